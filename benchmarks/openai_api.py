@@ -19,14 +19,11 @@ import multiprocessing
 import os
 import platform
 import socket
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.stepping import SteppingEngine
 

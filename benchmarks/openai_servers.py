@@ -42,11 +42,13 @@ from bench.http_load import HttpLoad
 from bench.load import Load
 from bench.processes import Processes
 from bench.report import save
-from bench.servers import free_ports, openai_command, running
+from bench.servers import openai_command, running
 from bench.stepping import Doubles
 from orchestration import MODEL, conditions, parser_of, serving
 from rich.console import Console
 from rich.table import Table
+
+from tests.helpers.processes import free_ports
 
 TARGETS = "direct,ours,ours_4,smg,triton_direct,triton_ours,triton_ours_4"
 LOADS = "1,32,128,256,1024@50,1024"

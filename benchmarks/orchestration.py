@@ -44,10 +44,11 @@ from bench.load import Load
 from bench.perf_analyzer import PerfAnalyzer, find
 from bench.processes import Processes
 from bench.report import plot, save, show, show_short
-from bench.servers import free_ports, openai_command, running
+from bench.servers import openai_command, running
 from rich.console import Console
 from speculation import summary
 
+from tests.helpers.processes import free_ports
 from trtllm_bls.launcher import ServerFailed, TritonServer
 from trtllm_bls.launcher.command import SENDING_THREADS
 from trtllm_bls.settings import Override, ServeSettings

@@ -24,13 +24,9 @@ import platform
 import resource
 import select
 import socket
-import sys
 import time
 from collections import defaultdict
 from multiprocessing.connection import Connection
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.stepping import SteppingEngine
 

@@ -23,13 +23,9 @@ import asyncio
 import itertools
 import os
 import shlex
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -38,20 +34,20 @@ from pathlib import Path
 
 import httpx
 import psutil
+from bench.repository import ROOT
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from doubles.scripted import Script, ScriptedEngine  # noqa: E402
-from doubles.trtllm_service import Behaviour, ScriptedService  # noqa: E402
-from trtllm_bls.tokenizer import load_tokenizer  # noqa: E402
+from doubles.scripted import Script, ScriptedEngine
+from doubles.trtllm_service import Behaviour
+from tests.helpers.processes import Process, free_ports
+from tests.helpers.scripted_services import service_in_a_thread
+from trtllm_bls.tokenizer import load_tokenizer
 
 MODEL = ROOT / "assets" / "demo" / "target"
 WORDS = " ".join(f"word {number}" for number in range(12))
 SAID = " one two three four five six seven eight nine ten"
-TOKENS, START_S, NOTICE_S, REPLICAS = 40, 180.0, 4, 2
+TOKENS, START_S, REPLICAS = 40, 180.0, 2
 SMG = """--policy cache_aware --health-check-interval-secs 1 --health-check-timeout-secs 2
     --health-failure-threshold 2 --health-success-threshold 1 --cb-timeout-duration-secs 2"""
 TARGETS = ("alone", "smg", "smg-defaults", "dynamo", "dynamo-tokens")
@@ -92,20 +88,19 @@ class Model:
 class Engines:
     """A scripted service for each replica, in a thread with an event loop of its own."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, stack: ExitStack) -> None:
         tokenizer = load_tokenizer(MODEL)
         script = Script(step_seconds=step_s, vocab_size=tokenizer.model_vocab_size)
         shown = Behaviour(
             eos_id=tokenizer.eos_id or 0, vocab_size=tokenizer.vocab_size, leaks=False
         )
         self.model = Model()
-        self.services = [
-            ScriptedService(ScriptedEngine(self.model.rule, script), shown) for _ in range(REPLICAS)
-        ]
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        starting = [asyncio.run_coroutine_threadsafe(s.start(), self._loop) for s in self.services]
-        self.urls = [f"trtllm://127.0.0.1:{each.result(30)}" for each in starting]
+        self.services, self.urls = [], []
+        for _ in range(REPLICAS):
+            engine = ScriptedEngine(self.model.rule, script)
+            service, address = stack.enter_context(service_in_a_thread(engine, shown))
+            self.services.append(service)
+            self.urls.append(f"trtllm://{address}")
 
     @property
     def tokens(self) -> int:
@@ -117,45 +112,16 @@ class Engines:
         return [len(service.requests) for service in self.services]
 
 
-@dataclass
-class Process:
-    """A command that can be killed with all its processes, and started again."""
-
-    words: list[str]
-    log: Path
-    status: Path | None = None  # by which it drains
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def start(self) -> None:
-        environment = {**os.environ, **self.environment, "PYTHONPATH": str(ROOT)}
-        with self.log.open("ab") as log:
-            self._running = subprocess.Popen(
-                self.words, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._running.pid, signal.SIGKILL)
-        self._running.wait()
-
-    def end(self) -> None:
-        """As an orchestrator ends it: drained where it can be, then SIGTERM."""
-        if self.status is not None:
-            drain = [sys.executable, "-m", "trtllm_bls.cli", "drain", "--dir", str(self.status)]
-            words = [*drain, "--notice", str(NOTICE_S), "--wait"]
-            subprocess.run(words, check=True, capture_output=True, cwd=ROOT)
-        self._running.terminate()
-        self._running.wait(60)
-
-    def cpu_s(self) -> float:
-        total = 0.0
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self._running.pid)
-            for each in (process, *process.children(recursive=True)):
-                with suppress(psutil.NoSuchProcess):
-                    times = each.cpu_times()
-                    total += times.user + times.system
-        return total
+def cpu_s(process: Process) -> float:
+    """User and system time of all its processes."""
+    total = 0.0
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.running.pid)
+        for each in (parent, *parent.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = each.cpu_times()
+                total += times.user + times.system
+    return total
 
 
 @dataclass
@@ -167,7 +133,7 @@ class Cluster:
     front: list[Process]
 
     def cpu_s(self) -> float:
-        return sum(each.cpu_s() for each in (*self.replicas, *self.front))
+        return sum(cpu_s(each) for each in (*self.replicas, *self.front))
 
 
 @dataclass
@@ -225,14 +191,6 @@ class Load:
 
 
 # --- what is started --------------------------------------------------------------------------
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def cluster_of(
@@ -339,7 +297,7 @@ def measure(target: str, options: argparse.Namespace, alone_ms: float | None) ->
     """A row of the table; the last field is the median TTFT, in ms."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = Engines(options.step_ms / 1000)
+        engines = Engines(options.step_ms / 1000, stack)
         cluster = cluster_of(target, engines, options, scratch)
         for process in (*cluster.replicas, *cluster.front):
             process.start()

@@ -14,15 +14,11 @@ import asyncio
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from openai_api import into_sink
 

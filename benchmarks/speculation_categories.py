@@ -34,10 +34,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 from bench.traffic import Exchange, categories, kinds
 from orchestration import parser_of
@@ -232,7 +231,9 @@ def requests(
     """Each exchange as a request; ``tokens`` of an answer that is not known."""
     found = []
     for each in exchanges:
-        answer, prediction = tuple(encode(each.answer)), tuple(encode(each.prediction))
+        answer, prediction = (
+            tuple(encode(text)) if text else () for text in (each.answer, each.prediction)
+        )
         request = EngineRequest(
             request_id="r",
             input_ids=tuple(encode(each.prompt)),
@@ -295,9 +296,10 @@ def run(engine: str, options: argparse.Namespace) -> dict[str, dict[str, Sums]]:
         found = {}
         with embedded(options.pad_layers if engine == "padded" else 0) as pair:
             tokenizer = load_tokenizer(DEMO / "target")  # afterwards transformers loads no torch
+            encode = partial(tokenizer.encode, add_special_tokens=True)
             for name, category in categories().items():
                 exchanges = [Exchange(prompt, "") for prompt in category.demo]
-                asked = requests(exchanges, tokenizer.encode, options.tokens, tokenizer.eos_id)
+                asked = requests(exchanges, encode, options.tokens, tokenizer.eos_id or 0)
                 target = pair((), ())[0]
                 await read(target, replace(asked[0][0], max_tokens=8), Sums())  # warms up
                 found[name] = await measure(pair, asked)
@@ -321,7 +323,7 @@ def main() -> None:
         f"Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}; greedy, one request at a time"
     )
-    speculative.SpeculativeRounds = TimedRounds  # type: ignore[misc]
+    speculative.SpeculativeRounds = TimedRounds  # type: ignore[attr-defined]
     for engine in options.engine:
         show(engine, run(engine, options))
 

@@ -15,15 +15,10 @@ import json
 import multiprocessing
 import os
 import platform
-import socket
 import statistics
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httptools
 import psutil
@@ -31,6 +26,7 @@ from orchestration import serving
 from rich.console import Console
 from rich.table import Table
 
+from tests.helpers.processes import free_ports
 from trtllm_bls.launcher.http_process import HttpProcess
 
 PATH = "/v2/models/tensorrt_llm_bls/generate_stream"
@@ -102,8 +98,7 @@ def main() -> None:
     table = Table("streams", "port", "TTFT p50 ms", "TTFT max ms", "tokens/s", "CPU µs/token")
     processes = 4 if (os.cpu_count() or 1) >= 8 else 1
     with serving(["bls"], processes, options.step_ms, max(loads) + 16) as server:
-        with socket.create_server(("127.0.0.1", 0)) as chosen:
-            port = chosen.getsockname()[1]
+        (port,) = free_ports(1)
         server.settings = replace(server.settings, http_port=port)
         server.behind_http = True
         front = HttpProcess(server, False, print, print, print)

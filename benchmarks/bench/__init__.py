@@ -1,6 +1,6 @@
-"""The parts of ``benchmarks/orchestration.py`` and ``benchmarks/openai_servers.py``."""
+"""What the programs of ``benchmarks/`` share."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # for ``doubles``
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for ``doubles`` and ``tests.helpers``

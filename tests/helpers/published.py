@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ const source = fs.readFileSync(folder + 'chat-template-automap.ts', 'utf8')
 const script = source.replace(/^import.*$/m, '').replace(/export const (\\w+)[^=]*=/, 'return ')
 console.log(JSON.stringify(new Function(script)().map(({model, gguf}) => [model, gguf])))
 """
+
+
+def pip_install(folder: Path, *words: str) -> Path:
+    """Install packages into the environment in ``folder``, which is made; its ``bin``."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *words]
+    subprocess.run(pip, check=True, timeout=900)
+    return python.parent
 
 
 def npm_install(folder: Path, *packages: str, scripts: bool = False) -> None:

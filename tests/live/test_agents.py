@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.processes import free_ports
 from tests.helpers.published import AGENTS, npm_install, templates_of_llama_cpp
 from tests.helpers.served import Served
 from tests.helpers.server_settings import ROOT
@@ -87,8 +87,7 @@ def served(
     shutil.copytree(
         ROOT / "tests" / "live" / "agents" / "1", scratch / "models" / "tensorrt_llm" / "1"
     )
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(*free_ports(1))
     more = ("--set", f"tensorrt_llm.family={family}", "--openai-port", port)
     more += ("--set", f"tensorrt_llm.tokenizer_dir={model}", "--model", str(model))
     running = Served(scratch / "models", *more)

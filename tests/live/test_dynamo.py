@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import venv
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,10 +20,11 @@ import pytest
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.processes import free_ports
+from tests.helpers.published import pip_install
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import until
-from tests.live.test_routers import free_ports
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.tokenizer import load_tokenizer
 
@@ -55,13 +55,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     if "DYNAMO" in os.environ:
         return os.environ["DYNAMO"]
     directory = tmp_path_factory.mktemp("dynamo")
-    venv.create(directory, with_pip=True)
-    pip = [directory / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
-    ours = f"{ROOT}[openai]"
-    subprocess.run([*pip, "-q", "-e", ours, *PACKAGES], check=True, timeout=900)
+    pip_install(directory, "-e", f"{ROOT}[openai]", *PACKAGES)
     pinned = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
-    subprocess.run([*pip, "-q", "--no-deps", *pinned], check=True, timeout=900)
-    return str(directory / "bin" / "python")
+    return str(pip_install(directory, "--no-deps", *pinned) / "python")
 
 
 class Cluster:

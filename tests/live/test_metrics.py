@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.grpc import service_pb2_grpc
 
+from tests.helpers.processes import free_ports
 from tests.helpers.served import Served
 from tests.helpers.server_requests import ask_all, generate, generate_stream
 from tests.helpers.server_settings import DEMO
@@ -202,8 +202,7 @@ async def forty(served: Served, ask: Callable[[Served, bool], Coroutine[Any, Any
 
 def test_requests_in_the_engines_queue_are_waiting_on_one_port() -> None:
     """Of 40 on an engine with two slots more than 30, through either API, streams or not."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(*free_ports(1))
     more = ("--model", str(DEMO / "target"), "--openai-port", port)
     served = Served(None, *more, "--set", "tensorrt_llm.max_batch=2")
     try:

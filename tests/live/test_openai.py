@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from tests.helpers.http2_offers import CLIENTS, post_twice
+from tests.helpers.processes import free_ports
 from tests.helpers.server_settings import ROOT
 from tests.helpers.waiting import until, until_ended
 
@@ -39,8 +39,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """With two workers, which share the port."""
     log = tmp_path_factory.mktemp("served") / "log"
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     services = ("http", "grpc", "metrics", "health")
     ports = [word for name in services for word in (f"--{name}-port", "0")]
     api = ["--openai-port", str(port), "--openai-workers", "2"]

@@ -20,10 +20,10 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.processes import free_ports
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import until
-from tests.live.test_routers import free_ports
 from trtllm_bls.tokenizer import load_tokenizer
 
 pytestmark = [

@@ -11,15 +11,12 @@ import asyncio
 import os
 import re
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,8 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.processes import Process, free_ports
+from tests.helpers.published import pip_install
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import eventually, until
@@ -57,46 +56,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> str:
     """smg, which may have to be installed."""
     if "SMG" in os.environ:
         return os.environ["SMG"]
-    directory = tmp_path_factory.mktemp("smg")
-    venv.create(directory, with_pip=True)
-    pip = [directory / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
-    subprocess.run([*pip, "--quiet", *SMG], check=True, timeout=600)
-    return str(directory / "bin" / "smg")
+    return str(pip_install(tmp_path_factory.mktemp("smg"), *SMG) / "smg")
 
 
 @dataclass
 class Worker:
     """One ``trtllm-bls openai`` over a scripted service of its own, at a port that stays."""
 
-    port: int
-    engine: str
+    url: str
     service: Any
-    status: Path
-    process: subprocess.Popen[bytes] = field(init=False)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", str(self.port)]
-        command += ["--tokenizer-dir", str(MODEL), "--engine", self.engine]
-        command += ["--status-dir", str(self.status)]
-        with (self.status.parent / f"{self.status.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-
-    def kill(self) -> None:
-        """All of its processes at once: of a killed supervisor's, the workers would drain."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def drain(self) -> None:
-        """Ask it to drain, as a preStop hook does, and end it."""
-        command = [sys.executable, "-m", "trtllm_bls.cli", "drain", "--dir", str(self.status)]
-        subprocess.run([*command, "--wait", "--notice", "3"], check=True, timeout=60)
-        self.process.terminate()
-        self.process.wait(60)
+    process: Process
 
 
 @dataclass
@@ -128,10 +97,14 @@ def fleet(program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
         workers = []
         for number, port in enumerate(ports):
             service, url = stack.enter_context(service_in_a_thread(EchoEngine(script), behaviour))
-            worker = Worker(port, f"trtllm://{url}", service, scratch / f"status{number}")
-            workers.append(worker)
-            worker.start()
-            stack.callback(worker.kill)
+            command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", str(port)]
+            command += ["--tokenizer-dir", str(MODEL), "--engine", f"trtllm://{url}"]
+            status = scratch / f"status{number}"
+            command += ["--status-dir", str(status)]
+            process = Process(command, scratch / f"status{number}.log", status)
+            workers.append(Worker(f"http://127.0.0.1:{port}", service, process))
+            process.start()
+            stack.callback(process.kill)
         for worker in workers:
             until(lambda worker=worker: answers(f"{worker.url}/health"))
         words = line_of_the_page(ROOT / "docs" / "scale.md")[1:]
@@ -147,14 +120,6 @@ def fleet(program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
         url = f"http://127.0.0.1:{front}"
         until(lambda: ready(url) == {worker.url for worker in workers})
         yield Fleet(url, workers)
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def answers(url: str) -> bool:
@@ -311,7 +276,7 @@ async def test_a_killed_worker_fails_begun_streams_alone(fleet: Fleet) -> None:
     await eventually(
         lambda: any(each.half_streamed and each.worker == killed.url for each in load.answers)
     )
-    killed.kill()
+    killed.process.kill()
     answers = await loading
     print(f"failed: {len(wrong(answers))} of {len(answers)}")
     for answer in wrong(answers):
@@ -319,7 +284,7 @@ async def test_a_killed_worker_fails_begun_streams_alone(fleet: Fleet) -> None:
         assert answer.worker == killed.url
         assert answer.expected.startswith(answer.text)
     assert 0 < len(wrong(answers)) < AT_ONCE
-    killed.start()
+    killed.process.start()
     await eventually(lambda: ready(fleet.url) == {worker.url for worker in fleet.workers})
     asked_before = len(killed.service.requests)
     assert wrong(await Load(fleet, range(64)).run()) == []
@@ -332,8 +297,8 @@ async def test_a_rolling_restart_loses_nothing(fleet: Fleet) -> None:
     load = Load(fleet, takewhile(lambda _: not done, count()), at_once=4)
     loading = asyncio.create_task(load.run())
     for worker in fleet.workers:
-        await asyncio.to_thread(worker.drain)
-        worker.start()
+        await asyncio.to_thread(worker.process.end)
+        worker.process.start()
         await eventually(lambda: ready(fleet.url) == {each.url for each in fleet.workers})
     done = True
     answers = await loading

@@ -19,6 +19,7 @@ import pytest
 import trustme
 from click.testing import CliRunner
 
+from tests.helpers.processes import free_ports
 from tests.helpers.served import Served, good
 from tests.helpers.server_requests import metric
 from tests.helpers.server_settings import DEMO
@@ -248,8 +249,7 @@ def test_serve_speaks_https_alone_and_is_found_again_after_a_restart(
 ) -> None:
     """To users of Triton's HTTP and of the OpenAI API, on the ports that were asked for; the lines
     that it prints work as they are."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     own = files["server"]
     running = Served(
         echo_repository(tmp_path), "--model", str(DEMO / "target"), "--openai-port", str(port),

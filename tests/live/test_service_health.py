@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -14,6 +13,7 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.processes import free_ports
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_requests import generate, post
 from tests.helpers.server_settings import DEMO, ROOT
@@ -56,8 +56,7 @@ def refused(http: str, api: str) -> None:
 
 def test_readiness_and_refusals_of_a_server_before_a_service() -> None:
     """Of ``serve``, of the OpenAI API and of the command; a service that is ill at first, too."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     tokenizer = load_tokenizer(DEMO / "target")
     ill = Behaviour(eos_id=tokenizer.eos_id or 0, health="RuntimeError: dead")
     well = Behaviour(eos_id=tokenizer.eos_id or 0)

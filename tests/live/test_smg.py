@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import urllib.error
 import urllib.request
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,8 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.processes import free_ports
+from tests.helpers.published import pip_install
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
@@ -50,23 +50,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def installed(directory: Path, *packages: str) -> Path:
-    """The ``bin`` of a new environment with these packages."""
-    venv.create(directory, with_pip=True)
-    pip = [directory / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
-    subprocess.run([*pip, "--quiet", *packages], check=True, timeout=600)
-    return directory / "bin"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_the_fields_are_those_that_are_published(tmp_path: Path) -> None:
     """Name, number, type and oneof of each field that our own file has."""
-    bin_ = installed(tmp_path / "proto", "smg-grpc-proto")
+    bin_ = pip_install(tmp_path / "proto", "smg-grpc-proto")
     told = subprocess.run([bin_ / "python", "-c", FIELDS], capture_output=True, check=True)
     published = json.loads(told.stdout)
     for name, message in messages.MESSAGES.items():
@@ -83,7 +69,7 @@ def smg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
     """Where smg listens, and the service behind it."""
     directory = tmp_path_factory.mktemp("smg")
     needed = ("setproctitle", "pyyaml", "grpcio", "grpcio-health-checking")
-    bin_ = installed(directory / "venv", "smg==1.13.0", *needed)
+    bin_ = pip_install(directory / "venv", "smg==1.13.0", *needed)
     tokenizer = load_tokenizer(MODEL)
     engine = EchoEngine(Script(step_seconds=0.002, vocab_size=tokenizer.model_vocab_size))
     behaviour = Behaviour(
@@ -93,7 +79,7 @@ def smg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
         max_seq_len=32_768,
         stop_ids=lambda text: tokenizer.encode(text, add_special_tokens=False, field="stop"),
     )
-    port, metrics = free_port(), free_port()
+    port, metrics = free_ports(2)
     with service_in_a_thread(engine, behaviour) as (service, url):
         command = [bin_ / "smg", "launch", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-port", str(metrics), "--policy", "round_robin"]
