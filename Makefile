@@ -36,6 +36,10 @@ SERVICE := trtllm_bls/engines/trtllm_service
 PERF_ANALYZER := tritonclient==2.51.0
 PERF_DIRECTORY := $(VENV)/perf_analyzer
 
+# Tests start hundreds of processes, and each would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: fuzz chaos soak slow-readers help demo test test-all test-lowest conformance test-transformers serve bench static check generate descriptor format clean

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from orchestration import parser_of
+from bench.arguments import parser_of
 from rich.console import Console
 from rich.table import Table
 

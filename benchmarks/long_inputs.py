@@ -24,10 +24,11 @@ from typing import Any
 
 from bench import repository
 from bench.answers import make_prompts, staggered, text_request
+from bench.arguments import parser_of
 from bench.figures import Row, steady_row
 from bench.load import Load
 from bench.processes import Processes
-from orchestration import MODEL, console, numbers, parser_of, serving
+from orchestration import MODEL, console, numbers, serving
 from rich.table import Table
 
 from trtllm_bls.client import Client

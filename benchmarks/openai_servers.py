@@ -37,6 +37,7 @@ from bench.answers import (
     steady_window,
     text_request,
 )
+from bench.arguments import parser_of
 from bench.figures import Row, steady_row
 from bench.http_load import HttpLoad
 from bench.load import Load
@@ -44,7 +45,7 @@ from bench.processes import Processes
 from bench.report import save
 from bench.servers import openai_command, running
 from bench.stepping import Doubles
-from orchestration import MODEL, conditions, parser_of, serving
+from orchestration import MODEL, conditions, serving
 from rich.console import Console
 from rich.table import Table
 

@@ -38,6 +38,7 @@ from bench.answers import (
     staggered,
     text_request,
 )
+from bench.arguments import parser_of
 from bench.figures import Row, burst_row, steady_row
 from bench.http_load import HttpLoad
 from bench.load import Load
@@ -211,16 +212,6 @@ def choose_client(options: argparse.Namespace, scratch: Path) -> PerfAnalyzer | 
     elif options.client == "perf_analyzer":
         raise SystemExit("error: no perf_analyzer: `make bench` fetches it, or --perf-analyzer")
     return Load(options.client_processes)
-
-
-def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """One whose help is a module's docstring, with its examples last."""
-    head, _, examples = (text or "").partition("\nexamples:")
-    return argparse.ArgumentParser(
-        description=head,
-        epilog="examples:" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 def numbers(text: str) -> list[int]:

@@ -38,8 +38,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from bench.arguments import parser_of
 from bench.traffic import Exchange, categories, kinds
-from orchestration import parser_of
 from rich.console import Console
 from rich.table import Table
 
