@@ -23,7 +23,6 @@ import statistics
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,8 +34,8 @@ import psutil
 import uvloop
 from bench import repository
 from bench.http_load import connected
+from bench.servers import free_ports, openai_command, running
 from bench.stepping import Doubles
-from openai_servers import free_port, running
 from orchestration import conditions, console, numbers, parser_of
 from rich.table import Table
 
@@ -56,13 +55,9 @@ class Server:
 
     name: str
     port: int
-    process: psutil.Process
+    processes: list[psutil.Process]
     ttft_ms: dict[int, list[float]] = field(default_factory=dict)
     cpu_ms: dict[int, list[float]] = field(default_factory=dict)
-
-    @property
-    def processes(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
 
     def cpu_ns(self) -> int:
         """Of all threads that run now; the servers keep theirs."""
@@ -100,17 +95,16 @@ def conversation(number: int, turns: int) -> Iterator[bytes]:
         messages.append({"role": "assistant", "content": text(ASSISTANT)})
 
 
-def command_of(name: str, port: int, model: Path, engine: int, options: Namespace) -> list[str]:
-    where = ["--port", str(port)]
-    if name.startswith("smg"):
-        command = [options.smg, "launch", "--host", "127.0.0.1", *where, "--model-path", str(model)]
-        command += ["--prometheus-port", str(free_port()), "--disable-retries"]
-        command += ["--worker-urls", f"grpc://127.0.0.1:{engine}"]
-        caches = ["--tokenizer-cache-enable-l0", "--tokenizer-cache-enable-l1"]
-        return command + (caches if name == "smg" else [])
-    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", *where, "--tokenizer-dir"]
-    command += [str(model), "--engine", f"trtllm://127.0.0.1:{engine}"]
-    return command + (["--token-cache-bytes", "0"] if name == "none" else [])
+def command_of(name: str, port: int, model: Path, engine: int, smg: str) -> list[str]:
+    if not name.startswith("smg"):
+        options = ["--engine", f"trtllm://127.0.0.1:{engine}"]
+        options += ["--token-cache-bytes", "0"] if name == "none" else []
+        return openai_command(port, model, 1, *options)
+    command = [smg, "launch", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--model-path", str(model), "--prometheus-port", str(free_ports(1)[0])]
+    command += ["--disable-retries", "--worker-urls", f"grpc://127.0.0.1:{engine}"]
+    caches = ["--tokenizer-cache-enable-l0", "--tokenizer-cache-enable-l1"]
+    return command + (caches if name == "smg" else [])
 
 
 async def ask(client: Any, body: bytes) -> tuple[float, tuple[str, int]]:
@@ -190,10 +184,10 @@ def main() -> int:
         stack.callback(doubles.close)
         servers = []
         for name in options.targets.split(","):
-            port = free_port()
-            command = command_of(name, port, model, doubles.ports[0], options)
-            pid = stack.enter_context(running(command, port, directory / f"{name}.log"))
-            servers.append(Server(name, port, psutil.Process(pid)))
+            (port,) = free_ports(1)
+            command = command_of(name, port, model, doubles.ports[0], options.smg)
+            ids = stack.enter_context(running(command, port, directory / f"{name}.log"))
+            servers.append(Server(name, port, [psutil.Process(each) for each in ids]))
         uvloop.run(measure(servers, [-1], 2))  # everything is loaded
         numbered = iter(range(10**6))
         for at_once in options.at_once:
