@@ -276,9 +276,21 @@ class Reader:
             reader._call.cancel()
 
     async def _read(self) -> None:
+        flagged = False  # the server marks final responses
         try:
-            await self._take_all()
-            self.items.put_nowait(None)
+            async for message in self._call:
+                received_at = time.perf_counter()
+                if message.error_message:
+                    self._answered = True
+                    self.items.put_nowait(from_wire(message.error_message))
+                    continue
+                event = read_event(message.infer_response, received_at)
+                flagged = flagged or "triton_final_response" in message.infer_response.parameters
+                self._answered = self._answered or event.final
+                self.items.put_nowait(event)
+            cut = "the server ended the stream before the answer was complete"
+            whole = self._answered or not flagged
+            self.items.put_nowait(None if whole else ConnectionFailed(cut))
         except asyncio.CancelledError:  # the client was closed, unless ``cancel`` was called
             closed = ConnectionFailed("the client was closed during the request")
             # grpc.aio itself cancels a call that is over before its request is written.
@@ -291,21 +303,6 @@ class Reader:
             self.items.put_nowait(EngineError(f"unreadable response: {error}"))
         finally:
             self._call.cancel()  # nothing to do for a stream that is over
-
-    async def _take_all(self) -> None:
-        flagged = False  # the server marks final responses
-        async for message in self._call:
-            received_at = time.perf_counter()
-            if message.error_message:
-                self._answered = True
-                self.items.put_nowait(from_wire(message.error_message))
-                continue
-            event = read_event(message.infer_response, received_at)
-            flagged = flagged or "triton_final_response" in message.infer_response.parameters
-            self._answered = self._answered or event.final
-            self.items.put_nowait(event)
-        if flagged and not self._answered:
-            raise ConnectionFailed("the server ended the stream before the answer was complete")
 
 
 class Stream:

@@ -75,21 +75,13 @@ def infer_request(
     if not isinstance(members, _Members):
         raise LeftToTriton
     request = service_pb2.ModelInferRequest(model_name=model.name, model_version=version)
-    _fill(request, model.inputs, members)
-    request.parameters["triton_enable_empty_final_response"].bool_param = True
-    if traceparent:
-        request.parameters["traceparent"].string_param = traceparent
-    return request
-
-
-def _fill(request: Any, inputs: Mapping[str, Any], members: _Members) -> None:
     given = set()
     for key, value in _flat(members):
         if key in given:
             raise LeftToTriton
         given.add(key)
-        if key in inputs:
-            _add_input(request, inputs[key], value)
+        if key in model.inputs:
+            _add_input(request, model.inputs[key], value)
         elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
             if len(request.parameters) == _MOST_PARAMETERS:
                 problem = f"more than {_MOST_PARAMETERS} members are no inputs of the model"
@@ -99,6 +91,10 @@ def _fill(request: Any, inputs: Mapping[str, Any], members: _Members) -> None:
     if not isinstance(request_id, str):
         raise LeftToTriton
     request.id = request_id
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    if traceparent:
+        request.parameters["traceparent"].string_param = traceparent
+    return request
 
 
 def _flat(members: _Members) -> Iterator[tuple[str, Any]]:

@@ -160,10 +160,21 @@ def answer_form(
     functions = [tool["function"] for tool in asked.tools]
     schemas = {each["name"]: each.get("parameters") for each in functions}
     if asked.choice == "required":
-        guide = _forced_guide(asked)
+        if asked.guide is not None:
+            problem = f"demands a call, and {asked.guide.field} another form; send one"
+            raise invalid("tool_choice", problem)
+        if not schemas:
+            raise invalid("tool_choice", "is only allowed with tools")
+        if asked.forced is not None and asked.forced not in schemas:
+            problem = f"there is no tool '{asked.forced}'; tools: {', '.join(schemas)}"
+            raise invalid("tool_choice", problem)
+        try:
+            schema = forced_calls(asked.tools, asked.forced, parallel=asked.parallel)
+        except RecursionError:
+            raise invalid("tools", "is nested too deeply") from None
         if asked.forced is not None:
             schemas = {asked.forced: schemas[asked.forced]}
-        return guide, FORCED, schemas
+        return GuidedDecoding("tool_choice", "json_schema", schema), FORCED, schemas
     tools = formats.tools if asked.tools and asked.choice == "auto" else None
     if asked.guide is not None and tools is not None:
         return _or_calls(asked.guide, tools, schemas), tools, schemas
@@ -250,19 +261,3 @@ def _or_calls(guide: GuidedDecoding, tools: ToolFormat, names: Iterable[str]) ->
     elements = ",".join([*texts, as_json("tools", calls)])
     tag = f'{{"type":"structural_tag","format":{{"type":"or","elements":[{elements}]}}}}'
     return GuidedDecoding(guide.field, "structural_tag", tag)
-
-
-def _forced_guide(asked: Conversation) -> GuidedDecoding:
-    if asked.guide is not None:
-        problem = f"demands a call, and {asked.guide.field} another form; send one"
-        raise invalid("tool_choice", problem)
-    if not asked.tools:
-        raise invalid("tool_choice", "is only allowed with tools")
-    name, names = asked.forced, [tool["function"]["name"] for tool in asked.tools]
-    if name is not None and name not in names:
-        raise invalid("tool_choice", f"there is no tool '{name}'; tools: {', '.join(names)}")
-    try:
-        schema = forced_calls(asked.tools, name, parallel=asked.parallel)
-    except RecursionError:
-        raise invalid("tools", "is nested too deeply") from None
-    return GuidedDecoding("tool_choice", "json_schema", schema)
