@@ -33,11 +33,14 @@ from typing import Any
 import psutil
 import uvloop
 from bench import repository
+from bench.arguments import parser_of
 from bench.http_load import connected
-from bench.servers import free_ports, openai_command, running
+from bench.servers import openai_command, running
 from bench.stepping import Doubles
-from orchestration import conditions, console, numbers, parser_of
+from orchestration import conditions, console, numbers
 from rich.table import Table
+
+from tests.helpers.processes import free_ports
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' }}"
