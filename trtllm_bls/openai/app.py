@@ -8,8 +8,8 @@ import hashlib
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -117,20 +117,17 @@ class ApiSettings:
 def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
     """The application, which closes ``backend`` when it ends."""
     api = _Api(backend, settings)
-    chats = _Generate(api, ChatRequest, ChatResponse)
-    completions = _Generate(api, CompletionRequest, CompletionResponse)
-    responses = _Generate(api, ResponsesRequest, ResponsesResponse)
-    messages = _Generate(api, MessagesRequest, MessagesResponse)
+    post = partial(Route, methods=["POST"])
     routes = [
-        Route("/v1/chat/completions", chats, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/responses", responses, methods=["POST"]),
-        Route("/v1/responses/input_tokens", api.count_input, methods=["POST"]),
+        post("/v1/chat/completions", _Generate(api, ChatRequest, ChatResponse)),
+        post("/v1/completions", _Generate(api, CompletionRequest, CompletionResponse)),
+        post("/v1/responses", _Generate(api, ResponsesRequest, ResponsesResponse)),
+        post("/v1/responses/input_tokens", api.count_input),
         Route("/v1/responses/{id:path}", api.not_stored, methods=["GET", "POST", "DELETE"]),
-        Route("/v1/messages", messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", api.count_messages, methods=["POST"]),
-        Route("/tokenize", api.tokenize, methods=["POST"]),
-        Route("/detokenize", api.detokenize, methods=["POST"]),
+        post("/v1/messages", _Generate(api, MessagesRequest, MessagesResponse)),
+        post("/v1/messages/count_tokens", api.count_messages),
+        post("/tokenize", api.tokenize),
+        post("/detokenize", api.detokenize),
         Route("/version", api.version),
         Route("/", page),
         Route("/v1/models", api.models),
@@ -140,10 +137,7 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         Route("/metrics", api.metrics),
         Route("/openapi.json", api.openapi),
     ]
-    middleware = [Middleware(_Keys, api)] if settings.keys else []
-    if settings.allowed_hosts is not None:
-        guarded = {"hosts": settings.allowed_hosts, "origins": settings.allowed_origins}
-        middleware.insert(0, Middleware(BrowserGuard, **guarded, refuse=api.refuse))
+    middleware = []
     if settings.allowed_origins:  # outermost: a browser sends its preflight without a key
         cors = Middleware(
             CORSMiddleware,
@@ -152,7 +146,12 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-        middleware.insert(0, cors)
+        middleware.append(cors)
+    if (hosts := settings.allowed_hosts) is not None:
+        guard = Middleware(BrowserGuard, hosts, settings.allowed_origins, api.refuse)
+        middleware.append(guard)
+    if settings.keys:
+        middleware.append(Middleware(_Keys, api))
     app = Starlette(
         routes=routes,
         middleware=middleware,
@@ -449,10 +448,15 @@ class _Generate:
             if events := response.add(index, chunk):
                 outbox.put(events)
 
-        with _pings(response, outbox):
+        has_pings = response.stream and response.has_pings
+        pinging = asyncio.create_task(_ping(response, outbox)) if has_pings else None
+        try:
             await run_all(
                 orchestrator, response.requests, on_chunk, outbox, receive, response.count_prompt
             )
+        finally:
+            if pinging is not None:
+                pinging.cancel()
         # On the event loop, a large response would hold up all streams.
         end = response.last_events if response.stream else response.whole
         last = await asyncio.to_thread(end) if response.is_large else end()
@@ -485,21 +489,11 @@ class _Generate:
         return response
 
 
-@contextmanager
-def _pings(response: ResponseBuilder, outbox: Outbox) -> Iterator[None]:
+async def _ping(response: ResponseBuilder, outbox: Outbox) -> None:
     """Show a client that waits for a stream's next event that the server works."""
-
-    async def ping() -> None:
-        while True:
-            await asyncio.sleep(_PING_S)
-            outbox.put(response.ping())
-
-    pinging = asyncio.create_task(ping()) if response.stream and response.has_pings else None
-    try:
-        yield
-    finally:
-        if pinging is not None:
-            pinging.cancel()
+    while True:
+        await asyncio.sleep(_PING_S)
+        outbox.put(response.ping())
 
 
 @dataclass(frozen=True)
