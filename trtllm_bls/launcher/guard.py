@@ -32,7 +32,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 HAND_OVER_POLL_SECONDS = OTHERS_POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -60,7 +59,10 @@ def main(
     wake = _wake_on_signals()
     control, devnull = os.dup(0), os.open(os.devnull, os.O_RDWR)
     server = subprocess.Popen(
-        command, stdin=devnull, start_new_session=True, preexec_fn=_die_with_parent
+        command,
+        stdin=devnull,
+        start_new_session=True,
+        preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
     )
     # Only the server and its stubs may hold the log pipe: its end is how the launcher knows.
     for descriptor in (0, 1, 2):
@@ -86,10 +88,6 @@ def _wake_on_signals() -> int:
     return reader
 
 
-def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def _watch(
     server: subprocess.Popen[bytes],
     control: int,
@@ -103,7 +101,11 @@ def _watch(
     In an orderly end the models hand over first. Once a server has been told to stop, its models
     cannot send it requests any more, which those that speculate do all the time.
     """
-    files = _status_directory(status)
+    # An isolated interpreter does not find this package by itself.
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from trtllm_bls.status import StatusDirectory
+
+    files = StatusDirectory(status)
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
@@ -135,14 +137,6 @@ def _watch(
             with suppress(OSError):
                 files.ask_to_drain(begun + max(drain / 2, drain - 1.0))
     return server.returncode
-
-
-def _status_directory(path: str) -> Any:
-    """A ``StatusDirectory``; an isolated interpreter does not find this package by itself."""
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
-    from trtllm_bls.status import StatusDirectory
-
-    return StatusDirectory(path)
 
 
 def _kill_children() -> None:

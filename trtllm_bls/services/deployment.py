@@ -42,11 +42,13 @@ class Deployment:
         self.reports = _reports(parameters, pb_utils, model_name)
         self.engine = _engine(parameters, pb_utils, self.tokenizer, self.reports)
         self._parameters = parameters
+        # The longest time that a request may name also bounds a request that names none.
+        limits = (parameters.request_timeout_seconds, parameters.limits.max_timeout_seconds)
         self.defaults = Defaults(
             add_special_tokens=parameters.add_special_tokens,
             skip_special_tokens=parameters.skip_special_tokens,
             accumulate=parameters.accumulate_tokens,
-            timeout_s=_default_timeout(parameters),
+            timeout_s=min((seconds for seconds in limits if seconds), default=None),
             limits=parameters.limits,
             expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
             engine_shows_progress=not (parameters.engine and parameters.engine.is_elsewhere),
@@ -194,12 +196,6 @@ def _engine(
 def _is_service(parameters: BlsParameters) -> bool:
     """Whether the engine is TensorRT-LLM's gRPC service, which verifies no drafts."""
     return parameters.engine is not None and parameters.engine.kind is EngineKind.TRTLLM
-
-
-def _default_timeout(parameters: BlsParameters) -> float | None:
-    """Seconds. The longest time that a request may name also bounds a request that names none."""
-    known = (parameters.request_timeout_seconds, parameters.limits.max_timeout_seconds)
-    return min((seconds for seconds in known if seconds), default=None)
 
 
 def _same_vocabulary(parameters: BlsParameters, tokenizer: Tokenizer) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
-from trtllm_bls.types import Array, PromptIds, TokenIds
+from trtllm_bls.types import Array, TokenIds
 from trtllm_bls.wire.text import prompt_requests, sequence_ids
 from trtllm_bls.wire.words import dense_bias, pack_words
 
@@ -34,8 +34,12 @@ class Preprocessor:
         requests = prompt_requests(inputs, self._limits)
         prompts = [self._prompts.make(request) for request in requests]
         pads = _column([prompt.pad_id or 0 for prompt in prompts])
+        widest = max(len(prompt.ids) for prompt in prompts)
+        ids = np.full((len(prompts), widest), self._pad_id, dtype=np.int32)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt.ids)] = prompt.ids
         return {
-            "INPUT_ID": self._padded([prompt.ids for prompt in prompts]),
+            "INPUT_ID": ids,
             "REQUEST_INPUT_LEN": _column([len(prompt.ids) for prompt in prompts]),
             "BAD_WORDS_IDS": _word_lists([prompt.bad_sequences for prompt in prompts]),
             "STOP_WORDS_IDS": _word_lists([prompt.engine_stops for prompt in prompts]),
@@ -47,12 +51,6 @@ class Preprocessor:
             "DECODER_INPUT_ID": pads,
             "REQUEST_DECODER_INPUT_LEN": np.ones_like(pads),
         }
-
-    def _padded(self, rows: Sequence[PromptIds]) -> Array:
-        ids = np.full((len(rows), max(map(len, rows))), self._pad_id, dtype=np.int32)
-        for row, tokens in enumerate(rows):
-            ids[row, : len(tokens)] = tokens
-        return ids
 
     def _bias(self, prompts: Sequence[Prompt]) -> Array:
         size = self._vocab_size if any(prompt.embedding_bias for prompt in prompts) else 0

@@ -32,12 +32,9 @@ def _one_record(text: str) -> str:
     A message may quote a client's text.
     """
     first, *more = text.split("\n")
-    return "\n".join((printable(first), *(f"    {_indented(line)}" for line in more)))
-
-
-def _indented(line: str) -> str:
-    text = line.lstrip(" ")
-    return line[: len(line) - len(text)] + printable(text)
+    parts = [(line, line.lstrip(" ")) for line in more]
+    indented = [line[: len(line) - len(text)] + printable(text) for line, text in parts]
+    return "\n".join([printable(first), *(f"    {line}" for line in indented)])
 
 
 def log_to_triton(pb_utils: Any, model_name: str) -> None:

@@ -206,19 +206,6 @@ class DeployedModel:
         """Whether it may speculate by itself and then tells what became of its drafts."""
         return self.parameters.get("engine") == "llm_api"
 
-    @cached_property
-    def repeats_prompt(self) -> bool:
-        """Whether an answer that is not streamed begins with the prompt: there is no way to exclude
-        it, which is always asked for where there is one."""
-        excluded = is_true(self.parameters.get("exclude_input_in_output", ""))
-        return not excluded and "exclude_input_in_output" not in self.inputs
-
-    @cached_property
-    def ignores_guides(self) -> bool:
-        """Whether this is the C++ backend without what guided decoding needs."""
-        told = [self.parameters.get(key) for key in GUIDES]
-        return "gpt_model_type" in self.parameters and not all(told)
-
     def outputs_for(self, request: EngineRequest) -> list[str]:
         """The outputs to ask for; nothing is sent that nobody reads."""
         wants = request.wants
@@ -270,11 +257,11 @@ def request_inputs(
     arrays["input_lengths"] = _one_of("input_lengths", len(request.input_ids))
     arrays["input_ids"] = _ids_row(request.input_ids)
     arrays |= {name: array[None] for name, array in request.extras.items()}
-    if "guided_decoding_guide" in request.extras and model.ignores_guides:
-        missing = " and ".join(key for key in GUIDES if not model.parameters.get(key))
-        raise Unsupported(
-            "guided_decoding_guide", f"the engine would ignore it; set its parameter {missing}"
-        )
+    missing = [key for key in GUIDES if not model.parameters.get(key)]
+    is_cpp_backend = "gpt_model_type" in model.parameters
+    if "guided_decoding_guide" in request.extras and is_cpp_backend and missing:
+        problem = f"the engine would ignore it; set its parameter {' and '.join(missing)}"
+        raise Unsupported("guided_decoding_guide", problem)
     if request.stop_sequences:
         arrays["stop_words_list"] = pack_words(request.stop_sequences)[None]
     if request.bad_sequences:
@@ -358,7 +345,10 @@ class ResponseReader:
     def __init__(self, request: EngineRequest, model: DeployedModel) -> None:
         self._request = request
         self._speculates = model.speculates
-        repeated = model.repeats_prompt and not request.streaming
+        # A prompt in front of the answer is always excluded where there is a way to.
+        excluded = is_true(model.parameters.get("exclude_input_in_output", ""))
+        excluded |= "exclude_input_in_output" in model.inputs
+        repeated = not (excluded or request.streaming)
         self._skip = len(request.input_ids) if repeated else 0
         self._unfinished = set(range(request.num_return_sequences))
         self._single = request.num_return_sequences == 1
