@@ -23,8 +23,11 @@ class ServerProcesses:
         self._names = {server: "tritonserver"}
         for child in server.children():
             with suppress(psutil.Error):
-                if _NEEDED.search(" ".join(child.cmdline()[:1])):
-                    self._names[child] = _described(child)
+                words = child.cmdline()
+                if _NEEDED.search(" ".join(words[:1])):
+                    # A stub's first argument is its model's file, .../<model>/<version>/model.py.
+                    parts = Path(words[1]).parts if len(words) > 1 else ()
+                    self._names[child] = f"model {parts[-3]}" if len(parts) > 2 else child.name()
         self._stopped: set[psutil.Process] = set()  # by a SIGSTOP, as of the last look
         self.running = {name: 0 for name in self._names.values()}
         """The number of running processes by name, as of the last ``problems()``."""
@@ -87,10 +90,3 @@ def _state(process: psutil.Process) -> str:
         return process.status() if process.is_running() else psutil.STATUS_DEAD
     except psutil.NoSuchProcess:
         return psutil.STATUS_DEAD
-
-
-def _described(child: psutil.Process) -> str:
-    """A stub's first argument is its model's file, ``.../<model>/<version>/model.py``."""
-    words = child.cmdline()
-    parts = Path(words[1]).parts if len(words) > 1 else ()
-    return f"model {parts[-3]}" if len(parts) > 2 else child.name()

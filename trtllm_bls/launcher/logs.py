@@ -157,7 +157,11 @@ class LogBook:
         """One line that names every model that did not load, and why; each reason once."""
         models: dict[str, list[str]] = {}
         for model, reason in self.failures.items():
-            models.setdefault(_headline(reason), []).append(model)
+            text = _STATUS.sub("", reason.partition(_TRACE)[0], count=1)
+            headline = " ".join(_OWN_ERROR.sub("", text).split())
+            if _DEAD_STUB.fullmatch(text):
+                headline = "its Python process died while loading"
+            models.setdefault(headline, []).append(model)
         return "; ".join(
             f"model{'s' * (len(names) > 1)} {', '.join(names)} did not load: {reason}"
             for reason, names in models.items()
@@ -178,10 +182,3 @@ class LogBook:
         ]
         printed = [line.text for line in self._tail if line.noteworthy and not line.severity]
         return (*printed[-_FAILURE_LINES:], *traces)
-
-
-def _headline(reason: str) -> str:
-    text = _STATUS.sub("", reason.partition(_TRACE)[0], count=1)
-    if _DEAD_STUB.fullmatch(text):
-        return "its Python process died while loading"
-    return " ".join(_OWN_ERROR.sub("", text).split())

@@ -12,7 +12,7 @@ import secrets
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -174,13 +174,6 @@ class DeployedModel:
             inputs.pop("exclude_input_in_output", None)  # nothing to ask for: it is so by default
         outputs = frozenset(tensor.name for tensor in config.output)
         return cls(inputs, outputs, parameters, config.model_transaction_policy.decoupled)
-
-    def in_one_piece(self, request: EngineRequest) -> EngineRequest:
-        """The request as a model answers it that is not decoupled. Raises ``Unsupported``."""
-        if request.num_return_sequences > 1:
-            problem = f"{request.num_return_sequences}; the engine's model is not decoupled and"
-            raise Unsupported("num_return_sequences", f"{problem} answers once; send 1")
-        return replace(request, streaming=False)
 
     @cached_property
     def capacity(self) -> EngineCapacity:

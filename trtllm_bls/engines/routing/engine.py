@@ -81,7 +81,11 @@ class RoutingEngine:
         if options is None:
             if not self.shared.one_step or request.draft is not None:
                 return self.target.generate(request)
-            _check_one_step(request)
+            try:
+                check_speculative(request)
+            except Unsupported as error:
+                why = "the deployed engine, built for external drafts, gives one token per request"
+                raise Unsupported(error.field, f"cannot be honoured: {why}") from None
             options, on_end = _PLAIN, None
         run = SpeculativeRun(request, self.target, self._draft, options, self.shared, on_end)
         return TaskChunks(run.run)
@@ -139,11 +143,3 @@ class RoutingEngine:
         """Close both engines."""
         engines = [self.target] if self._draft is None else [self.target, self._draft]
         await asyncio.gather(*(engine.close() for engine in engines))
-
-
-def _check_one_step(request: EngineRequest) -> None:
-    try:
-        check_speculative(request)
-    except Unsupported as error:
-        problem = "the deployed engine, built for external drafts, gives one token per request"
-        raise Unsupported(error.field, f"cannot be honoured: {problem}") from None

@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls
 from trtllm_bls.engines.triton.own_port import is_own
-from trtllm_bls.errors import EngineError, EngineUnavailable, from_wire
+from trtllm_bls.errors import EngineError, EngineUnavailable, Unsupported, from_wire
 from trtllm_bls.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 from trtllm_bls.wire.engine_client import (
@@ -135,7 +136,10 @@ class GrpcChunks(CallChunks):
 
     def __init__(self, engine: GrpcEngine, request: EngineRequest, model: DeployedModel) -> None:
         if not model.decoupled:
-            request = model.in_one_piece(request)
+            if (sequences := request.num_return_sequences) > 1:
+                problem = f"{sequences}; the engine's model is not decoupled and answers once"
+                raise Unsupported("num_return_sequences", f"{problem}; send 1")
+            request = replace(request, streaming=False)
         self._engine = engine
         self._id = wire_id(request)
         self._reader = ResponseReader(request, model)
