@@ -114,8 +114,11 @@ async def ask(client: Any, body: bytes) -> tuple[float, tuple[str, int]]:
     """Milliseconds to the first text; the text and how many tokens the prompt had."""
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
     head += b"content-type: application/json\r\n"
+    request = head + b"content-length: %d\r\n\r\n" % len(body) + body
     began = time.time_ns()
-    status = await client.ask(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    while (status := await client.ask(request)) == 503:  # smg has not read its tokenizer yet
+        await asyncio.sleep(0.1)
+        began = time.time_ns()
     if status != 200:
         raise SystemExit(f"error: status {status}: {b''.join(client.bodies)[:300]!r}")
     first, text, tokens, rest = 0.0, "", 0, b""
