@@ -14,7 +14,6 @@ from tritonclient.grpc import service_pb2
 
 from trtllm_bls.http.guard import Refused
 from trtllm_bls.http.triton_forms import (
-    Declared,
     LeftToTriton,
     error_json,
     infer_request,
@@ -42,9 +41,8 @@ def metadata() -> Any:
 
 def asked(body: object) -> Any:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return infer_request(
-        raw, Declared.of(metadata()), "3", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-    )
+    inputs = {each.name: each for each in metadata().inputs}
+    return infer_request(raw, "m", inputs, "3", "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
 
 
 def tensor(body: object, name: str) -> tuple[list[int], bytes]:

@@ -14,6 +14,7 @@ import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import httpx
 from starlette.types import Receive, Scope, Send
@@ -23,7 +24,6 @@ from trtllm_bls.errors import Overloaded, from_wire, is_for_room, to_wire
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.http.guard import BODY_WRITE, RETRY, BodyReader, ClientGone, Refused, header
 from trtllm_bls.http.triton_forms import (
-    Declared,
     LeftToTriton,
     error_json,
     infer_request,
@@ -130,7 +130,7 @@ class TritonHttp:
             trust_env=False,  # a proxy of the environment is not for this machine's own ports
         )
         # What models declare, by name and version, and when they were asked.
-        self._declared: dict[tuple[str, str], tuple[float, asyncio.Task[Declared]]] = {}
+        self._declared: dict[tuple[str, str], tuple[float, asyncio.Task[dict[str, Any]]]] = {}
 
     async def close(self) -> None:
         """Close the connections to Triton; requests that run end with an error."""
@@ -198,7 +198,7 @@ class TritonHttp:
             raise
         self._room.check(name, body)  # others may have entered meanwhile
         traceparent = header(scope, b"traceparent").decode("latin-1")
-        arguments = (body, declared, version, traceparent)
+        arguments = (body, name, declared, version, traceparent)
         if len(body) > _LONG_BODY:
             request = await asyncio.to_thread(infer_request, *arguments)
         else:
@@ -299,12 +299,13 @@ async def _until_gone(
     working.cancel()
 
 
-async def _declared(channel: GrpcChannel, name: str, version: str) -> Declared:
+async def _declared(channel: GrpcChannel, name: str, version: str) -> dict[str, Any]:
     """Ask Triton for the model's inputs. Raises ``GrpcError``."""
     asked = service_pb2.ModelMetadataRequest(name=name, version=version)
     method = _SERVICE + "ModelMetadata"
     answer = await channel.unary(method, asked.SerializeToString(), _TIMEOUT_SECONDS)
-    return Declared.of(service_pb2.ModelMetadataResponse.FromString(answer))
+    inputs = service_pb2.ModelMetadataResponse.FromString(answer).inputs
+    return {tensor.name: tensor for tensor in inputs}
 
 
 class _Exchange:

@@ -11,7 +11,6 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from math import isfinite, prod
 from typing import Any
@@ -42,27 +41,14 @@ def _numpy_type(datatype: str) -> np.dtype[Any]:
     return np.dtype(datatype.lower().replace("fp", "float"))
 
 
-@dataclass(frozen=True)
-class Declared:
-    """A model's name and its inputs, by their names."""
-
-    name: str
-    inputs: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, metadata: Any) -> Declared:
-        """What a ``ModelMetadataResponse`` says."""
-        return cls(metadata.name, {tensor.name: tensor for tensor in metadata.inputs})
-
-
 class _Members(list[tuple[str, Any]]):
     """The members of a JSON object, in order; a dict would hide a repeated key, which is wrong."""
 
 
 def infer_request(
-    body: bytes, model: Declared, version: str, traceparent: str = ""
+    body: bytes, model: str, inputs: Mapping[str, Any], version: str, traceparent: str = ""
 ) -> service_pb2.ModelInferRequest:
-    """``body`` as a request to ``model``.
+    """``body`` as a request to ``model``, whose metadata has these ``inputs``, by name.
 
     Raises ``LeftToTriton``. Raises ``Refused`` for an integer that its input's type cannot hold,
     which Triton would cut to other digits, and for more parameters than a request may have, whose
@@ -74,14 +60,14 @@ def infer_request(
         raise LeftToTriton from error
     if not isinstance(members, _Members):
         raise LeftToTriton
-    request = service_pb2.ModelInferRequest(model_name=model.name, model_version=version)
+    request = service_pb2.ModelInferRequest(model_name=model, model_version=version)
     given = set()
     for key, value in _flat(members):
         if key in given:
             raise LeftToTriton
         given.add(key)
-        if key in model.inputs:
-            _add_input(request, model.inputs[key], value)
+        if key in inputs:
+            _add_input(request, inputs[key], value)
         elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
             if len(request.parameters) == _MOST_PARAMETERS:
                 problem = f"more than {_MOST_PARAMETERS} members are no inputs of the model"
