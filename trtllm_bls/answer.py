@@ -349,28 +349,20 @@ class SequenceText:
             best = chunk.top_log_probs[position] if chunk.top_log_probs else ()
             token = TokenText(chunk.token_ids[position], data, log_prob, best)
         if log_prob is not None or logits is not None or token is not None:
-            self._scores.waiting.append(_TokenScores(end, log_prob, logits, token))
-
-
-@dataclass
-class _TokenScores:
-    """What is told of one token once ``end`` characters of the completion may leave."""
-
-    end: int
-    log_prob: float | None
-    logits: Array | None
-    token: TokenText | None
+            self._scores.waiting.append((end, log_prob, logits, token))
 
 
 class _Scores:
     """What is told of tokens beside the text, in their order.
 
-    A token in ``waiting`` has text that may still be cut off by a stop. ``log_probs`` are of all
-    tokens since the beginning; ``rows`` of logits and ``tokens`` of those not emitted yet.
+    What is ``waiting`` is told once so many characters of the completion may leave: a stop may
+    still cut off the token's text. ``log_probs`` are of all tokens since the beginning; ``rows`` of
+    logits and ``tokens`` of those not emitted yet.
     """
 
     def __init__(self) -> None:
-        self.waiting: deque[_TokenScores] = deque()
+        # Characters, log-probability, logits, and the token itself.
+        self.waiting: deque[tuple[int, float | None, Array | None, TokenText | None]] = deque()
         self.log_probs: list[float] = []
         self.cum_log_prob = 0.0
         self.rows: list[Array] = []
@@ -378,12 +370,12 @@ class _Scores:
 
     def release(self, characters: int | None) -> None:
         """So many characters may leave, and with them their tokens; ``None``: all of them."""
-        while self.waiting and (characters is None or self.waiting[0].end <= characters):
-            scores = self.waiting.popleft()
-            if scores.log_prob is not None:
-                self.log_probs.append(scores.log_prob)
-                self.cum_log_prob += scores.log_prob
-            if scores.logits is not None:
-                self.rows.append(scores.logits)
-            if scores.token is not None:
-                self.tokens.append(scores.token)
+        while self.waiting and (characters is None or self.waiting[0][0] <= characters):
+            _, log_prob, logits, token = self.waiting.popleft()
+            if log_prob is not None:
+                self.log_probs.append(log_prob)
+                self.cum_log_prob += log_prob
+            if logits is not None:
+                self.rows.append(logits)
+            if token is not None:
+                self.tokens.append(token)

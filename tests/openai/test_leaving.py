@@ -36,7 +36,7 @@ from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.exchange import Outbox, run_all
-from trtllm_bls.openai.exposition import SharedSamples, samples, written
+from trtllm_bls.openai.exposition import samples, share, shared, written
 from trtllm_bls.openai.health import Health
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.request_metrics import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
@@ -478,16 +478,14 @@ def test_workers_add_up_their_metrics(tmp_path: Path) -> None:
     metrics.record(RUNNING, (), 2)
     metrics.record(DURATION, ("success",), 0.5)
     own = samples(metrics, 'a "model"')
-    shared = SharedSamples(tmp_path)
-    shared.write(own)
-    assert shared.total() == own
+    share(own, tmp_path)
+    assert shared(tmp_path) == own
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
     (tmp_path / str(os.getpid())).rename(tmp_path / str(ended.pid))
-    shared.write(own)
-    families = {
-        family.name: family for family in text_string_to_metric_families(written(shared.total()))
-    }
+    share(own, tmp_path)
+    text = written(shared(tmp_path))
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     values = {sample.name: sample for family in families.values() for sample in family.samples}
     assert values[PROMPT_TOKENS.name].value == 10
     assert values[PROMPT_TOKENS.name].labels["model"] == 'a "model"'

@@ -46,8 +46,9 @@ from trtllm_bls.openai.exchange import Outbox, Reply, run_all
 from trtllm_bls.openai.exposition import (
     CONTENT_TYPE,
     Samples,
-    SharedSamples,
     samples,
+    share,
+    shared,
     triton_metrics,
     written,
 )
@@ -181,7 +182,6 @@ class _Api:
         metrics = backend.reports.metrics
         assert isinstance(metrics, RequestMetrics)  # as everywhere outside of Triton
         self._metrics = metrics
-        self._shared = None if settings.shared is None else SharedSamples(settings.shared)
         self.requests = RunningRequests()
         self.bodies = BodyReader(settings.max_body_bytes, seconds=settings.body_s)
         # Parsing holds the GIL, so two at once would take no less time and more memory.
@@ -211,9 +211,9 @@ class _Api:
 
     async def _share_samples(self) -> None:
         """Tell the other workers every second what this one has counted."""
-        while self._shared is not None:
+        while (directory := self.settings.shared) is not None:
             with suppress(OSError):  # a full disk, perhaps for a while
-                self._shared.write(self._samples())
+                share(self._samples(), directory)
             await asyncio.sleep(1)
 
     def _samples(self) -> Samples:
@@ -294,9 +294,9 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         own = self._samples()
-        if self._shared is not None:
-            self._shared.write(own)
-            own = self._shared.total()
+        if (directory := self.settings.shared) is not None:
+            share(own, directory)
+            own = shared(directory)
         text = written(own) + engines_up(await self.backend.engine_problems())
         if url := self.settings.triton_metrics:
             text += await asyncio.to_thread(triton_metrics, url)

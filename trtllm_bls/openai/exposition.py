@@ -62,32 +62,27 @@ def triton_metrics(url: str) -> str:
     return "".join(line for line in told.splitlines(keepends=True) if _OF_TRITON.match(line))
 
 
-class SharedSamples:
-    """The samples of all workers, each in a file named by its process in ``directory``."""
+def share(found: Samples, directory: Path) -> None:
+    """Replace this process's file of samples in ``directory``, which all workers have."""
+    own = directory / str(os.getpid())
+    new = own.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode(found))
+    new.replace(own)
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
 
-    def write(self, found: Samples) -> None:
-        """Replace this process's file."""
-        own = self._directory / str(os.getpid())
-        new = own.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(found))
-        new.replace(own)
-
-    def total(self) -> Samples:
-        """The sum over all processes; of gauges, over those that are alive."""
-        total: Samples = {metric.name: {} for metric in METRICS}
-        for file in self._directory.iterdir():
-            if not file.suffix:
-                found: Samples = msgspec.json.decode(file.read_bytes())
-                alive = Path("/proc", file.name).exists()
-                for metric in METRICS:
-                    if alive or metric.kind != "gauge":
-                        own = total[metric.name]
-                        for sample, value in found[metric.name].items():
-                            own[sample] = own.get(sample, 0) + value
-        return total
+def shared(directory: Path) -> Samples:
+    """The sum over all processes; of gauges, over those that are alive."""
+    total: Samples = {metric.name: {} for metric in METRICS}
+    for file in directory.iterdir():
+        if not file.suffix:
+            found: Samples = msgspec.json.decode(file.read_bytes())
+            alive = Path("/proc", file.name).exists()
+            for metric in METRICS:
+                if alive or metric.kind != "gauge":
+                    own = total[metric.name]
+                    for sample, value in found[metric.name].items():
+                        own[sample] = own.get(sample, 0) + value
+    return total
 
 
 def _sample(metric: Metric, part: str, labels: Labels, model: str, end: str = "") -> str:
