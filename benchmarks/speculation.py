@@ -52,8 +52,8 @@ class Pair:
     draft: ScriptedEngine
 
     @classmethod
-    def of(cls, rate: float, batch_limit: int | None = None, step: float = 1.0) -> Pair:
-        target = Script(vocab_size=VOCAB, step_seconds=TARGET_S * step, batch_limit=batch_limit)
+    def of(cls, rate: float, step: float = 1.0) -> Pair:
+        target = Script(vocab_size=VOCAB, step_seconds=TARGET_S * step)
         draft = Script(vocab_size=VOCAB, step_seconds=DRAFT_S * step)
         return cls(ScriptedEngine(RULE, target), ScriptedEngine(agreeing(RULE, rate, VOCAB), draft))
 
@@ -173,25 +173,6 @@ async def mixed(tokens: int) -> None:
     report("mixed workload, adaptive", value, "above any fixed", adaptive > best)
 
 
-async def load(tokens: int) -> None:
-    """64 at once on a target whose steps hold 32 rows: speculation must step aside."""
-    pair = Pair.of(0.8, batch_limit=32)
-
-    async def all_of(make: Callable[[], Engine]) -> float:
-        begun = time.perf_counter()
-        await asyncio.gather(*(seconds(make(), request(n, tokens)) for n in range(64)))
-        return time.perf_counter() - begun
-
-    ratios = []
-    shared = SpeculationShared()
-    for _ in range(3):
-        plain = await all_of(lambda: pair.target)
-        took = await all_of(lambda: Speculating(pair, shared=shared))
-        ratios.append(took / plain)
-    slower = statistics.median(ratios) - 1
-    report("64 at once, 32 rows a step", f"{slower:+.1%} time", "<= +3 %", slower <= 0.03)
-
-
 class Hop(ScriptedEngine):
     """Each request takes as long again as a call through Triton before its first step."""
 
@@ -302,7 +283,7 @@ async def idle(tokens: int) -> None:
 
 
 PARTS: dict[str, Callable[[int], Awaitable[None]]] = {
-    part.__name__: part for part in (formula, mixed, load, unpaid, idle, overlap, overhead)
+    part.__name__: part for part in (formula, mixed, unpaid, idle, overlap, overhead)
 }
 
 
