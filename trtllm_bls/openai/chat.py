@@ -66,7 +66,7 @@ class ChatResponse(ChoicesBuilder):
     ) -> None:
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
-        limit = request.max_completion_tokens
+        limit, prediction = request.max_completion_tokens, request.prediction
         turn = ChatTurn(
             request,
             conversation_of(request),
@@ -78,7 +78,7 @@ class ChatResponse(ChoicesBuilder):
             wants=Wants(log_probs=bool(request.logprobs), top_log_probs=request.top_logprobs or 0),
             return_tokens=bool(request.logprobs),
             return_drafted=bool(request.return_drafted),
-            prediction=_prediction(request),
+            prediction=text_of(prediction.content) if prediction else None,
         )
         super().__init__(request, head, [turn.text], turn.guide_field)
         self._parts = turn.parts
@@ -124,13 +124,6 @@ class ChatResponse(ChoicesBuilder):
         if fields["finish_reason"] == "stop" and self._parts[index].has_calls:
             fields["finish_reason"] = "tool_calls"
         return fields
-
-
-def _prediction(request: ChatRequest) -> str | None:
-    if request.prediction is None:
-        return None
-    content = request.prediction.content
-    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 def conversation_of(request: ChatRequest) -> Conversation:
