@@ -8,6 +8,8 @@ those that it has in common from there. Nothing here looks at processes or at po
 from __future__ import annotations
 
 import ipaddress
+import math
+import os
 import re
 import resource
 import socket
@@ -173,11 +175,25 @@ class Override:
 # --- serve ----------------------------------------------------------------------------------
 
 
-class _Instances(click.IntRange):
+class ProcessCount(click.IntRange):
     """A number of processes, or the word ``auto``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if value == "auto" else super().convert(value, param, ctx)
+
+
+def auto_processes(max_streams: int, remembers: bool) -> tuple[int, str]:
+    """How many processes ``auto`` means, of the OpenAI API or of ``tensorrt_llm_bls``, and why.
+
+    One for each 64 streams, whose first tokens would wait for each other, up to 4 and a quarter of
+    the cores; the engine and the server's threads need the others. One where a process
+    ``remembers`` prompts or answers for later requests: others would not know them.
+    """
+    if remembers:
+        return 1, "processes: 1 (auto: engine_affinity or draft_memory_tokens needs all requests)"
+    cores = len(os.sched_getaffinity(0))
+    count = max(1, min(4, cores // 4, math.ceil(max_streams / 64)))
+    return count, f"processes: {count} (auto: {cores} cores, max_streams {max_streams})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +204,7 @@ class ServeSettings:
     are seconds. ``None`` means: for ``server`` to search for one (``launcher.checks``); for
     ``model``, ``draft_model`` and ``model_repository`` to use those of the package; for ``threads``
     the engine's choice; for ``bls_instances`` and ``decoupled`` what the configuration of
-    ``tensorrt_llm_bls`` says.
+    ``tensorrt_llm_bls`` says, except that ``bls_instances`` is ``auto`` with the package's own.
     """
 
     model: Path | None = setting("Checkpoint directory of the model (default: the demo's).")
@@ -259,7 +275,12 @@ class ServeSettings:
         type=_PORT,
     )
     openai_port: int = setting("Port of the OpenAI API; 0 = none.", 9000, type=_PORT)
-    openai_workers: int = setting("Processes of the OpenAI API.", 1, type=_POSITIVE)
+    openai_workers: int | Literal["auto"] = setting(
+        "Processes of the OpenAI API: a number, or auto (by cores and --max-streams).",
+        "auto",
+        type=ProcessCount(1),
+        metavar="N|auto",
+    )
     api_keys_file: Path | None = setting(
         "Keys that clients of the OpenAI API must bring, one a line; also in TRTLLM_BLS_API_KEYS, "
         "with commas."
@@ -293,13 +314,13 @@ class ServeSettings:
         type=click.Choice(["auto", "none", *REASONING_TAGS]),
     )
     max_streams: int = setting(
-        "Requests that may run at once; up to twice as many with several --bls-instances.",
+        "Requests that may run at once; up to twice as many with several processes.",
         BlsParameters.max_streams,
         type=_POSITIVE,
     )
     bls_instances: int | Literal["auto"] | None = setting(
-        "Processes of tensorrt_llm_bls: a number, or auto (by the number of cores).",
-        type=_Instances(1),
+        "Processes of tensorrt_llm_bls.  [default: auto; what --model-repository says, if given]",
+        type=ProcessCount(1),
         metavar="N|auto",
     )
     thread_pool_size: int | None = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import workdir
 from trtllm_bls.launcher.checks import PYTHON, Installation
-from trtllm_bls.settings import Override, ServeSettings
+from trtllm_bls.settings import Override, ServeSettings, auto_processes
 
 # --- the working directory ------------------------------------------------------------------
 
@@ -251,10 +252,59 @@ def test_engines_answer_unary_requests_too(tmp_path: Path) -> None:
         assert excluded == ("false" if unary else "true")
 
 
-@pytest.mark.parametrize(("cores", "count"), [(1, 1), (4, 1), (8, 2), (16, 4), (128, 4)])
-def test_automatic_instances_follow_the_cores(cores: int, count: int) -> None:
-    """At least one, at most four, and a quarter of the cores between."""
-    assert workdir.auto_instances(cores) == count
+@pytest.mark.parametrize(
+    ("cores", "streams", "count"),
+    [
+        *((1, 256, 1), (4, 256, 1), (7, 256, 1), (8, 256, 2), (16, 256, 4), (128, 4096, 4)),
+        *((128, 1, 1), (128, 64, 1), (128, 65, 2), (128, 192, 3)),
+    ],
+)
+def test_automatic_processes_follow_cores_and_streams(
+    cores: int, streams: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each 64 streams, at most four and a quarter of the cores, at least one; the line of
+    the start says why. What is remembered for later requests is remembered in one process."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    found, why = auto_processes(streams, remembers=False)
+    assert found == count
+    assert f"processes: {count} (auto: {cores} cores, max_streams {streams})" == why
+    assert auto_processes(streams, remembers=True)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "count"),
+    [
+        ("max_draft_len=8", 4),
+        ("draft_memory_tokens=0", 4),
+        ("draft_memory_tokens=1000", 1),
+        ("engine_affinity=true", 1),
+    ],
+)
+def test_our_own_repository_has_automatic_processes(
+    override: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a number was asked for."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    overrides = (Override.parse(f"tensorrt_llm_bls.{override}"),)
+    for asked, expected in ((None, count), ("auto", count), (3, 3)):
+        settings = ServeSettings(bls_instances=asked, overrides=overrides)
+        (directory := tmp_path / str(asked)).mkdir()
+        served = workdir.prepare_models(directory, REPOSITORY, settings, with_draft=False)
+        groups = config_of(served, "tensorrt_llm_bls").instance_group
+        assert [group.count for group in groups] == [expected]
+
+
+def test_a_repository_of_others_keeps_its_processes(bls: Path, tmp_path: Path) -> None:
+    """``auto`` changes them only where it was asked for, and reads there what is remembered."""
+    file = bls / "tensorrt_llm_bls" / "config.pbtxt"
+    file.write_text(
+        file.read_text() + "instance_group { count: 7 kind: KIND_CPU }\n"
+        'parameters { key: "engine_affinity" value { string_value: "true" } }\n'
+    )
+    assert workdir.prepare_models(tmp_path, bls, ServeSettings(), with_draft=False) == bls
+    assert workdir.instances_of(bls, ServeSettings()) == (None, "")
+    asked = ServeSettings(bls_instances="auto", max_streams=4096)
+    assert workdir.instances_of(bls, asked)[0] == 1
 
 
 def test_a_repository_without_the_orchestrator_has_no_instances_of_it(

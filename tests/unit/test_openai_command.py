@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -43,10 +45,37 @@ def test_options_come_before_the_environment_and_that_before_the_repository(
     assert read_parameters(repository, {"engine_url": "option:3"}).engine_url == "option:3"
 
 
-def test_each_worker_has_twice_its_share_of_what_may_run_at_once(repository: Path) -> None:
-    """As the processes of ``tensorrt_llm_bls`` do."""
-    assert read_parameters(repository, {}).max_running == 100
-    assert read_parameters(repository, {}, workers=4).max_running == 50
+@pytest.mark.parametrize(
+    ("cores", "words", "workers", "running"),
+    [
+        (4, [], 1, 100),
+        (16, [], 2, 100),
+        (16, ["--max-streams", "1000"], 4, 500),
+        (16, ["--max-streams", "1000", "--engine-affinity", "true"], 1, 1000),
+        (16, ["--max-streams", "1000", "--draft-memory-tokens", "9"], 1, 1000),
+        (16, ["--workers", "1"], 1, 100),
+        (2, ["--workers", "4"], 4, 50),
+    ],
+)
+def test_each_worker_has_twice_its_share_of_what_may_run_at_once(
+    cores: int,
+    words: list[str],
+    workers: int,
+    running: int,
+    repository: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the processes of ``tensorrt_llm_bls`` do, also where ``auto`` says how many there are."""
+    pytest.importorskip("uvicorn")
+    served = []
+    monkeypatch.setattr("trtllm_bls.openai.server.serve", lambda *given: served.append(given) or 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    words = ["--model-repository", str(repository), *words]
+    result = CliRunner().invoke(main, ["openai", *words])
+    assert result.exit_code == 0
+    ((parameters, _, server, _),) = served
+    assert (server.workers, parameters.max_running) == (workers, running)
+    assert bool(server.why) == ("--workers" not in words)
 
 
 def test_places_are_those_of_all_processes_of_the_model(repository: Path) -> None:
@@ -58,6 +87,23 @@ def test_places_are_those_of_all_processes_of_the_model(repository: Path) -> Non
     for groups in ("", "instance_group { count: 4 }"):
         config.write_text(text + groups)
         assert places_of(repository) == 0
+
+
+@pytest.mark.parametrize(("workers", "places"), [("1", 1000), ("2", 1000), ("4", 500)])
+def test_each_worker_in_front_of_the_model_has_twice_its_share_of_the_places(
+    workers: str, places: int, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All together send Triton at most twice what it takes, where each could have sent all."""
+    pytest.importorskip("uvicorn")
+    served = []
+    monkeypatch.setattr("trtllm_bls.openai.server.serve", lambda *given: served.append(given) or 0)
+    config = repository / "tensorrt_llm_bls" / "config.pbtxt"
+    config.write_text(config.read_text() + "instance_group { count: 4 kind: KIND_CPU }")
+    front = json.dumps({"port": 0, "grpc": "", "http": "", "metrics": ""})
+    words = ["--model-repository", str(repository), "--workers", workers, "--in-front-of", front]
+    assert CliRunner().invoke(main, ["openai", *words]).exit_code == 0
+    ((_, _, _, given),) = served
+    assert given.places == places
 
 
 def test_relative_paths_start_where_they_were_given(

@@ -35,7 +35,7 @@ from trtllm_bls.launcher.process import (
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.workdir import BLS
 from trtllm_bls.openai.keys import VARIABLE, read_keys
-from trtllm_bls.settings import ServeSettings, listen
+from trtllm_bls.settings import ServeSettings, auto_processes, listen
 
 _POLL_S = 0.05
 _START_S = 120.0
@@ -119,6 +119,9 @@ class HttpProcess:
             "tls_cert": str((tls and tls.certificate_chain) or ""),
             "tls_key": str((tls and tls.private_key) or ""),
         }
+        workers = settings.openai_workers
+        if workers == "auto" and not with_api:  # it reads no parameters then
+            workers, _ = auto_processes(settings.max_streams, remembers=False)
         options = {
             "host": settings.host,
             "port": settings.openai_port,
@@ -126,7 +129,7 @@ class HttpProcess:
             "tls-key": settings.tls_key,
             "tls-client-ca": settings.tls_client_ca,
             "model-repository": server.repository,
-            "workers": settings.openai_workers,
+            "workers": workers,
             "exit-timeout": settings.exit_timeout,
             "api-keys-file": settings.api_keys_file,
             "tool-parser": settings.tool_parser,

@@ -69,6 +69,9 @@ class Listener:
     def log(self, line: LogLine) -> None:
         """The server or a model printed a line."""
 
+    def say(self, text: str) -> None:
+        """A choice that the launcher made."""
+
     def warning(self, text: str) -> None:
         """Something is wrong, and the server goes on."""
 
@@ -269,6 +272,8 @@ class TritonServer:
                 environment.get(STATUS_DIR) or workdir.parameter(served, workdir.BLS, "status_dir")
             )
             environment[STATUS_DIR] = str(scratch.status)
+            if why := workdir.instances_of(repository, self.settings)[1]:
+                self._listener.say(f"{workdir.BLS}: {why}")
             self.models = workdir.model_names(served)
             if sends_only := workdir.sends_only(served):
                 environment[ENGINE_TRANSPORT] = "grpc"

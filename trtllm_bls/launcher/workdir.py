@@ -22,7 +22,7 @@ from trtllm_bls.launcher.checks import PACKAGE, PYTHON, Installation
 from trtllm_bls.parameters import check, is_true
 from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.parameters.model_config import read_config, values_of
-from trtllm_bls.settings import Override, ServeSettings
+from trtllm_bls.settings import Override, ServeSettings, auto_processes
 
 BLS, ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
 _ENGINE_MODELS = (ENGINE, _DRAFT, "ensemble")  # left out if the engine is in another process
@@ -151,9 +151,7 @@ def _changes(
     repository: Path, settings: ServeSettings, with_draft: bool
 ) -> list[tuple[str, Override]]:
     """The changes to configurations, each with the option that asked for it."""
-    instances: object = settings.bls_instances
-    if instances == "auto":
-        instances = auto_instances(len(os.sched_getaffinity(0)))
+    instances, _ = instances_of(repository, settings)
     options = (
         ("--bls-instances", _INSTANCES, instances),
         ("--engine", "engine", settings.engine),
@@ -189,10 +187,17 @@ def _policies(repository: Path, settings: ServeSettings, with_draft: bool) -> It
             yield Override(name, "exclude_input_in_output", "false")
 
 
-def auto_instances(cores: int) -> int:
-    """The number of processes of ``tensorrt_llm_bls``: a quarter of the cores, 1 to 4. The engine
-    and the server's threads need the others."""
-    return max(1, min(4, cores // 4))
+def instances_of(repository: Path, settings: ServeSettings) -> tuple[int | None, str]:
+    """The processes of ``tensorrt_llm_bls``, and why if that was left to us. ``None``: as it is."""
+    asked = settings.bls_instances
+    if asked != "auto" and (asked is not None or repository != REPOSITORY):
+        return asked, ""
+    given = {each.parameter: each.value for each in settings.overrides if each.model == BLS}
+    affinity, memory = (
+        given.get(key, parameter(repository, BLS, key))
+        for key in ("engine_affinity", "draft_memory_tokens")
+    )
+    return auto_processes(settings.max_streams, is_true(affinity) or memory not in ("", "0"))
 
 
 def _rewrite(file: Path, option: str, change: Override) -> None:

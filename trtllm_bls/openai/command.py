@@ -13,9 +13,15 @@ import click
 from click.core import ParameterSource
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters import BlsParameters, Parameters, parameters_in
+from trtllm_bls.parameters import BlsParameters, Parameters, parameters_in, share_of
 from trtllm_bls.parameters.declaration import DIRECTORY, FILE, check_in
-from trtllm_bls.settings import ServeSettings, is_loopback, options_of
+from trtllm_bls.settings import (
+    ProcessCount,
+    ServeSettings,
+    auto_processes,
+    is_loopback,
+    options_of,
+)
 from trtllm_bls.status import StatusDirectory
 
 MODEL = "tensorrt_llm_bls"
@@ -41,7 +47,14 @@ _PATH = click.Path(path_type=Path)
     show_default=True,
     help="Port; 0 = any free port.",
 )
-@click.option("--workers", default=1, show_default=True, help="Processes that share the port.")
+@click.option(
+    "--workers",
+    type=ProcessCount(1),
+    default="auto",
+    show_default=True,
+    metavar="N|auto",
+    help="Processes that share the port; auto: by cores and --max-streams.",
+)
 @click.option(
     "--model-repository",
     type=_PATH,
@@ -77,12 +90,15 @@ def main(context: click.Context, /, **options: Any) -> None:
     if options["exit_with_parent"]:
         end_with_parent()
     front = options["in_front_of"] and TritonFront(**json.loads(options["in_front_of"]))
-    given = given_parameters(context, options)
-    parameters = None
+    repository, workers, why, parameters = options["model_repository"], options["workers"], "", None
     if not (front and front.alone):
-        parameters = read_parameters(options["model_repository"], given, options["workers"])
+        parameters = read_parameters(repository, given_parameters(context, options))
+        if workers == "auto":
+            remembers = parameters.engine_affinity or parameters.draft_memory_tokens > 0
+            workers, why = auto_processes(parameters.max_streams, remembers)
+        parameters = replace(parameters, instances=workers)
         if front:
-            front = replace(front, places=places_of(options["model_repository"]))
+            front = replace(front, places=share_of(places_of(repository), workers))
     if parameters and parameters.status_dir and not front:  # else ``serve`` has done so
         try:
             StatusDirectory(parameters.status_dir).forget_drain()
@@ -101,6 +117,7 @@ def main(context: click.Context, /, **options: Any) -> None:
         status_dir=parameters.status_dir if parameters else "",
         triton_metrics=front.metrics if front else "",
     )
+    options |= {"workers": workers, "why": why}
     server = {field.name: options[field.name] for field in fields(ServerSettings)}
     sys.exit(serve(parameters, api, ServerSettings(**server), front))
 
@@ -121,17 +138,15 @@ def places_of(repository: Path) -> int:
     groups = read_config(repository / MODEL / "config.pbtxt").instance_group
     if not groups or any(group.Kind.Name(group.kind) != "KIND_CPU" for group in groups):
         return 0
-    model = read_parameters(repository, {}, sum(group.count or 1 for group in groups))
-    return model.instances * (model.max_running + model.max_queued)
+    count = sum(group.count or 1 for group in groups)
+    model = replace(read_parameters(repository, {}), instances=count)
+    return count * (model.max_running + model.max_queued)
 
 
-def read_parameters(
-    repository: Path | None, given: dict[str, str], workers: int = 1
-) -> BlsParameters:
+def read_parameters(repository: Path | None, given: dict[str, str]) -> BlsParameters:
     """``given``, then the environment, then what ``repository`` has. Raises ``SettingsError``.
 
-    Of what may run at once each of several ``workers`` has twice its share. A relative path starts
-    at the current directory, one of the repository's at the repository.
+    A relative path starts at the current directory, one of the repository's at the repository.
     """
     values: dict[str, str] = {}
     base = Path.cwd()
@@ -152,7 +167,6 @@ def read_parameters(
         "name": MODEL,
         "parameters": {key: {"string_value": value} for key, value in values.items()},
         "model_transaction_policy": {"decoupled": True},
-        "instance_group": [{"count": workers}],
     }
     arguments = {"model_config": json.dumps(config), "model_repository": str(base / MODEL)}
     given_variables = {DECLARED[key].env for key in given}

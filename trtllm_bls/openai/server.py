@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import inspect
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import ssl
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +21,10 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.supervisors import Multiprocess
+from uvicorn import _subprocess
+from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess
 
-from trtllm_bls.errors import SetupError, TrtllmBlsError
+from trtllm_bls.errors import SetupError
 from trtllm_bls.http.guard import (
     BodyReader,
     BrowserGuard,
@@ -43,8 +45,7 @@ from trtllm_bls.settings import listen, raise_open_files
 _HUNG_S = 30  # a worker whose supervisor gets no answer for this long is replaced
 _PR_SET_PDEATHSIG = 1
 _STARTUP_FAILURE = 3  # exit code of a worker; uvicorn then ends all workers
-# Older containers have uvicorn before 0.51. Its supervisor starts a worker that cannot start again
-# and again, or has another constructor.
+# Older containers have uvicorn before 0.51, whose supervisor has another constructor.
 _SUPERVISES = "target" not in inspect.signature(Multiprocess).parameters
 
 log = logging.getLogger(__name__)
@@ -54,13 +55,15 @@ log = logging.getLogger(__name__)
 class ServerSettings:
     """How the API is served.
 
-    ``port`` 0 is any free port, ``exit_timeout`` is in seconds. With ``tls_client_ca`` only clients
-    that show a certificate of these authorities are accepted.
+    ``port`` 0 is any free port, ``exit_timeout`` is in seconds. ``why`` says for the log how
+    ``workers`` was chosen. With ``tls_client_ca`` only clients that show a certificate of these
+    authorities are accepted.
     """
 
     host: str = "127.0.0.1"
     port: int = 9000
     workers: int = 1
+    why: str = ""
     exit_timeout: int = 30
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -170,47 +173,62 @@ def _serve(
     scheme = "http" if server.tls_cert is None else "https"
     host = f"[{host}]" if ":" in host else host
     raise_open_files()
+    log_to_stderr("openai")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if server.why:
+        log.info("%s", server.why)
     options = uvicorn_options(ConnectionLimits(error_body=error_body), server.exit_timeout)
     if _SUPERVISES:
         options["timeout_worker_healthcheck"] = _HUNG_S
-    config = uvicorn.Config(
-        partial(make_app, parameters, api, front, os.getpid()),
-        factory=True,
-        workers=server.workers,
-        ssl_certfile=server.tls_cert,
-        ssl_keyfile=server.tls_key,
-        ssl_ca_certs=str(server.tls_client_ca) if server.tls_client_ca is not None else None,
-        ssl_cert_reqs=ssl.CERT_NONE if server.tls_client_ca is None else ssl.CERT_REQUIRED,
-        **options,
-    )
+    # The tokenizer library's threads would be missing in the workers: they start their own.
+    parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        config = uvicorn.Config(
+            make_app(parameters, api, front),
+            workers=server.workers,
+            ssl_certfile=server.tls_cert,
+            ssl_keyfile=server.tls_key,
+            ssl_ca_certs=str(server.tls_client_ca) if server.tls_client_ca is not None else None,
+            ssl_cert_reqs=ssl.CERT_NONE if server.tls_client_ca is None else ssl.CERT_REQUIRED,
+            **options,
+        )
+        config.load()
+    except (OSError, ValueError) as error:
+        raise SetupError(f"the API did not start: {error}") from error
+    os.environ["TOKENIZERS_PARALLELISM"] = parallel
     if parameters is not None:
         print(f"OpenAI API: {scheme}://{host}:{port}/v1", flush=True)
-    if not _SUPERVISES:
-        _serve_with_older(config, sockets)
-        return
-    workers = _Workers(config, sockets)
+    gc.collect()
+    gc.freeze()  # a collection in a worker would write to the objects, and so copy them
+    older = () if _SUPERVISES else (uvicorn.Server(config).run,)
+    workers = _Workers(config, *older, sockets)
     workers.run()
-    if any(process.exitcode == _STARTUP_FAILURE for process in workers.processes):
+    if any(worker.process.exitcode == _STARTUP_FAILURE for worker in workers.processes):
         raise SetupError("the API did not start; the log says why")
 
 
-def _serve_with_older(config: uvicorn.Config, sockets: list[socket.socket]) -> None:
-    """A single worker is this process, which nothing restarts."""
-    if config.workers > 1:
-        supervisor: Any = Multiprocess
-        supervisor(config, uvicorn.Server(config).run, sockets).run()
-        return
-    # uvicorn ends by raising the signal that stopped it again; here that is a normal end.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    try:
-        uvicorn.Server(config).run(sockets)
-    except SystemExit as error:
-        raise SetupError("the API did not start; the log says why") from error
-
-
 class _Workers(Multiprocess):
-    """uvicorn's supervisor. Its workers accept from the same sockets, each as it is free."""
+    """uvicorn's supervisor. Its workers accept from the same sockets, each as it is free.
+
+    They are forks of this process, which has loaded the application, and share its memory. No
+    thread may run here when they are made.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        _subprocess.spawn = multiprocessing.get_context("fork")  # type: ignore[assignment]
+        os.register_at_fork(after_in_child=partial(self._become_worker, os.getpid()))
+
+    def _become_worker(self, started_by: int) -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        for process in self.processes:
+            process.parent_conn.close()
+            process.child_conn.close()
+        end_with_parent()
+        if os.getppid() != started_by:  # it ended before this process could ask for its signal
+            os._exit(0)
 
     def init_processes(self) -> None:
         super().init_processes()
@@ -227,33 +245,23 @@ class _Workers(Multiprocess):
 
 
 def make_app(
-    parameters: BlsParameters | None, api: ApiSettings, front: TritonFront | None, started_by: int
+    parameters: BlsParameters | None, api: ApiSettings, front: TritonFront | None
 ) -> ASGIApp:
-    """The application of one worker, which ends with the process ``started_by``."""
-    log_to_stderr("openai")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    if os.getpid() != started_by:
-        end_with_parent()
-        if os.getppid() != started_by:  # it ended before this process could ask for its signal
-            sys.exit(0)
-    try:
-        app: ASGIApp = Starlette()
-        room = None
-        if parameters is not None:
-            backend = Deployment(parameters, model_name=api.model_names[0])
-            app = create_app(backend, api)
-            if front is not None and front.places:
-                room = Room(front.places, partial(backend.orchestrator.refused, ""))
-        if front is None:
-            return app
-        triton = front.application(api, room)
-        guarded: ASGIApp = triton
-        if api.allowed_hosts is not None:
-            guarded = BrowserGuard(triton, api.allowed_hosts, api.allowed_origins, triton.refuse)
-        return _ByPort(app, triton, guarded, front.port)
-    except (TrtllmBlsError, OSError, ValueError) as error:
-        log.error("%s", error)
-        sys.exit(_STARTUP_FAILURE)
+    """The application of all workers. Raises ``SetupError``, ``OSError`` and ``ValueError``."""
+    app: ASGIApp = Starlette()
+    room = None
+    if parameters is not None:
+        backend = Deployment(parameters, model_name=api.model_names[0])
+        app = create_app(backend, api)
+        if front is not None and front.places:
+            room = Room(front.places, partial(backend.orchestrator.refused, ""))
+    if front is None:
+        return app
+    triton = front.application(api, room)
+    guarded: ASGIApp = triton
+    if api.allowed_hosts is not None:
+        guarded = BrowserGuard(triton, api.allowed_hosts, api.allowed_origins, triton.refuse)
+    return _ByPort(app, triton, guarded, front.port)
 
 
 def end_with_parent() -> None:

@@ -26,3 +26,4 @@ from trtllm_bls.parameters.models import PreprocessingParameters as Preprocessin
 from trtllm_bls.parameters.models import check as check
 from trtllm_bls.parameters.models import own_grpc_url as own_grpc_url
 from trtllm_bls.parameters.models import parameters_of as parameters_of
+from trtllm_bls.parameters.models import share_of as share_of

@@ -435,9 +435,7 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         """Sequences that this process runs at once."""
         if self.max_running_requests is not None:
             return self.max_running_requests
-        # Requests are not spread evenly: if each process ran only its own share, some would wait in
-        # one process while another has room.
-        return max(1, min(2 * self.max_streams // self.instances, self.max_streams))
+        return share_of(self.max_streams, self.instances)
 
     @property
     def max_queued(self) -> int:
@@ -454,6 +452,13 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         if self.one_core is not None:
             return self.one_core
         return len(os.sched_getaffinity(0)) >= max(8, 4 * self.instances)
+
+
+def share_of(limit: int, processes: int) -> int:
+    """How much of ``limit`` one of several ``processes`` may take."""
+    # Requests are not spread evenly: if each process took only its own share, some would wait in
+    # one process while another has room.
+    return min(limit, max(1, 2 * limit // processes))
 
 
 _MODELS: Mapping[str, type] = {

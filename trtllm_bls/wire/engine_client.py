@@ -7,7 +7,6 @@ declares is looked up and never guessed.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import struct
 from array import array
@@ -47,7 +46,6 @@ from trtllm_bls.wire.words import dense_bias, pack_words
 NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 _ID = struct.Struct("<i")
 _RAW_OF_4 = b"\x32\x04"  # how protobuf writes that 4 bytes of raw_output_contents follow
-_NUMBERS = itertools.count(secrets.randbits(62))  # of 63 bits, however long it counts
 _NO_WANTS = Wants()
 _DRAFTED = ("total_draft_tokens", "total_accepted_draft_tokens")
 _SPELLINGS = {
@@ -226,9 +224,9 @@ def wire_id(request: EngineRequest) -> str:
     """A request's id for the engine: a number, a slash, and its own id for the logs.
 
     TensorRT-LLM 0.9 takes the number at an id's beginning for the whole id, and ids must differ
-    among all processes that share the engine: each counts from a random number.
+    among all processes that share the engine, also among those forked from one.
     """
-    return f"{next(_NUMBERS)}/{request.request_id}"
+    return f"{secrets.randbits(63)}/{request.request_id}"
 
 
 # --- requests -------------------------------------------------------------------------------
