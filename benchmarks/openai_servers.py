@@ -1,11 +1,12 @@
 """What an OpenAI server costs: ours and others over the same scripted engine, side by side.
 
 Engines: processes of TrtllmService that cost little (grpcio in Python, as the real one) and a real
-tritonserver with a scripted model. Servers: ours with 1 and 4 workers over each, and `smg` over the
-TrtllmService. Same prompts, step, tokenizer and clients; the servers take turns under each load.
-Every answer is checked to the character, but for those of `--unchecked` servers, which run already,
-over engines of their own. `direct` asks the engine's own gRPC. CPU is user and
-system time of all of a server's processes (/proc), per token.
+tritonserver with a scripted model. Servers over each: ours with as many workers as by default, with
+one (`ours_1`), and `smg` over the TrtllmService. Same prompts, step, tokenizer and clients; the
+servers take turns under each load. Every answer is checked to the character, but for those of
+`--unchecked` servers, which run already, over engines of their own. `direct` asks the engine's own
+gRPC. CPU is user and system time of all of a server's processes (/proc), per token; MB are their
+PSS, in which memory that they share counts once.
 
 examples:
   python benchmarks/openai_servers.py --targets direct,ours,smg --smg VENV/bin/smg --loads 32,128
@@ -51,10 +52,10 @@ from rich.table import Table
 
 from tests.helpers.processes import free_ports
 
-TARGETS = "direct,ours,ours_4,smg,triton_direct,triton_ours,triton_ours_4"
-LOADS = "1,32,128,256,1024@50,1024"
+TARGETS = "direct,ours,ours_1,smg,triton_direct,triton_ours,triton_ours_1"
+LOADS = "1,32,128,256,512,1024@50,2048@50,2048@25,1024"
 PROMPTS, WARM_UP = 64, 20
-MOST_STREAMS = 1100  # of the Triton engine
+MOST_STREAMS = 2100  # of the Triton engine
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
@@ -99,7 +100,7 @@ class Bench:
         for role in processes.ids:
             row.cpu[role] = processes.cpu_seconds((role,), begin, end) / max(tokens, 1) * 1e6
         if server.name in processes.ids:
-            row.rss_mb = processes.largest_mb((server.name,))
+            row.pss_mb = processes.together_mb(server.name)
         if health is not None:
             found = health.get()
             row.health_p999 = float(np.percentile([ms for _, ms in found], 99.9))
@@ -141,11 +142,11 @@ def command_of(target: str, port: int, ports: list[int], triton: str, smg: str) 
         where = ["--host", "127.0.0.1", "--port", str(port), "--model-path", str(MODEL)]
         rest = ["--prometheus-port", str(free_ports(1)[0]), "--policy", "round_robin"]
         return [smg, "launch", *where, *rest, "--disable-retries", "--worker-urls", *workers]
-    workers = int(target.rpartition("_")[2]) if target[-1].isdigit() else 1
+    count = target.rpartition("_")[2] if target[-1].isdigit() else "auto"
     if target.startswith("triton"):
-        return openai_command(port, MODEL, workers, "--engine-url", triton)
+        return openai_command(port, MODEL, count, "--engine-url", triton)
     addresses = ",".join(f"127.0.0.1:{each}" for each in ports)
-    return openai_command(port, MODEL, workers, "--engine", f"trtllm://{addresses}")
+    return openai_command(port, MODEL, count, "--engine", f"trtllm://{addresses}")
 
 
 def measure(options: argparse.Namespace, bench: Bench) -> list[Row]:
@@ -180,16 +181,19 @@ def measure(options: argparse.Namespace, bench: Bench) -> list[Row]:
                     rows.append(bench.row(server, work, doubles.ports, processes))
                     row = rows[-1]
                     head = f"{work.streams} streams, {row.mode}, {server.name}"
-                    tail = f"{row.tokens_per_s:,.0f} tokens/s, TTFT p50 {row.ttft_p50:.1f} ms"
-                    tail += f", CPU {row.cpu.get(server.name, 0):.1f}, bad {row.bad}"
+                    tail = f"{row.tokens_per_s:,.0f} tokens/s, TTFT p50 {row.ttft_p50:.1f} ms, "
+                    tail += f"p99 {row.ttft_p99:.1f}, CPU {row.cpu.get(server.name, 0):.1f}, "
+                    tail += f"{row.pss_mb or 0:.0f} MB, bad {row.bad}"
                     console.print(f"{head}: {tail}", markup=False)
     return rows
 
 
 def show(rows: list[Row]) -> None:
-    table = Table(title="ms; CPU: µs per token of the server's processes, and of the engine's")
-    names = ("streams", "step", "target", "tokens/s", "TTFT p50", "added", "p99", "added")
-    names += ("token p99", "ev/token", "CPU", "engine", "health p99.9", "RSS MB", "bad")
+    table = Table(
+        title="ms; CPU: µs per token of a server's processes, and of the engine's; MB: PSS"
+    )
+    names = ("streams", "step", "target", "tokens/s", "%", "TTFT p50", "added", "p99", "added")
+    names += ("token p99", "ev/token", "CPU", "engine", "health p99.9", "MB", "bad")
     for name in names:
         table.add_column(name, justify="left" if name == "target" else "right")
     direct: dict[tuple[Any, ...], Row] = {}
@@ -207,6 +211,7 @@ def show(rows: list[Row]) -> None:
             row.mode,
             row.target,
             f"{row.tokens_per_s or 0:,.0f}",
+            f"{(row.tokens_per_s or 0) / (base.tokens_per_s or 1):.1%}",
             f"{row.ttft_p50:.1f}",
             "" if base is row else added[0],
             f"{row.ttft_p99:.1f}",
@@ -216,7 +221,7 @@ def show(rows: list[Row]) -> None:
             "" if cpu is None else f"{cpu:.1f}",
             f"{used:.0f}",
             "" if row.health_p999 is None else f"{row.health_p999:.1f} ({row.health})",
-            "" if row.rss_mb is None else f"{row.rss_mb:.0f}",
+            "" if row.pss_mb is None else f"{row.pss_mb:.0f}",
             f"{row.bad}/{row.answers}",
         )
     console.print(table)

@@ -9,6 +9,7 @@ examples:
   python benchmarks/orchestration.py                               two minutes, 2 cores
   python benchmarks/orchestration.py --full --json run.json --plot docs/orchestration.svg
   python benchmarks/orchestration.py --full --targets direct,bls,bls_4 --streams 128,256
+  python benchmarks/orchestration.py --full --targets direct,bls,bls_4 --streams 2048 --step-ms 50
   python benchmarks/orchestration.py --url gpu-host:8001 --model tensorrt_llm_bls --streams 1,64
 """
 

@@ -43,6 +43,7 @@ class Row:
     responses_per_token: float | None = None
     cpu: dict[str, float] = field(default_factory=dict)  # server, model, engine
     rss_mb: float | None = None  # the model's largest process
+    pss_mb: float | None = None  # of all a server's processes, what they share counted once
     shm_mb: float | None = None  # /dev/shm, all models
     health_p999: float | None = None  # of /health while the load ran
     health: str = ""  # how many of them said 200

@@ -46,6 +46,11 @@ class Processes:
         ids = [pid for role in roles for pid in self.ids[role] if psutil.pid_exists(pid)]
         return max((psutil.Process(pid).memory_info().rss / 1e6 for pid in ids), default=0.0)
 
+    def together_mb(self, role: str) -> float:
+        """Memory of all processes of ``role``, of which what they share counts once."""
+        ids = [pid for pid in self.ids[role] if psutil.pid_exists(pid)]
+        return sum(psutil.Process(pid).memory_full_info().pss / 1e6 for pid in ids)
+
     def shared_mb(self) -> float:
         """What the server's regions take of /dev/shm."""
         regions = Path("/dev/shm").glob(f"{self._prefix}*")

@@ -15,7 +15,7 @@ import psutil
 START_S = 120
 
 
-def openai_command(port: int, model: Path, workers: int, *engine: str) -> list[str]:
+def openai_command(port: int, model: Path, workers: int | str, *engine: str) -> list[str]:
     """``trtllm-bls openai`` with so many workers, over what the options ``engine`` name."""
     command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", str(port)]
     command += ["--workers", str(workers), "--tokenizer-dir", str(model)]
