@@ -79,8 +79,8 @@ def test_the_choice_becomes_an_engine() -> None:
     assert (type(named), named.name) == (GrpcEngine, "other")
     service = target_of(engine=parse_engine(ELSEWHERE), engine_max_sequence_tokens=500)
     assert isinstance(service, TrtllmServiceEngine)
-    assert service.settings.max_sequence_tokens == 500
-    assert service.settings.eos_id is not None
+    assert service._max_sequence_tokens == 500
+    assert service._eos_id is not None
     both = target_of(engine=parse_engine("triton+grpc://a:1/m,b:2"), engine_resume=True)
     assert isinstance(both, ReplicatedEngine)
     assert both.resume

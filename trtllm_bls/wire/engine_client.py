@@ -192,6 +192,12 @@ class DeployedModel:
             tells_top_log_probs=todays,
         )
 
+    @cached_property
+    def excludes_prompt(self) -> bool:
+        """Whether the prompt is left out in front of an answer: always, where there is a way to."""
+        by_default = is_true(self.parameters.get("exclude_input_in_output", ""))
+        return by_default or "exclude_input_in_output" in self.inputs
+
     @property
     def speculates(self) -> bool:
         """Whether it may speculate by itself and then tells what became of its drafts."""
@@ -336,10 +342,7 @@ class ResponseReader:
     def __init__(self, request: EngineRequest, model: DeployedModel) -> None:
         self._request = request
         self._speculates = model.speculates
-        # A prompt in front of the answer is always excluded where there is a way to.
-        excluded = is_true(model.parameters.get("exclude_input_in_output", ""))
-        excluded |= "exclude_input_in_output" in model.inputs
-        repeated = not (excluded or request.streaming)
+        repeated = not (request.streaming or model.excludes_prompt)
         self._skip = len(request.input_ids) if repeated else 0
         self._unfinished = set(range(request.num_return_sequences))
         self._single = request.num_return_sequences == 1
