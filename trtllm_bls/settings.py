@@ -186,13 +186,15 @@ def auto_processes(max_streams: int, remembers: bool) -> tuple[int, str]:
     """How many processes ``auto`` means, of the OpenAI API or of ``tensorrt_llm_bls``, and why.
 
     One for each 64 streams, whose first tokens would wait for each other, up to 4 and a quarter of
-    the cores; the engine and the server's threads need the others. One where a process
-    ``remembers`` prompts or answers for later requests: others would not know them.
+    the cores; the engine and the server's threads need the others. Above 1,024 streams up to 8 and
+    half of the cores, since 4 end at 70,000 tokens/s. One where a process ``remembers`` prompts or
+    answers for later requests: others would not know them.
     """
     if remembers:
         return 1, "processes: 1 (auto: engine_affinity or draft_memory_tokens needs all requests)"
     cores = len(os.sched_getaffinity(0))
-    count = max(1, min(4, cores // 4, math.ceil(max_streams / 64)))
+    most, share = (8, 2) if max_streams > 1024 and cores > 4 else (4, 4)
+    count = max(1, min(most, cores // share, math.ceil(max_streams / 64)))
     return count, f"processes: {count} (auto: {cores} cores, max_streams {max_streams})"
 
 

@@ -255,15 +255,16 @@ def test_engines_answer_unary_requests_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cores", "streams", "count"),
     [
-        *((1, 256, 1), (4, 256, 1), (7, 256, 1), (8, 256, 2), (16, 256, 4), (128, 4096, 4)),
+        *((1, 256, 1), (4, 256, 1), (7, 256, 1), (8, 256, 2), (16, 256, 4), (128, 1024, 4)),
         *((128, 1, 1), (128, 64, 1), (128, 65, 2), (128, 192, 3)),
+        *((4, 2048, 1), (5, 2048, 2), (8, 2048, 4), (16, 2048, 8), (128, 4096, 8)),
     ],
 )
 def test_automatic_processes_follow_cores_and_streams(
     cores: int, streams: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for each 64 streams, at most four and a quarter of the cores, at least one; the line of
-    the start says why. What is remembered for later requests is remembered in one process."""
+    """One for each 64 streams, at most four and a quarter of the cores (above 1,024 streams eight
+    and half of them), at least one; the line of the start says why. What is remembered for later requests is remembered in one process."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     found, why = auto_processes(streams, remembers=False)
     assert found == count
