@@ -264,7 +264,8 @@ def test_automatic_processes_follow_cores_and_streams(
     cores: int, streams: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One for each 64 streams, at most four and a quarter of the cores (above 1,024 streams eight
-    and half of them), at least one; the line of the start says why. What is remembered for later requests is remembered in one process."""
+    and half of them), at least one; the line of the start says why. What is remembered for later
+    requests is remembered in one process."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     found, why = auto_processes(streams, remembers=False)
     assert found == count
