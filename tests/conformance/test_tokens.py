@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
 from tests.conformance.deployment import Deployment
 from tests.conformance.engine_client import Engine
 from tests.conformance.prompts import LENGTH, Story, scattered
+from tests.helpers.waiting import in_pieces
 
 BOTH = pytest.mark.parametrize("streaming", [True, False], ids=["streaming", "whole"])
 
 
 def test_streaming_gives_the_same_ids_in_pieces(engine: Engine, story: Story) -> None:
     """Streamed responses hold only what is new; without streaming there is one response."""
-    pieces = engine.ask(story.prompt, LENGTH, streaming=True)
+
+    def pieces() -> Sequence[Any]:
+        answer = engine.ask(story.prompt, LENGTH, streaming=True)
+        assert answer.ids == story.tokens
+        return answer.responses
+
+    in_pieces(pieces, 1)
     whole = engine.ask(story.prompt, LENGTH, streaming=False)
-    assert pieces.ids == whole.ids == story.tokens
-    assert len(pieces.responses) > 1
+    assert whole.ids == story.tokens
     assert len(whole.responses) == 1
 
 

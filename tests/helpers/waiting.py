@@ -6,7 +6,7 @@ import asyncio
 import os
 import select
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import psutil
@@ -22,6 +22,14 @@ def until(condition: Callable[[], T], seconds: float = 60) -> T:
         assert time.monotonic() < end, f"waited {seconds} s in vain; last seen: {found!r}"
         time.sleep(_BETWEEN_LOOKS_S)
     return found
+
+
+def in_pieces(ask: Callable[[], Sequence[T]], more_than: int) -> Sequence[T]:
+    """The responses of a stream, which is asked for again until there are more than so many.
+
+    Tokens that wait for the sender share a response, so a busy machine may send fewer of them.
+    """
+    return until(lambda: found if len(found := ask()) > more_than else ())
 
 
 async def eventually(condition: Callable[[], T | Awaitable[T]], seconds: float = 60) -> T:

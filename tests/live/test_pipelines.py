@@ -17,7 +17,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from tests.helpers.server_settings import DEMO, ROOT
-from tests.helpers.waiting import until
+from tests.helpers.waiting import in_pieces, until
 from tests.live.conftest import echo_settings
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.launcher import TritonServer
@@ -166,10 +166,14 @@ def test_another_models_failure_is_told_with_its_name(pipelines: TritonServer) -
     """And a decoupled model is read response by response."""
     client = grpcclient.InferenceServerClient(pipelines.grpc_url)
     assert client.is_model_ready("caller")
-    said = [
-        texts(result, "said")[0] for result in Stream(pipelines, "caller", what="tensorrt_llm_bls")
-    ]
-    assert "".join(said) == "the fox runs" and len(said) > 1
+
+    def said() -> list[str]:
+        results = Stream(pipelines, "caller", what="tensorrt_llm_bls")
+        found = [texts(result, "said")[0] for result in results]
+        assert "".join(found) == "the fox runs"
+        return found
+
+    in_pieces(said, 1)
     with pytest.raises(InferenceServerException, match=r"INTERNAL: nobody: .*unknown model"):
         list(Stream(pipelines, "caller", what="nobody"))
 

@@ -28,7 +28,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.helpers.server_requests import generate, generate_stream
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
-from tests.helpers.waiting import until
+from tests.helpers.waiting import in_pieces, until
 from trtllm_bls.client import Client
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.ports import choose
@@ -107,8 +107,7 @@ def test_text_goes_through_over_http(proxy: Proxy) -> None:
     direct = generate(proxy.server.http_url, **BODY)["text_output"]
     assert generate(proxy.http_url, **BODY)["text_output"] == direct
     assert generate(proxy.http_url, "ensemble", **BODY)["text_output"] == direct
-    events = generate_stream(proxy.http_url, **BODY)
-    assert len(events) > 1
+    events = in_pieces(lambda: generate_stream(proxy.http_url, **BODY), 1)
     assert "".join(event["text_output"] for event in events) == direct
 
 

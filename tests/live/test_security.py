@@ -23,7 +23,7 @@ from tests.helpers.processes import free_ports
 from tests.helpers.served import Served, good
 from tests.helpers.server_requests import metric
 from tests.helpers.server_settings import DEMO
-from tests.helpers.waiting import until
+from tests.helpers.waiting import in_pieces, until
 from tests.live.conftest import echo_repository, echo_settings
 from trtllm_bls.cli import main
 from trtllm_bls.client import Client, Tls
@@ -184,9 +184,14 @@ def test_https_answers_who_shows_a_certificate(https_url: str, files: dict[str, 
     """In one piece and as a stream; curl too."""
     with https(https_url, files["client"], **ASKED) as answer:
         assert json.load(answer)["text_output"] == WORDS
-    with https(https_url, files["client"], **ASKED, stream=True) as answer:
-        events = [json.loads(line[6:]) for line in answer.read().splitlines() if line]
-    assert "".join(event["text_output"] for event in events) == WORDS and len(events) > 3
+
+    def events() -> list[Any]:
+        with https(https_url, files["client"], **ASKED, stream=True) as answer:
+            found = [json.loads(line[6:]) for line in answer.read().splitlines() if line]
+        assert "".join(event["text_output"] for event in found) == WORDS
+        return found
+
+    in_pieces(events, 3)
     own = files["client"]
     url = f"{https_url.replace('127.0.0.1', 'localhost')}/v2/health/ready"
     words = ["curl", "-si", "--cacert", own.ca, "--cert", own.cert, "--key", own.key, url]
