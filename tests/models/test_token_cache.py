@@ -280,12 +280,17 @@ def test_what_is_unused_for_longest_goes_first() -> None:
     counting = Counting(backend())
     kept = TokenCache(counting, SMALL)
     turns = turns_of(100)
+    counting.characters = 0
     for n, turn in enumerate(turns):
         kept.encode([turns[0] + turn + "<|user|>"], False)
         entries = kept._kept.items()
         held = sum(sys.getsizeof(text) + sys.getsizeof(ids) for text, ids in entries)
         assert held == kept._bytes <= SMALL, n
     assert held > SMALL / 2
+    # The first turn is used all the time, so it is encoded once (and once behind itself, as another
+    # piece); the short ends are not kept.
+    once = sum(map(len, [turns[0], *turns]))
+    assert once <= counting.characters <= once + 100 * len("</s><|user|>")
     counting.characters = 0
     kept.encode([turns[0] + turns[99]], False)
     assert counting.characters <= len("</s>") + _PIECE

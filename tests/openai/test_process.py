@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -87,6 +88,16 @@ def test_workers_answer_over_https_to_who_has_a_key(
     supervisor = psutil.Process(running.pid)
     assert len(supervisor.children()) == 2
     assert supervisor.num_threads() == 1  # a fork would not have the others
+    # One that held another's end of the supervisor's pipe would keep its death from being seen.
+    one, other = (set(sockets_of(worker)) for worker in supervisor.children())
+    assert len(one & other) == len(supervisor.net_connections())  # they listen at the same ones
+
+
+def sockets_of(process: psutil.Process) -> Iterator[str]:
+    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if (target := str(descriptor.readlink())).startswith("socket:"):
+                yield target
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
