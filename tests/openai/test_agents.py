@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import urllib.error
 import urllib.request
@@ -390,6 +392,15 @@ def test_a_client_that_waits_is_sent_events(speak: Any, monkeypatch: pytest.Monk
     asked = {"model": MODEL, "max_tokens": 9, "messages": [turn], "stream": True}
     told = [event["type"] for event in events(model.post("/v1/messages", asked)[1])]
     assert told[:2] == ["message_start", "ping"] and told[-1] == "message_stop"
+    monkeypatch.setattr(app, "_PING_S", 3600.0)
+    model.post("/v1/messages", asked)
+    until(lambda: not pinging())  # none outlives its stream
+
+
+def pinging() -> list[Any]:
+    """The tasks that send such events."""
+    tasks = [each for each in gc.get_objects() if isinstance(each, asyncio.Task)]
+    return [each for each in tasks if each.get_coro().__name__ == "_ping" and not each.done()]
 
 
 def test_keys_come_in_either_header(speak: Any, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (completion(prompt=""), "prompt"),
     (completion(stream_options={"include_usage": True}), "stream_options"),
     (completion(response_format={"type": "json_object"}), "response_format"),
+    (chat(response_format={"type": "json_schema"}), "response_format.json_schema.schema"),
     (chat(messages=[]), "messages"),
     (chat(messages=[1]), "messages[0]"),
     (chat(messages=[{"role": "king", "content": ""}]), "messages[0].role"),

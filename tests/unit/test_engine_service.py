@@ -115,6 +115,20 @@ def test_of_two_requests_of_one_id_the_newest_is_stopped() -> None:
         assert len(bench.engine.cancelled) == 1 and bench.engine.live == 1
 
 
+def test_two_stops_at_once_stop_two_requests_of_one_id() -> None:
+    """The second one is not for the request that the first one has just stopped."""
+    with engine_service(3, 4) as bench:
+        bench.engine.fault = SILENT
+        asks = [bench.tokens("mine", streaming=TRUE) for _ in range(2)]
+        bench.accept(*asks)
+        for ask in asks:
+            ask.wait(responses=2)
+        bench.accept(*(bench.tokens("mine", stop=TRUE) for _ in range(2)))
+        for ask in asks:
+            assert ids(ask.wait()) == [[3], [4], []] and ask.error is None
+        assert len(bench.engine.cancelled) == 2
+
+
 def rows(**more: Any) -> dict[str, Any]:
     return {
         "input_ids": np.array([[7, 8, 0], [9, 8, 0]], np.int32),
