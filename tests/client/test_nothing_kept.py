@@ -20,7 +20,7 @@ from tests.helpers.fake_engine_server import HOLD, Fail, Say, Triton
 from tests.helpers.fake_grpc_server import Abort, Step, in_a_thread
 from tests.helpers.scripted_text import PROMPT, tokenizer
 from tests.helpers.waiting import until
-from trtllm_bls.python_backend import RequestServer
+from trtllm_bls.python_backend.request_server import RequestServer
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.request_metrics import REQUESTS
 from trtllm_bls.services.testing import FakeTriton

@@ -17,7 +17,7 @@ from tests.helpers.fake_engine_server import Say, Triton
 from tests.helpers.scripted_text import PROMPT, tokenizer
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.parameters import BlsParameters, Parameters
-from trtllm_bls.python_backend import RequestServer
+from trtllm_bls.python_backend.request_server import RequestServer
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.testing import Ask, FakeTriton
 from trtllm_bls.services.text_service import TextService

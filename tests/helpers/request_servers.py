@@ -28,7 +28,8 @@ def opened(triton: FakeTriton, handle: Handle, decoupled: bool = True) -> Iterat
     left: list[asyncio.Task[Any]] = []
 
     async def finish() -> None:
-        left.extend(asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[arg-type]
+        of_senders = server._senders._delayed  # which end when the senders do
+        left.extend(asyncio.all_tasks() - {asyncio.current_task(), *of_senders})  # type: ignore[arg-type]
 
     try:
         yield server
@@ -43,11 +44,12 @@ class ManualSenders(SenderThreads):
     def __init__(self) -> None:
         no_loop: Any = None
         super().__init__(no_loop, 0)
-        self.delays: list[float] = []
+        self.delays: list[float | None] = []
+        self.delayed: list[Call] = []
 
-    def send_later(self, call: Call, seconds: float) -> None:
+    def send_later(self, call: Call, seconds: float | None = None) -> None:
         self.delays.append(seconds)
-        self._delayed.add(call)
+        self.delayed.append(call)
 
     def send(self) -> None:
         """Send all that was handed over."""
@@ -59,8 +61,9 @@ class ManualSenders(SenderThreads):
 
     def time_is_up(self) -> None:
         """What was delayed is handed over, and sent."""
-        for call in list(self._delayed):
-            self._send_delayed(call)
+        delayed, self.delayed = self.delayed, []
+        for call in delayed:
+            call.send_next()
         self.send()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from tests.helpers.scripted_text import orchestrator
-from trtllm_bls.python_backend import RequestServer
+from trtllm_bls.python_backend.request_server import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.testing import Ask, FakeTriton
 from trtllm_bls.services.text_service import TextService

@@ -270,7 +270,7 @@ def test_a_caller_who_leaves_during_a_send_is_no_shutdown() -> None:
         server.accept([ask])
         ask.leave()
         assert gate.begun.wait(SECONDS)
-        asyncio.run_coroutine_threadsafe(_idle(), server._loop).result(SECONDS)
+        asyncio.run_coroutine_threadsafe(_idle(), server.loop).result(SECONDS)
         gate.open.set()
         assert ask.wait().error is None
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 import pytest
 
 from tests.helpers.request_servers import ONE
-from trtllm_bls.python_backend import Call, RequestServer, request_server
+from trtllm_bls.python_backend import request_server
 from trtllm_bls.python_backend.one_core import OneCore
+from trtllm_bls.python_backend.request_server import Call, RequestServer
 from trtllm_bls.services.testing import SECONDS, FakeTriton
 
 

@@ -1,8 +1,18 @@
-"""Triton's requests: the event loop that runs them, the watcher of their callers, and the threads
-that send the responses.
+"""Triton's requests in every ``model.py``: each is answered exactly once.
 
-Triton's ``send`` is a round trip to the server and blocks its thread, so sender threads do it. Each
-piece of state has one owner:
+``RequestServer`` runs one task per request on an event loop in a thread of its own. Triton's
+``send`` is a round trip to the server and blocks its thread, so sender threads do it. A watcher
+thread asks Triton which callers have left. ``Call`` alone knows Triton's response sender and keeps
+its rules (docs/design.md names the defects of Triton behind them):
+
+- Every request ends in exactly one FINAL, on every path, also where a send fails.
+- An error is the last thing sent and carries FINAL. If the caller wants errors as gRPC status, it
+  leaves no sooner than Triton's thread for streams has gone back to reading.
+- Only outputs that the caller asked for are sent.
+- ``is_cancelled`` is never called after FINAL, nor during a send: ``Call._lock`` guards both. What
+  its holder has learned is in ``_closed``, ``_gone`` and ``_ask_after_send``.
+
+Each other piece of state has one owner:
 
 - The event loop owns a call's pending responses and its end, the queue of those that wait for their
   turn, and the number of responses under way. Nothing else changes them, so they need no lock.
@@ -12,9 +22,9 @@ piece of state has one owner:
 - The loop takes reports whenever it asks for a call's state. Waking it for each one would add 20 µs
   of CPU to a token at 8 streams, so a thread wakes the loop only where somebody waits: it appends
   its report and then looks for waiters; the loop adds a waiter and then takes the reports.
-- ``Call._lock`` guards Triton's response sender, since Triton 24.10 crashes when the watcher thread
-  calls ``is_cancelled`` after, or during, the send of FINAL. What the lock's holder has learned is
-  in ``_closed``, ``_gone`` and ``_ask_after_send``.
+
+``pb_utils`` comes in as an argument, so tests run without Triton. Nothing here knows of text,
+tokens or engines.
 """
 
 from __future__ import annotations
@@ -26,9 +36,9 @@ import itertools
 import logging
 import queue
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -58,8 +68,8 @@ _FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # A client can ask for errors as gRPC status, with metadata that ``serve`` has Triton pass on as a
 # parameter. On such an error Triton 24.10 closes the stream. It crashes if the thread that handed
 # the request to the model has not returned to reading that stream. ``BeforeErrorStatus`` returns
-# once that thread has. Where there is none, or it raises, the error leaves so long after the
-# request came, which is enough unless the machine keeps that thread from a core for longer.
+# once that thread has. Where there is none, or it raises, the error waits for so long, which is
+# enough unless the machine keeps that thread from a core for longer.
 STATUS_ASKED, ERROR_AS_STATUS_SECONDS = '"triton_grpc_error"', 1.0
 # Waiting time before an end that Triton did not accept is sent again; it doubles each time.
 _FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 5.0
@@ -101,12 +111,12 @@ class RequestServer:
         self._prepare_batch = prepare_batch
         self._end_level = logging.INFO if log_ends else logging.DEBUG
         self._open: dict[Call, asyncio.Task[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._senders = SenderThreads(self._loop, senders, before_error_status)
+        self.loop = asyncio.new_event_loop()  # all requests run on it
+        self._senders = SenderThreads(self.loop, senders, before_error_status)
         self._closing = threading.Event()
         self.refusal: TrtllmBlsError | None = None  # the answer to every new request
         self._threads = [
-            threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True),
+            threading.Thread(target=self.loop.run_forever, name="event-loop", daemon=True),
             threading.Thread(target=self._watch, name="watcher", daemon=True),
         ]
         # The objects made at load stay for good. A full collection would look through all of them
@@ -121,11 +131,6 @@ class RequestServer:
         if one_core:
             self._stay_on_one_core()
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that all requests run on."""
-        return self._loop
-
     def accept(self, requests: Iterable[Any]) -> None:
         """Take requests from Triton's ``execute``; returns once they have been read."""
         read = [self._read(request) for request in requests]
@@ -135,7 +140,7 @@ class RequestServer:
                 self._prepare_batch(good)
             except Exception:
                 log.exception("a batch of requests could not be prepared; each is handled alone")
-        self._loop.call_soon_threadsafe(self._start, read)
+        self.loop.call_soon_threadsafe(self._start, read)
 
     def _read(self, request: Any) -> tuple[Call, Exception | None]:
         """The call, and the error to answer it with if it cannot be handled."""
@@ -153,12 +158,12 @@ class RequestServer:
         if finish is not None:
             self._run(finish())
         self._run(self._senders.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         for thread in self._threads:
             thread.join()
         if self._one_core is not None:
             self._one_core.close()
-        self._loop.close()
+        self.loop.close()
 
     @property
     def running(self) -> list[str]:
@@ -171,12 +176,12 @@ class RequestServer:
         return self._senders.responses
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def _start(self, read: Sequence[tuple[Call, Exception | None]]) -> None:
         for call, error in read:
             if error is None:
-                self._open[call] = self._loop.create_task(self._answer(call))
+                self._open[call] = self.loop.create_task(self._answer(call))
             else:
                 call.fail(error)
 
@@ -217,14 +222,19 @@ class RequestServer:
             if self._closing.wait(WATCH_SECONDS):
                 return
             if self._one_core is not None and look % LOOKS_PER_CORE_CHECK == 0:
-                self._check_core(self._one_core)
+                try:
+                    self._one_core.check()
+                except OSError as error:
+                    log.info("threads run on any core: %s", error)
+                    self._one_core.close()
+                    self._one_core = None
             if not waiting:
                 # copy() is atomic under the GIL; a call that ends meanwhile is not gone.
                 waiting = list(self._open.copy())
             asked, waiting = waiting[:WATCHED_AT_ONCE], waiting[WATCHED_AT_ONCE:]
             for call in asked:
                 if call.gone():
-                    self._loop.call_soon_threadsafe(self._abandon, call)
+                    self.loop.call_soon_threadsafe(self._abandon, call)
 
     def _stay_on_one_core(self) -> None:
         pinned = [*self._threads, *self._senders.threads, threading.current_thread()]
@@ -236,16 +246,8 @@ class RequestServer:
         # A thread starts on the cores of the one that starts it. Workers of ``asyncio.to_thread``
         # tokenise without the GIL, so they get all cores back.
         workers = ThreadPoolExecutor(thread_name_prefix="worker", initializer=core.free_this_thread)
-        self._loop.call_soon_threadsafe(self._loop.set_default_executor, workers)
+        self.loop.call_soon_threadsafe(self.loop.set_default_executor, workers)
         self._one_core = core
-
-    def _check_core(self, core: OneCore) -> None:
-        try:
-            core.check()
-        except OSError as error:
-            log.info("threads run on any core: %s", error)
-            core.close()
-            self._one_core = None
 
 
 class Call:
@@ -277,10 +279,8 @@ class Call:
         self.id = f"{printable(self.client_id, MAX_ID) or 'request'}-{next(self._numbers)}"
         self.arrays: Arrays = MappingProxyType({})
         self.parameters = "{}"  # of the request, as JSON
-        # When an error may leave that was asked for as gRPC status; 0: not asked for. In seconds
-        # of ``time.monotonic()``.
-        self._error_at = 0.0
         # Of the event loop:
+        self._error_waits = False  # an error is to be a gRPC status, and has not waited yet
         self.sequences = 1  # whose last response is not pending yet; none: the call has ended
         self.abandoned = False  # its task has been cancelled since nobody takes its answer
         self.may_be_stopped = self.stopped = False  # by another request with its id
@@ -294,13 +294,11 @@ class Call:
         self._closed = False  # FINAL has been sent
         self._gone = False  # the caller has left, or cannot be sent to
         self._ask_after_send = False  # the watcher came by during a send
-        self._failure_logged = False
 
     def read(self, request: Any) -> None:
         """Copy the inputs, in the thread that brings the request."""
         self.parameters = request.parameters()
-        if STATUS_ASKED in self.parameters:
-            self._error_at = time.monotonic() + ERROR_AS_STATUS_SECONDS
+        self._error_waits = STATUS_ASKED in self.parameters
         self.arrays = MappingProxyType(
             {tensor.name(): _owned(tensor.as_numpy()) for tensor in request.inputs()}
         )
@@ -364,9 +362,9 @@ class Call:
 
     def send_next(self) -> None:
         """Hand the next pending response to a sender thread; an error as gRPC status waits."""
-        if self._error_at and isinstance(self.pending[0], Exception):
-            error_at, self._error_at = self._error_at, 0.0
-            self._senders.hold_error(self, error_at)
+        if self._error_waits and isinstance(self.pending[0], Exception):
+            self._error_waits = False
+            self._senders.send_later(self)
             return
         response = self.pending.popleft()
         final = not self.sequences and not self.pending
@@ -423,39 +421,29 @@ class Call:
             if self._closed:  # by an error in place of an earlier response
                 return True
             if not self._try(response, final):
-                self._gone = True  # so the watcher cancels its work
+                self._gone = True  # so the watcher cancels its work, and retries are not logged
                 return self._try(_UNSENDABLE, True) or self._try(self._bare_end, True)
             if self._ask_after_send:
                 self._ask_after_send, self._gone = False, self._gone or self._ask()
             return True
 
     def _try(self, response: _Response, final: bool) -> bool:
+        flags, pb = _FINAL if final else 0, self._pb
         try:
-            flags = _FINAL if final else 0
             if response is None:
                 self._sender.send(flags=flags)
-            else:
-                self._sender.send(self._made(response), flags=flags)
-        except Exception as error:  # Triton raises types of its own
-            if not self._failure_logged:  # the retries would fill the log
-                log.error("%s: a response could not be sent: %s", self.id, error)
-            self._failure_logged = True
+            elif isinstance(response, Exception):
+                error = as_triton_error(pb, response, self.id)
+                self._sender.send(pb.InferenceResponse([], error=error), flags=flags)
+            else:  # Triton 24.10 crashes on an output that the caller did not ask for
+                wanted = [pb.Tensor(*each) for each in response.items() if each[0] in self.wanted]
+                self._sender.send(pb.InferenceResponse(wanted), flags=flags)
+        except Exception as raised:  # Triton raises types of its own
+            if not self._gone:
+                log.error("%s: a response could not be sent: %s", self.id, raised)
             return False
         self._closed = final
         return True
-
-    def _made(self, response: Arrays | Exception) -> Any:
-        if isinstance(response, Exception):
-            error = as_triton_error(self._pb, response, self.id)
-            return self._pb.InferenceResponse([], error=error)
-        # Triton 24.10 crashes on an output that the caller did not ask for.
-        return self._pb.InferenceResponse(
-            [
-                self._pb.Tensor(name, array)
-                for name, array in response.items()
-                if name in self.wanted
-            ]
-        )
 
 
 class SenderThreads:
@@ -472,10 +460,10 @@ class SenderThreads:
     ) -> None:
         self._loop = loop
         self._before_error_status = before_error_status
-        self._held: set[asyncio.Task[None]] = set()  # wait for ``before_error_status``
+        self._delayed: set[asyncio.Task[None]] = set()  # of calls that send something after a while
+        self._closing = False
         self._most = MAX_QUEUED + threads
         self._under_way = 0
-        self._delayed: set[Call] = set()  # have something to send after a while
         # Those who wait until fewer responses are under way, in order.
         self.turns: collections.deque[asyncio.Future[None]] = collections.deque()
         self.responses = 0  # handed over so far, errors left out; any thread may read it
@@ -505,36 +493,26 @@ class SenderThreads:
         (self._first if first else self._later).append((call, response, final))
         self._work.put(True)
 
-    def send_later(self, call: Call, seconds: float) -> None:
-        """Call ``call.send_next`` after ``seconds``, or when the threads end."""
-        self._delayed.add(call)
-        self._loop.call_later(seconds, self._send_delayed, call)
+    def send_later(self, call: Call, seconds: float | None = None) -> None:
+        """Call ``call.send_next`` after ``seconds``, or when the threads end; by default, once
+        Triton survives an error as gRPC status."""
+        if not self._closing:
+            task = self._loop.create_task(self._send_later(call, seconds))
+            self._delayed.add(task)
+            task.add_done_callback(self._delayed.discard)
 
-    def hold_error(self, call: Call, error_at: float) -> None:
-        """Call ``call.send_next`` once Triton survives an error as gRPC status.
-
-        ``error_at``: when to assume so, in seconds of ``time.monotonic()``, if nothing tells.
-        """
-        if self._before_error_status is None:
-            self.send_later(call, error_at - time.monotonic())
-            return
-        self._delayed.add(call)
-        task = self._loop.create_task(self._send_held(call, error_at, self._before_error_status))
-        self._held.add(task)
-        task.add_done_callback(self._held.discard)
-
-    async def _send_held(self, call: Call, error_at: float, before: BeforeErrorStatus) -> None:
-        try:
-            await before()
-        except Exception as error:  # an error that never left would be worse
-            log.info("%s: its error is held for a while: %s", call.id, error)
-            await asyncio.sleep(error_at - time.monotonic())
-        self._send_delayed(call)
-
-    def _send_delayed(self, call: Call) -> None:
-        if call in self._delayed:
-            self._delayed.remove(call)
-            call.send_next()
+    async def _send_later(self, call: Call, seconds: float | None) -> None:
+        with suppress(asyncio.CancelledError):  # ``close`` has it sent at once
+            if seconds is None:
+                seconds = ERROR_AS_STATUS_SECONDS
+                try:
+                    if self._before_error_status is not None:
+                        await self._before_error_status()
+                        seconds = 0
+                except Exception as error:  # an error that never left would be worse
+                    log.info("%s: its error is held for a while: %s", call.id, error)
+            await asyncio.sleep(seconds)
+        call.send_next()
 
     def take_reports(self) -> None:
         """Note what has been sent since the last time, and give turns to those who wait."""
@@ -564,11 +542,11 @@ class SenderThreads:
         No call may be given another response meanwhile.
         """
         await self._nothing_under_way()
-        for task in self._held:
+        await asyncio.sleep(0)  # a task that is cancelled before its first step sends nothing
+        self._closing = True
+        for task in self._delayed:
             task.cancel()
-        for call in list(self._delayed):
-            self._send_delayed(call)
-        await asyncio.gather(*self._held, return_exceptions=True)
+        await asyncio.gather(*self._delayed)
         await self._nothing_under_way()
         for _ in self.threads:
             self._work.put(False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.python_backend import Call
+from trtllm_bls.python_backend.request_server import Call
 from trtllm_bls.services.batch import check_one_response, run_rows
 from trtllm_bls.status import STEPS_LABEL
 from trtllm_bls.types import EngineChunk, EngineRequest

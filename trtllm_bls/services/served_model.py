@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from trtllm_bls.engines.triton.own_port import stream_thread_has_returned
 from trtllm_bls.parameters import BlsParameters, Parameters
 from trtllm_bls.parameters.engine_tls import engine_tls
-from trtllm_bls.python_backend import Call, RequestServer
+from trtllm_bls.python_backend.request_server import Call, RequestServer
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.triton_log import log_to_triton

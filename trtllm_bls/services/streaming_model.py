@@ -23,7 +23,7 @@ from trtllm_bls.errors import (
 from trtllm_bls.orchestrator import Orchestrator, has_expired, outcome_of
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.parameters.engine_tls import engine_tls
-from trtllm_bls.python_backend import Call
+from trtllm_bls.python_backend.request_server import Call
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.services.llm import CALLER, LLM, Steps
 from trtllm_bls.services.served_model import ServedModel

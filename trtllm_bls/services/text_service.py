@@ -11,7 +11,7 @@ from dataclasses import replace
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import InvalidRequest, Stopped
 from trtllm_bls.orchestrator import Orchestrator
-from trtllm_bls.python_backend import Call
+from trtllm_bls.python_backend.request_server import Call
 from trtllm_bls.services.batch import check_one_response, run_rows
 from trtllm_bls.types import FinishReason, TextChunk, TextRequest
 from trtllm_bls.wire.engine_server import is_stop

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 from trtllm_bls.engines.local import local_engine
 from trtllm_bls.engines.triton.own_port import stream_thread_has_returned
 from trtllm_bls.parameters import EngineParameters, Parameters, own_grpc_url
-from trtllm_bls.python_backend import RequestServer
+from trtllm_bls.python_backend.request_server import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.engine_steps import EngineSteps, tell_longest
 from trtllm_bls.services.triton_log import log_to_triton

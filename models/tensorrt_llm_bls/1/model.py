@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trtllm_bls.parameters import BlsParameters
-from trtllm_bls.python_backend import Call
+from trtllm_bls.python_backend.request_server import Call
 from trtllm_bls.services.served_model import ServedModel
 from trtllm_bls.services.text_service import TextService
 
