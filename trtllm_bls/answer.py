@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trtllm_bls.detokenizer.vocabulary import Detokenizer
+from trtllm_bls.detokenizer import Detokenizer
 from trtllm_bls.stopping import StopMatcher, StoppingCriteria
 from trtllm_bls.types import (
     Array,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.small_tokenizers import MAKERS, directory
-from trtllm_bls.detokenizer.vocabulary import Detokenizer
+from trtllm_bls.detokenizer import Detokenizer
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"

@@ -13,8 +13,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tests.helpers.loaded_tokenizers import FAMILIES, Counted, loaded, stream
 from tests.helpers.random_cases import CASES, cut_anywhere, run_cases
 from tests.helpers.small_tokenizers import CORPUS
-from trtllm_bls.detokenizer.byte_table import BYTE_LEVEL, ByteTableDetokenizer
-from trtllm_bls.detokenizer.window import MAX_HELD_IDS, WindowDetokenizer
+from trtllm_bls.detokenizer import (
+    BYTE_LEVEL,
+    MAX_HELD_IDS,
+    ByteTableDetokenizer,
+    WindowDetokenizer,
+)
 from trtllm_bls.tokenizer import Tokenizer
 
 BYTE_FALLBACK = ("sentencepiece", "gemma")

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.loaded_tokenizers import FAMILIES, Counted, loaded, stream
-from trtllm_bls.detokenizer import choose_detokenizer
-from trtllm_bls.detokenizer.byte_table import ByteTableDetokenizer
-from trtllm_bls.detokenizer.window import WindowDetokenizer
+from trtllm_bls.detokenizer import ByteTableDetokenizer, WindowDetokenizer, choose_detokenizer
 
 # --- the choice at load ---------------------------------------------------------------------
 
