@@ -129,7 +129,7 @@ check: static
 	$(BIN)/pytest -q $(PARALLEL) --dist loadfile tests/unit
 
 generate: $(INSTALLED)
-	@$(BIN)/python -m trtllm_bls.configure.generate
+	@$(BIN)/python -m trtllm_bls.configure.pbtxt
 	@cd $(SERVICE) && sha256sum --quiet --check trtllm_service.sha256 || $(MAKE) -C $(CURDIR) descriptor
 
 # Installs protoc into an environment of its own: only who changes the .proto needs it.

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.configure.generate import generated, main
+from trtllm_bls.configure.pbtxt import generated, main
 
 ROOT = Path(__file__).parents[2]
 FILES = generated()

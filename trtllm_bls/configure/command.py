@@ -7,6 +7,7 @@ that had no effect, is left out and named in a note.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from click.core import ParameterSource
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.configure.engine import LOGITS_DTYPES, read_engine
-from trtllm_bls.configure.llm_api import losses, plan_llm_api, upstreams_yaml
 from trtllm_bls.configure.repository import (
     DRAFT,
     ConfigureOptions,
     Repository,
     launcher_command,
     plan,
+    plan_llm_api,
     slurm_script,
     write,
 )
@@ -29,7 +30,7 @@ from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, LLMAPI, MODELS, POSTPROCE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import check
 from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, keys_of, parse_version
-from trtllm_bls.parameters.model_config import read_config, values_of
+from trtllm_bls.parameters.model_config import dtype_of, instances_of, read_config, values_of
 from trtllm_bls.parameters.model_yaml import ModelYaml
 from trtllm_bls.settings import Override, option, options_of
 
@@ -112,7 +113,16 @@ def command(ctx: click.Context, /, **options: Any) -> None:
             click.echo(f"wrote {slurm}")
     except OSError as error:
         raise SettingsError(f"{error.filename}: cannot be written: {error.strerror}") from error
-    _report(repository, out, [*notes, *(f"lost: {loss}" for loss in lost)])
+    for name, config in repository.configs.items():
+        click.echo(f"wrote {out / name} ({config.backend or config.platform})")
+    for note in (*notes, *(f"lost: {loss}" for loss in lost), *repository.warnings):
+        click.echo(f"note: {note}")
+    launch = repository.launch
+    if launch.world_size == 1 and not launch.orchestrator:  # one server process
+        click.echo(f"next: trtllm-bls serve --model-repository {out}")
+    else:
+        click.echo("next: start it with TensorRT-LLM's launcher, on a machine with these GPUs")
+        click.echo(f"      {launcher_command(launch, out)}")
 
 
 Planned = tuple[Repository, list[str], list[str]]  # with notes, and what --from's would lose
@@ -124,25 +134,30 @@ def _plan_cpp(
     """For TensorRT-LLM's C++ backend; what ``source`` has counts where the command line does not
     say."""
     found = Existing(source, options["version"]) if source else None
+    taken: set[str] = set()  # the options that the command line has left to the repository
     if found:
-        for name, value in found.options.items():
-            if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
-                options[name] = value
-                found.taken.add(option(name))
-        if option("decoupled") not in found.taken:  # it holds for the engines, too
-            found.overrides = [each for each in found.overrides if each.parameter != "decoupled"]
+        given = {name for name in options if _is_given(ctx, name)}
+        taken = {option(name) for name in found.options.keys() - given}
+        options |= {name: value for name, value in found.options.items() if name not in given}
+        kept = [
+            o for o in found.overrides if o.parameter != "decoupled" or "decoupled" not in given
+        ]
+        overrides = [*kept, *overrides]  # --decoupled holds for the engines, too
     for name in ("engine_dir", "tokenizer_dir"):
         if options[name] is None:
             where = f", which is not in {source}" if source else ""
-            raise click.UsageError(f"Missing option '--{name.replace('_', '-')}'{where}.", ctx)
-    overrides = [*(found.overrides if found else ()), *overrides]
+            raise click.UsageError(f"Missing option '{option(name)}'{where}.", ctx)
     try:
         repository = plan(ConfigureOptions(overrides=tuple(overrides), **options))
     except SettingsError as error:
-        if found is None or str(error).split()[0] not in found.taken:
+        if str(error).split()[0] not in taken:
             raise
         raise SettingsError(f"--from {source}: {error}") from None
     return repository, found.notes if found else [], found.losses if found else []
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 _OF_LLM_API = {  # the options that have a meaning there
@@ -151,42 +166,42 @@ _OF_LLM_API = {  # the options that have a meaning there
 }
 
 
+def upstreams_yaml(directory: Path) -> Path | None:
+    """The ``model.yaml`` of upstream's ``llmapi`` repository; ``None`` if it is none."""
+    version = directory / LLMAPI.name / "1"
+    path = version / os.environ.get("LLM_CONFIG_PATH", "model.yaml")
+    return path if path.is_file() and (version / "model.py").is_file() else None
+
+
 def _plan_llm_api(
     ctx: click.Context, options: dict[str, Any], overrides: list[Override], source: Path | None
 ) -> Planned:
     """``source``: a repository of upstream's ``llmapi`` model."""
     for name in ctx.params.keys() - _OF_LLM_API:
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if _is_given(ctx, name):
             what = "has no meaning with the LLM API; see --model-yaml"
             raise SettingsError(f"{option(name)}: {what}")
-    yaml = upstreams_yaml(source) if source else None
-    upstreams = read_config(source / LLMAPI.name / "config.pbtxt") if source and yaml else None
-    options["model_yaml"] = options["model_yaml"] or yaml
-    model = ModelYaml.read(yaml).arguments.get("model", "") if yaml else ""
-    options["tokenizer_dir"] = options["tokenizer_dir"] or (model and Path(model))
+    upstreams: Any = None
+    losses: list[str] = []
+    if source and (yaml := upstreams_yaml(source)):
+        upstreams = read_config(source / LLMAPI.name / "config.pbtxt")
+        known = {*LLMAPI.input_named, *LLMAPI.output_named}
+        names = [tensor.name for tensor in (*upstreams.input, *upstreams.output)]
+        losses = [f"tensor {name}" for name in names if name not in known]
+        losses += [f"parameter {k}" for k in values_of(upstreams) if k != "gpu_device_ids"]
+        options["model_yaml"] = options["model_yaml"] or yaml
+        model = ModelYaml.read(yaml).arguments.get("model")
+        options["tokenizer_dir"] = options["tokenizer_dir"] or (model and Path(model))
     if not options["tokenizer_dir"]:
         raise click.UsageError("Missing option '--tokenizer-dir'.", ctx)
     wanted = ConfigureOptions(overrides=tuple(overrides), **options)
-    return plan_llm_api(wanted, upstreams), [], losses(upstreams) if upstreams else []
+    return plan_llm_api(wanted, upstreams), [], losses
 
 
 def _override(text: str, model: str) -> Override:
     """Read ``[MODEL.]KEY=VALUE``; without a model it is a parameter of ``model``."""
     key, equals, _ = text.partition("=")
     return Override.parse(text if "." in key or not equals else f"{model}.{text}")
-
-
-def _report(repository: Repository, out: Path, notes: list[str]) -> None:
-    for name, config in repository.configs.items():
-        click.echo(f"wrote {out / name} ({config.backend or config.platform})")
-    for note in (*notes, *repository.warnings):
-        click.echo(f"note: {note}")
-    launch = repository.launch
-    if launch.world_size == 1 and not launch.orchestrator:  # one server process
-        click.echo(f"next: trtllm-bls serve --model-repository {out}")
-    else:
-        click.echo("next: start it with TensorRT-LLM's launcher, on a machine with these GPUs")
-        click.echo(f"      {launcher_command(launch, out)}")
 
 
 # --- the repository that --from names -------------------------------------------------------
@@ -233,27 +248,36 @@ class Existing:
         self.overrides: list[Override] = []
         self.notes: list[str] = []
         self.losses: list[str] = []
-        self.taken: set[str] = set()  # options that the command line has left to the repository
         if not directory.is_dir():
             raise SettingsError(f"{directory}: no such directory")
         files = sorted(directory.glob("*/config.pbtxt"))
         self._configs = {path.parent.name: read_config(path) for path in files}
-        self._values = {name: self._filled_in(name) for name in self._configs}
+        self._values: dict[str, dict[str, str]] = {}
+        for model, config in self._configs.items():
+            values = values_of(config)
+            empty = [key for key, value in values.items() if "${" in value]
+            if empty:
+                self.notes.append(f"{model}: not filled in, so not set: {', '.join(empty)}")
+            self._values[model] = {k: v for k, v in values.items() if v and k not in empty}
         bls = self._values.get(BLS.name, {})
         target = bls.get("tensorrt_llm_model_name", ENGINE.name)
-        draft = bls.get("tensorrt_llm_draft_model_name")
+        draft = bls.get("tensorrt_llm_draft_model_name", "")
         if target not in self._configs:
             there = ", ".join(self._configs) or "none"
             raise SettingsError(f"--from {directory}: it has no model {target}; there are: {there}")
-        self._add_directory(target, "gpt_model_path", "engine_dir")
-        self._add_directory(PREPROCESSING.name, "tokenizer_dir", "tokenizer_dir")
-        engine = self.options.get("engine_dir")
+        for name, key, field in (
+            (target, "gpt_model_path", "engine_dir"),
+            (PREPROCESSING.name, "tokenizer_dir", "tokenizer_dir"),
+            (draft, "gpt_model_path", "draft_engine_dir"),
+        ):
+            if path := self._values.get(name, {}).get(key):
+                self.options[field] = Path(path)
+        engine, old = self.options.get("engine_dir"), self._configs[target]
         built = read_engine("--from", engine, check=False) if engine else None
         release = built.release() if built and not version else parse_version(version or "last")
         self._release = release or LAST
         self._add_engine(target, ENGINE.name)
         if draft in self._configs:
-            self._add_directory(draft, "gpt_model_path", "draft_engine_dir")
             self._add_engine(draft, DRAFT)
             self.overrides.append(Override(BLS.name, "draft_source", "off"))
             self.notes.append(
@@ -263,26 +287,27 @@ class Existing:
         elif draft:
             self.losses.append(f"there is no model {draft}, so no drafts of a model either")
         if built and not (built.path / "config.json").is_file():
-            types = {t.name: t.data_type for t in self._configs[target].output}
-            name = model_config_pb2.DataType.Name(types.get("generation_logits", 0))
-            by_type = {f"TYPE_{value}": key for key, value in LOGITS_DTYPES.items()}
-            self.options["logits_dtype"] = by_type.get(name)
-        self._add_batching(self._configs[target])
+            types = {tensor.name: dtype_of(tensor) for tensor in old.output}
+            spelled = {dtype: name for name, dtype in LOGITS_DTYPES.items()}
+            self.options["logits_dtype"] = spelled.get(types.get("generation_logits", ""))
+        self.options["max_batch_size"] = old.max_batch_size or None
+        batching = old.dynamic_batching
+        self.options["max_queue_delay_us"] = batching.max_queue_delay_microseconds
+        self.options["max_queue_size"] = batching.default_queue_policy.max_queue_size
+        first = self._configs.get(BLS.name, old)
+        decoupled = self.options["decoupled"] = first.model_transaction_policy.decoupled
+        if not decoupled and "exclude_input_in_output" not in self._values[target]:
+            self.notes.append("answers begin with the prompt, as before")
+        count = instances_of(first)
+        if first is not old and count > 1:
+            self.notes.append(
+                f"tensorrt_llm_bls had {count} instances, one per request at a time; one "
+                "process serves them all here (--bls-instances for more)"
+            )
         self._add_fields({target: ENGINE.name, draft: DRAFT} | {m.name: m.name for m in _TEXT})
         self._add_text_parameters()
         others = self._configs.keys() - {model.name for model in MODELS} - {target, draft}
         self.losses += [f"{name}: a model that is not converted" for name in sorted(others)]
-
-    def _filled_in(self, model: str) -> dict[str, str]:
-        values = values_of(self._configs[model])
-        empty = [key for key, value in values.items() if "${" in value]
-        if empty:
-            self.notes.append(f"{model}: not filled in, so not set: {', '.join(empty)}")
-        return {key: value for key, value in values.items() if value and key not in empty}
-
-    def _add_directory(self, model: str, key: str, option: str) -> None:
-        if directory := self._values.get(model, {}).get(key):
-            self.options[option] = Path(directory)
 
     def _add_engine(self, old: str, new: str) -> None:
         """The parameters of the engine ``old`` that the release reads, for the model ``new``."""
@@ -292,8 +317,8 @@ class Existing:
         if config.backend == "python":
             told = "its Python backend is replaced by the C++ backend tensorrtllm"
             self.notes.append(f"{old}: {told}")
-        if "inflight" not in values.get("gpt_model_type", "inflight"):
-            kind = values["gpt_model_type"]
+        kind = values.get("gpt_model_type", "inflight")
+        if "inflight" not in kind:
             self.losses.append(f"{old}: gpt_model_type {kind} becomes in-flight batching")
         if "gpu_device_ids" in values:
             name = "gpu_device_ids" if new == ENGINE.name else "draft_gpu_device_ids"
@@ -313,39 +338,20 @@ class Existing:
                 self.notes.append(f"{old}.{key}={value} is left out, {why}")
         policy = str(config.model_transaction_policy.decoupled).lower()
         self.overrides.append(Override(new, "decoupled", policy))
-        self._add_inputs(config)
-
-    def _add_inputs(self, config: Any) -> None:
         known = {tensor.name: tensor.dtype for tensor in ENGINE.inputs}
         for tensor in config.input:
-            name = tensor.name
-            kind = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+            name, dtype = tensor.name, dtype_of(tensor)
             if name not in known.keys() | _NOT_HERE:
                 self.losses.append(f"{config.name}: input {name} is left out")
-            elif kind != known.get(name, kind) and name != "draft_logits":  # by the engine
-                self.losses.append(f"{config.name}: input {name} is {known[name]} here, not {kind}")
+            elif dtype != known.get(name, dtype) and name != "draft_logits":  # by the engine
+                here = f"{known[name]} here, not {dtype}"
+                self.losses.append(f"{config.name}: input {name} is {here}")
 
-    def _add_batching(self, engine: Any) -> None:
-        batching = engine.dynamic_batching
-        self.options["max_batch_size"] = engine.max_batch_size or None
-        self.options["max_queue_delay_us"] = batching.max_queue_delay_microseconds
-        self.options["max_queue_size"] = batching.default_queue_policy.max_queue_size
-        first = self._configs.get(BLS.name, engine)
-        decoupled = self.options["decoupled"] = first.model_transaction_policy.decoupled
-        if not decoupled and "exclude_input_in_output" not in self._values[engine.name]:
-            self.notes.append("answers begin with the prompt, as before")
-        count = max((group.count for group in first.instance_group), default=1)
-        if first is not engine and count > 1:
-            self.notes.append(
-                f"tensorrt_llm_bls had {count} instances, one per request at a time; one "
-                "process serves them all here (--bls-instances for more)"
-            )
-
-    def _add_fields(self, names: dict[str | None, str]) -> None:
+    def _add_fields(self, names: dict[str, str]) -> None:
         """What is carried over as it is: instances, queue policies, warm-up. The rest is named."""
         carried = self.options["carried"] = {}
         for old, new in names.items():
-            config = self._configs.get(old or "")
+            config = self._configs.get(old)
             for field, _ in config.ListFields() if config else ():
                 kept = field.name in _CARRIED and (new, field.name) not in _NOT_CARRIED
                 files = field.name == "model_warmup" and "input_data_file" in str(config)

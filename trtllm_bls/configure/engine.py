@@ -35,6 +35,7 @@ with Path(__file__).with_name("releases.csv").open(encoding="utf-8") as _file:
 # Tensors that not every release has: the first that has each, or never, and the last.
 with Path(__file__).with_name("tensors.csv").open(encoding="utf-8") as _file:
     _TENSORS = {row["tensor"]: row for row in csv.DictReader(_file)}
+_ALWAYS = {"since": str(OLDEST), "until": ""}
 
 
 def image_of(version: Version) -> str | None:
@@ -53,28 +54,21 @@ def models_for(version: Version, logits: str) -> dict[str, Model]:
     typed = logits if version >= _LOGITS_TYPED_SINCE else "FP32"
     not_reshaped = _NOT_RESHAPED if version < _NOT_RESHAPED_BEFORE else set()
 
-    def is_known(name: str) -> bool:
-        row = _TENSORS.get(name, {"since": str(OLDEST), "until": ""})
-        if row["since"] == "never":
-            return False
-        return parse_version(row["since"]) <= version <= parse_version(row["until"] or "last")
+    def known(tensors: tuple[Tensor, ...]) -> Iterator[Tensor]:
+        for tensor in tensors:
+            name, row = tensor.name, _TENSORS.get(tensor.name, _ALWAYS)
+            if row["since"] == "never" or version < parse_version(row["since"]):
+                continue
+            if version <= parse_version(row["until"] or "last"):
+                scalar = tensor.scalar and name not in not_reshaped
+                dtype = typed if name in _LOGITS else tensor.dtype
+                yield replace(tensor, dtype=dtype, scalar=scalar)
 
-    def known(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(
-            replace(
-                tensor,
-                dtype=typed if tensor.name in _LOGITS else tensor.dtype,
-                scalar=tensor.scalar and tensor.name not in not_reshaped,
-            )
-            for tensor in tensors
-            if is_known(tensor.name)
-        )
-
-    models = {
-        model.name: replace(model, inputs=known(model.inputs), outputs=known(model.outputs))
-        for model in (PREPROCESSING, ENGINE, POSTPROCESSING, ENSEMBLE)
-    }
-    models[ENGINE.name] = replace(models[ENGINE.name], backend="tensorrtllm")
+    models = {}
+    for model in (PREPROCESSING, ENGINE, POSTPROCESSING, ENSEMBLE):
+        inputs, outputs = tuple(known(model.inputs)), tuple(known(model.outputs))
+        backend = "tensorrtllm" if model is ENGINE else model.backend
+        models[model.name] = replace(model, inputs=inputs, outputs=outputs, backend=backend)
     # It asks the engine which tensors there are, and takes both spellings.
     return {**models, BLS.name: BLS}
 
@@ -265,40 +259,37 @@ def misfits(
 ) -> Iterator[SettingsError]:
     """What is wrong with each parameter of ``model`` that its engine was not built for, or that
     needs another one."""
-    for key, why in (*_not_built_for(engine, parameters), *_incomplete(parameters)):
-        yield SettingsError(f"--set {model}.{key}={parameters.get(key, '')}: {why}")
 
+    def wrong(key: str, why: str) -> SettingsError:
+        return SettingsError(f"--set {model}.{key}={parameters.get(key, '')}: {why}")
 
-def _not_built_for(engine: EngineDir, parameters: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for key in ("enable_kv_cache_reuse", "enable_chunked_context"):
         if engine.paged_context is False and is_true(parameters.get(key, "")):
             what = f"the engine in {engine.path} was built without paged context attention"
-            yield key, f"{what}; build it with --use_paged_context_fmha enable"
+            yield wrong(key, f"{what}; build it with --use_paged_context_fmha enable")
     if not engine.paged_cache:
         what = "it has no paged KV cache, which in-flight batching needs"
         mend = "build it with --kv_cache_type paged (before 0.13 --paged_kv_cache enable)"
-        yield "gpt_model_path", f"{what}; {mend}"
+        yield wrong("gpt_model_path", f"{what}; {mend}")
     beams = parameters.get("max_beam_width", "")
     if engine.max_beam_width and beams.isdecimal() and int(beams) > engine.max_beam_width:
-        yield "max_beam_width", f"the engine was built for at most {engine.max_beam_width}"
+        yield wrong("max_beam_width", f"the engine was built for at most {engine.max_beam_width}")
     # Of each instance of the model one list, as long as the engine has ranks.
     lists = [ids.split(",") for ids in parameters.get("gpu_device_ids", "").split(";") if ids]
     if engine.ranks and any(len(ids) != engine.ranks for ids in lists):
-        yield "gpu_device_ids", f"the engine has {engine.ranks} ranks; name as many GPUs"
-
-
-def _incomplete(parameters: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        yield wrong("gpu_device_ids", f"the engine has {engine.ranks} ranks; name as many GPUs")
     if parameters.get("encoder_model_path"):
-        yield "encoder_model_path", "models with an encoder are not served here; leave it out"
+        what = "models with an encoder are not served here; leave it out"
+        yield wrong("encoder_model_path", what)
     absent = [key for key in LOOKAHEAD_SIZES if not parameters.get(key)]
     if parameters.get("decoding_mode") == "lookahead" and absent:
-        yield "decoding_mode", f"set {', '.join(absent)} too, as the engine was built for"
+        yield wrong("decoding_mode", f"set {', '.join(absent)} too, as the engine was built for")
     backend, file = (parameters.get(key) for key in GUIDES)
     if backend and not file:
         page = "docs/engines.md#guided-decoding"
-        yield GUIDES[0], f"without {GUIDES[1]} nothing would be guided; set it too ({page})"
+        yield wrong(GUIDES[0], f"without {GUIDES[1]} nothing would be guided; set it too ({page})")
     if file and not backend:
-        yield GUIDES[1], f"nobody reads it without {GUIDES[0]}; set that to xgrammar"
+        yield wrong(GUIDES[1], f"nobody reads it without {GUIDES[0]}; set that to xgrammar")
 
 
 def check_releases(engines: Mapping[str, EngineDir], version: Version | None) -> None:

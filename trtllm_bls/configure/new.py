@@ -9,13 +9,12 @@ from typing import Any
 import click
 from google.protobuf import text_format
 
-from trtllm_bls.configure.pbtxt import model_config
+from trtllm_bls.configure.pbtxt import TEMPLATES, model_config
 from trtllm_bls.contract import NUMPY_TYPES, Model, Tensor
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.model_config import read_config
 
 _NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and outputs there.\n"
-_TEMPLATES = Path(__file__).with_name("templates")
 # What such a model needs of the parameters of ``tensorrt_llm_bls``; the others have defaults.
 _PARAMETERS = {"tokenizer_dir": "../assets/demo/target", "tensorrt_llm_model_name": "tensorrt_llm"}
 
@@ -44,17 +43,18 @@ def command(
         tensors = [[_tensor(text) for text in texts] for texts in (inputs, outputs)]
         if any(len({tensor.name for tensor in each}) < len(each) for each in tensors):
             raise SettingsError("two inputs, or two outputs, have one name; give each its own")
-        words = {
-            "name": directory.name,
-            "inputs": ", ".join(map(_spelled, tensors[0])),
-            "outputs": ", ".join(map(_spelled, tensors[1])).replace(", required=True", ""),
-            "input": tensors[0][0].name,
-            "output": tensors[1][0].name,
-        }
+        words = {"name": directory.name}
+        for side, declared in zip(("input", "output"), tensors, strict=True):
+            spelled = []
+            for tensor in declared:
+                dims = "" if tensor.single else f", dims={tensor.dims}"
+                dims += ", required=True" if side == "input" else ""
+                spelled.append(f'Tensor("{tensor.name}", "{tensor.dtype}"{dims})')
+            words |= {side: declared[0].name, f"{side}s": ", ".join(spelled)}
         model.parent.mkdir(parents=True, exist_ok=True)
         test = directory / f"test_{directory.name}.py"
         for path, template in ((model, "model.py.txt"), (test, "test.py.txt")):
-            text = (_TEMPLATES / template).read_text(encoding="utf-8")
+            text = (TEMPLATES / template).read_text(encoding="utf-8")
             path.write_text(text.format(**words), encoding="utf-8")
         click.echo(f"{model}: write your pipeline here\n{test}: test it without Triton")
     given = {"tokenizer_dir": tokenizer_dir} if tokenizer_dir else {}
@@ -99,8 +99,3 @@ def _tensor(text: str) -> Tensor:
     if not name.isidentifier() or dtype not in NUMPY_TYPES or not shape:
         raise SettingsError(f"{text!r} is not NAME:TYPE[DIMS]; types: {', '.join(NUMPY_TYPES)}")
     return Tensor(name, dtype, shape, required=True)
-
-
-def _spelled(tensor: Tensor) -> str:
-    dims = "" if tensor.single else f", dims={tensor.dims}"
-    return f'Tensor("{tensor.name}", "{tensor.dtype}"{dims}, required=True)'

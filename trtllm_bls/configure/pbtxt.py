@@ -1,18 +1,27 @@
-"""The contract as Triton model configurations (``config.pbtxt``); ``generate`` writes the files."""
+"""The contract as Triton model configurations (``config.pbtxt``).
+
+``python -m trtllm_bls.configure.pbtxt`` writes what is generated in the source tree (``make
+generate``): the checked-in configurations, and docs/parameters.md.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Set
+from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model, Tensor
-from trtllm_bls.parameters import is_true, parameters_of
+from trtllm_bls.parameters import is_true, parameters_in, parameters_of
+from trtllm_bls.parameters.declaration import Parameter
+from trtllm_bls.parameters.models import EngineFacts
 
 MAX_BATCH_SIZE = 64
 PREFERRED_BATCH_SIZE = 16  # requests to the orchestrator in one ``execute``, while more wait
+TEMPLATES = Path(__file__).with_name("templates")
 STEPS = (PREPROCESSING, ENGINE, POSTPROCESSING)  # of the ensemble
 
 # The checked-in configurations: they work as they stand.
@@ -20,14 +29,6 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     model.name: {key: row.in_file for key, row in parameters_of(model.name).items()}
     for model in MODELS
 }
-
-_NOTE = "# Written by `make generate`: edit parameters, not tensors.\n"
-
-
-def config_text(model: Model, parameters: Mapping[str, str]) -> str:
-    """The whole ``config.pbtxt`` of a model."""
-    text: str = text_format.MessageToString(model_config(model, parameters))
-    return _NOTE + text
 
 
 def model_config(
@@ -128,3 +129,70 @@ def _join(input_map: Any, ensemble: Model, step: Model, skip: Set[str]) -> None:
         source = sources.get(tensor.name.lower()) or sources.get(tensor.key)
         if source and tensor.name not in skip:
             input_map[tensor.name] = source
+
+
+# --- what is generated in the source tree ----------------------------------------------------
+
+_NOTE = "# Written by `make generate`: edit parameters, not tensors.\n"
+_INTRODUCTION = """\
+# Parameters
+
+For people who look up what a model can be told at load. `make generate` writes this page from
+`trtllm_bls/parameters/models.py`; do not edit it.
+
+A parameter stands in its model's `config.pbtxt`. There are three ways to set it. The first that
+applies wins:
+
+1. `trtllm-bls serve --set MODEL.KEY=VALUE`, for one server
+2. the environment variable in the column "variable"; `serve` sets some from its own options
+3. the value in `config.pbtxt`, which `trtllm-bls configure --set MODEL.KEY=VALUE` writes
+"""
+_FACTS_INTRODUCTION = """\
+## What an engine tells
+
+`trtllm-bls configure` writes these into the `tensorrt_llm` of the C++ backend, from the engine's
+own `config.json`. The backend does not read them; `tensorrt_llm_bls` does.
+"""
+
+
+def generated() -> dict[str, str]:
+    """The text of every generated file, by its path."""
+    files = {}
+    for model in MODELS:
+        config = model_config(model, PARAMETERS[model.name])
+        files[f"models/{model.name}/config.pbtxt"] = _NOTE + text_format.MessageToString(config)
+    parts = [_INTRODUCTION]
+    for name in ("tensorrt_llm_bls", "tensorrt_llm", "preprocessing", "postprocessing"):
+        about = " (the embedded engine)" if name == "tensorrt_llm" else ""
+        parts.append(f"## `{name}`{about}\n\n{_table(parameters_of(name))}")
+    parts.append(f"{_FACTS_INTRODUCTION}\n{_table(parameters_in(EngineFacts))}")
+    return files | {"docs/parameters.md": "\n".join(parts)}
+
+
+def _table(parameters: Mapping[str, Parameter]) -> str:
+    def code(text: str) -> str:
+        return f"`{text}`" if text else ""
+
+    rows = (
+        (code(key), each.kind.expected, code(each.in_file), code(each.env), each.help)
+        for key, each in parameters.items()
+    )
+    lines = (("key", "value", "as shipped", "variable", "meaning"), ("---",) * 5, *rows)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def main(root: Path) -> list[str]:
+    """Write what is stale below ``root``; the paths of these files."""
+    stale = []
+    for path, text in generated().items():
+        file = root / path
+        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            stale.append(path)
+    return stale
+
+
+if __name__ == "__main__":
+    for written in main(Path.cwd()):
+        sys.stdout.write(f"wrote {written}\n")

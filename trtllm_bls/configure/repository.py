@@ -1,13 +1,14 @@
-"""A model repository for TensorRT-LLM's C++ backend: its options, its configurations, its files.
+"""A repository for TensorRT-LLM's C++ backend or its LLM API: options, configurations, files.
 
 Everything is checked before the first file is written.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,12 +31,13 @@ from trtllm_bls.configure.engine import (
     read_engine,
     warnings,
 )
-from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, model_config
-from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING
+from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, TEMPLATES, model_config
+from trtllm_bls.contract import BLS, ENGINE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import BlsParameters, check
 from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, parse_version
-from trtllm_bls.parameters.model_config import values_of
+from trtllm_bls.parameters.model_config import instances_of, values_of
+from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings import Override, option, setting
 from trtllm_bls.tokenizer import load_tokenizer
 
@@ -231,14 +233,11 @@ def slurm_script(launch: Launch, repository: Path) -> str:
     }
     if launch.orchestrator:
         variables |= {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "0"}
-    return "".join(
-        (
-            "#!/bin/bash\n#SBATCH --job-name=trtllm-bls\n",
-            f"#SBATCH --ntasks={launch.world_size}\n#SBATCH --gpus={gpus}\n",
-            *(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
-            Path(__file__).with_name("templates").joinpath("slurm.sh").read_text(encoding="utf-8"),
-        )
-    )
+    head = "#!/bin/bash\n#SBATCH --job-name=trtllm-bls\n"
+    head += f"#SBATCH --ntasks={launch.world_size}\n#SBATCH --gpus={gpus}\n"
+    for name, value in variables.items():
+        head += f"export {name}={shlex.quote(value)}\n"
+    return head + (TEMPLATES / "slurm.sh").read_text(encoding="utf-8")
 
 
 # --- the configurations ----------------------------------------------------------------------
@@ -266,7 +265,14 @@ def plan(options: ConfigureOptions) -> Repository:
         models[DRAFT] = replace(drafting[ENGINE.name], name=DRAFT)
     launch = plan_launch(options, engines, version)
     parameters = _parameters(options, engines, version, launch)
-    size = _batch_size(options.max_batch_size, engines)
+    asked = options.max_batch_size
+    most = min((e.max_batch_size for e in engines.values() if e.max_batch_size), default=None)
+    if asked is not None and most is not None and asked > most:
+        raise SettingsError(
+            f"--max-batch-size {asked}: the engine was built for at most {most}; add "
+            f"--max-batch-size {most}"
+        )
+    size = asked or most or MAX_BATCH_SIZE
     configs = {
         name: model_config(model, parameters[name], steps, size) for name, model in models.items()
     }
@@ -290,6 +296,77 @@ def plan(options: ConfigureOptions) -> Repository:
         except SetupError as error:
             raise SettingsError(f"--tokenizer-dir: {error}") from error
     return Repository(configs, launch, tuple(warnings(target, version, parameters)))
+
+
+BEHIND = "tensorrt_llm_engine"  # the LLM API's engine, where the clients of upstream are kept
+
+
+def plan_llm_api(options: ConfigureOptions, upstreams: Any = None) -> Repository:
+    """The configurations for TensorRT-LLM's LLM API; raises ``SettingsError``.
+
+    ``upstreams``: the configuration of upstream's ``llmapi`` model, whose clients are kept. It has
+    the name ``tensorrt_llm`` and takes text, so a model with its tensors gets that name and the
+    engine gets another one.
+    """
+    config = ModelYaml.read(options.model_yaml) if options.model_yaml else ModelYaml()
+    gpus, count = options.gpu_device_ids or "", 1
+    if upstreams:
+        gpus = gpus or values_of(upstreams).get("gpu_device_ids", "")
+        count = instances_of(upstreams)
+    count = max(count, len(gpus.split(";")))
+    gpus_of(gpus, 0, count)
+    name = BEHIND if upstreams else ENGINE.name
+    tokenizer = str(options.tokenizer_dir.absolute())
+    engine = dict(PARAMETERS[ENGINE.name]) | {"engine": "llm_api", "model_dir": tokenizer}
+    engine |= {"gpu_device_ids": gpus, "max_batch": "0"}
+    if options.model_yaml:
+        engine["model_yaml"] = str(options.model_yaml.absolute())
+    for key, argument in (("max_batch", "max_batch_size"), ("max_sequence_tokens", "max_seq_len")):
+        engine[key] = str(config.arguments.get(argument) or engine[key])
+    text = dict(PARAMETERS[BLS.name]) | {
+        "tokenizer_dir": tokenizer,
+        "tensorrt_llm_model_name": name,
+        "decoupled": str(options.decoupled).lower(),
+    }
+    parameters = {name: engine, BLS.name: text}
+    if upstreams:
+        streams = str(config.decoupled).lower()
+        parameters[LLMAPI.name] = text | {"tensors": "llmapi", "decoupled": streams}
+    for override in options.overrides:
+        model, key = override.model, override.parameter
+        if model == ENGINE.name and key in engine:
+            model = name
+        if model not in parameters:
+            known = ", ".join(parameters)
+            raise SettingsError(f"--set {override}: no such model; there are {known}")
+        check(ENGINE.name if model == name else BLS.name, key, override.value)
+        parameters[model][key] = override.value
+    if options.check:
+        load_tokenizer(options.tokenizer_dir)
+    configs = {
+        name: model_config(replace(ENGINE, name=name), engine),
+        BLS.name: model_config(BLS, text),
+    }
+    configs[name].instance_group[0].count = count
+    configs[BLS.name].instance_group[0].count = options.bls_instances
+    code = {name: ENGINE.name}
+    if upstreams:
+        configs[LLMAPI.name] = model_config(LLMAPI, parameters[LLMAPI.name], max_batch_size=0)
+        code[LLMAPI.name] = BLS.name
+    lines = []
+    if count == 1:  # several instances do without MPI
+        sizes = (f"{kind}_parallel_size" for kind in ("tensor", "pipeline"))
+        ranks = math.prod(int(config.arguments.get(size) or 1) for size in sizes)
+        serve = f"trtllm-bls serve --model-repository {shlex.quote(str(options.out.absolute()))}"
+        launch = f"mpirun --allow-run-as-root -n {ranks} trtllm-llmapi-launch {serve}"
+        lines.append(f"if the load ends with MPI_ERR_SPAWN: {launch}")
+        if ranks > 1:
+            each = "srun -N MACHINES --ntasks-per-node=GPUS_OF_EACH --mpi=pmix"
+            lines.append(f"on several machines: {each} trtllm-llmapi-launch {serve}")
+    return Repository(configs, Launch((name,)), tuple(lines), code)
+
+
+# --- the files -------------------------------------------------------------------------------
 
 
 def write(repository: Repository, out: Path, force: bool) -> None:
@@ -367,11 +444,21 @@ def _parameters(
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
     for named, override in _overrides(options):
-        _check_override(named, override, values, engines, version)
-        values[override.model][override.parameter] = override.value
+        model, key, value = override.model, override.parameter, override.value
+        if model not in values:
+            mend = f"; --draft-engine-dir adds {DRAFT}" if model == DRAFT else ""
+            raise SettingsError(f"{named}: no such model; there are {', '.join(values)}{mend}")
+        try:
+            if model in engines and key != "decoupled":
+                check_backend(key, value, version)
+            else:
+                check(ENGINE.name if model in engines else model, key, value)
+        except SettingsError as error:
+            raise SettingsError(f"{named}: {error}") from None
+        values[model][key] = value
     for name, engine in engines.items():
-        for error in misfits(name, engine, values[name]):
-            raise error
+        for misfit in misfits(name, engine, values[name]):
+            raise misfit
         values[name] = engine_facts(engine, version, values[name]) | values[name]
     source = values[BLS.name]["draft_source"]
     if DRAFT in engines or source != "off":
@@ -380,35 +467,3 @@ def _parameters(
         check_target(named, engines[ENGINE.name], values[ENGINE.name])
         check_drafting(engines, values, version)
     return values
-
-
-def _check_override(
-    named: str,
-    override: Override,
-    models: Iterable[str],
-    engines: Iterable[str],
-    version: Version,
-) -> None:
-    if override.model not in models:
-        mend = f"; --draft-engine-dir adds {DRAFT}" if override.model == DRAFT else ""
-        raise SettingsError(f"{named}: no such model; there are {', '.join(models)}{mend}")
-    try:
-        if override.model not in engines:
-            check(override.model, override.parameter, override.value)
-        elif override.parameter == "decoupled":
-            check(ENGINE.name, override.parameter, override.value)
-        else:
-            check_backend(override.parameter, override.value, version)
-    except SettingsError as error:
-        raise SettingsError(f"{named}: {error}") from None
-
-
-def _batch_size(asked: int | None, engines: Mapping[str, EngineDir]) -> int:
-    known = [engine.max_batch_size for engine in engines.values() if engine.max_batch_size]
-    most = min(known, default=None)
-    if asked is not None and most is not None and asked > most:
-        raise SettingsError(
-            f"--max-batch-size {asked}: the engine was built for at most {most}; add "
-            f"--max-batch-size {most}"
-        )
-    return asked or most or MAX_BATCH_SIZE

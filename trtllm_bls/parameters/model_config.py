@@ -26,3 +26,13 @@ def read_config(path: Path) -> Any:
 def values_of(config: Any) -> dict[str, str]:
     """A configuration's parameters, by name in order."""
     return {key: value.string_value for key, value in sorted(config.parameters.items())}
+
+
+def dtype_of(tensor: Any) -> str:
+    """The type of an input or output as the contract spells it, such as ``INT32``."""
+    return str(model_config_pb2.DataType.Name(tensor.data_type)).removeprefix("TYPE_")
+
+
+def instances_of(config: Any) -> int:
+    """How many processes the model has, as far as the configuration says."""
+    return max((group.count for group in config.instance_group), default=1)
