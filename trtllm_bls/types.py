@@ -9,7 +9,7 @@ LoRA weights) are typed ``Array``; they are made and read by ``wire``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -188,6 +188,9 @@ class EngineMetrics:
     def without_reuse(self) -> EngineMetrics:
         """The same, without what tells how much of the prompt was in the KV cache already."""
         return replace(self, kv_cache_alloc_new_blocks=None, kv_cache_reused_blocks=None)
+
+
+ENGINE_METRICS = tuple(each.name for each in fields(EngineMetrics))  # as the outputs are called
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from trtllm_bls.errors import (
     Unsupported,
 )
 from trtllm_bls.types import EngineChunk, EngineMetrics, Wants
-from trtllm_bls.wire.engine_server import ChunkWriter
+from trtllm_bls.wire.server import ChunkWriter
 
 # --- chunks ---------------------------------------------------------------------------------
 

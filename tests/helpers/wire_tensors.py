@@ -11,8 +11,7 @@ from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.types import EngineRequest, TextRequest
 from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
-from trtllm_bls.wire.engine_server import engine_requests
-from trtllm_bls.wire.text import text_requests
+from trtllm_bls.wire.server import engine_requests, text_requests
 
 VOCAB = 50
 LAST_FORM = DeployedModel.of(model_config(ENGINE, {}))

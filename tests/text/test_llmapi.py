@@ -18,7 +18,7 @@ from trtllm_bls.orchestrator import stats_of_refusal
 from trtllm_bls.services.request_metrics import SPECULATION, RequestMetrics
 from trtllm_bls.types import EngineChunk, EngineRequest, SpeculationStats
 from trtllm_bls.wire.engine_client import ResponseReader
-from trtllm_bls.wire.engine_server import ChunkWriter
+from trtllm_bls.wire.server import ChunkWriter
 
 OUTPUTS = tuple(LLMAPI.output_named)
 

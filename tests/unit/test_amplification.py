@@ -22,8 +22,7 @@ from trtllm_bls.errors import TrtllmBlsError
 from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.services.tokens import Postprocessor, Preprocessor
 from trtllm_bls.types import EngineCapacity
-from trtllm_bls.wire.engine_server import engine_requests
-from trtllm_bls.wire.text import text_requests
+from trtllm_bls.wire.server import engine_requests, text_requests
 
 LEAST = 200_000
 LIMITS = RequestLimits(max_request_bytes=8 * 2**20)

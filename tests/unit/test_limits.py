@@ -24,7 +24,7 @@ from trtllm_bls.types import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.wire.text import read_rows
+from trtllm_bls.wire.server import read_rows
 
 SMALL = RequestLimits(max_prompt_bytes=10, max_request_bytes=100)
 

@@ -24,8 +24,7 @@ from trtllm_bls.types import (
     Sampling,
     TextRequest,
 )
-from trtllm_bls.wire.engine_server import engine_requests, is_stop
-from trtllm_bls.wire.text import read_rows, text_requests
+from trtllm_bls.wire.server import engine_requests, is_stop, read_rows, text_requests
 from trtllm_bls.wire.words import pack_words
 
 

@@ -25,8 +25,7 @@ from trtllm_bls.types import (
     Wants,
 )
 from trtllm_bls.wire.engine_client import ResponseReader, request_inputs
-from trtllm_bls.wire.engine_server import ChunkWriter
-from trtllm_bls.wire.text import text_arrays
+from trtllm_bls.wire.server import ChunkWriter, text_arrays
 
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
 ids = st.integers(0, 49)
@@ -258,7 +257,7 @@ def test_every_sequence_ends_although_the_wire_marks_one_end() -> None:
     arrays, _ = sent(request, [EngineChunk(token_ids=(5,), sequence_index=1)])
     chunks = [*responses.chunks(arrays[0], last=False), *responses.chunks(arrays[0], last=True)]
     assert [(c.sequence_index, c.final) for c in chunks[2:]] == [(0, True), (1, True), (2, True)]
-    assert list(responses.rest()) == []
+    assert list(responses.chunks({}, last=True)) == []
 
 
 def test_an_empty_last_response_ends_a_single_sequence() -> None:
@@ -273,7 +272,7 @@ def test_metrics_survive_a_wire_that_does_not_mark_the_last_response() -> None:
     metrics = EngineMetrics(total_draft_tokens=4)
     arrays, _ = sent(request, [replace(scored(5), metrics=metrics)])
     responses = ResponseReader(request, LAST_FORM)
-    chunks = [*responses.chunks(arrays[0], last=False), *responses.rest()]
+    chunks = [*responses.chunks(arrays[0], last=False), *responses.chunks({}, last=True)]
     assert chunks[-1].final and chunks[-1].metrics == with_zeros(metrics)
 
 

@@ -30,7 +30,7 @@ from trtllm_bls.types import (
     Wants,
 )
 from trtllm_bls.wire.engine_client import packed_infer_message, request_inputs
-from trtllm_bls.wire.engine_server import engine_requests
+from trtllm_bls.wire.server import engine_requests
 
 # --- requests, there and back ---------------------------------------------------------------
 

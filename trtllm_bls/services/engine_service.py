@@ -17,8 +17,7 @@ from trtllm_bls.python_backend.request_server import Call
 from trtllm_bls.services.batch import check_one_response, run_rows
 from trtllm_bls.status import STEPS_LABEL
 from trtllm_bls.types import EngineChunk, EngineRequest
-from trtllm_bls.wire.engine_server import ChunkWriter, engine_requests, is_stop
-from trtllm_bls.wire.text import traceparent_of
+from trtllm_bls.wire.server import ChunkWriter, engine_requests, is_stop, traceparent_of
 
 
 class EngineService:

@@ -14,9 +14,14 @@ from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.python_backend.request_server import Call
 from trtllm_bls.services.batch import check_one_response, run_rows
 from trtllm_bls.types import FinishReason, TextChunk, TextRequest
-from trtllm_bls.wire.engine_server import is_stop
-from trtllm_bls.wire.llmapi import as_llmapi_outputs, as_text_inputs
-from trtllm_bls.wire.text import text_arrays, text_requests, with_callers_name
+from trtllm_bls.wire.server import (
+    as_llmapi_outputs,
+    as_text_inputs,
+    is_stop,
+    text_arrays,
+    text_requests,
+    with_callers_name,
+)
 
 # A chunk that ends its sequence in one of these ways is followed by an error, or by no response.
 _FOLLOWED = (FinishReason.CANCELLED, FinishReason.ERROR)

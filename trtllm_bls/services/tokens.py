@@ -14,7 +14,7 @@ from trtllm_bls.admission import RequestLimits
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import Array, TokenIds
-from trtllm_bls.wire.text import prompt_requests, sequence_ids
+from trtllm_bls.wire.server import prompt_requests, sequence_ids
 from trtllm_bls.wire.words import dense_bias, pack_words
 
 

@@ -1,7 +1,6 @@
 """Messages to arrays and back: the only place where tensors are packed or unpacked.
 
-``fields`` reads any model's inputs by the contract table, ``words`` packs stop and bad words as
-token ids. ``text`` has the tensors of the text models. ``engine_client`` and ``engine_server`` have
-those of ``tensorrt_llm`` from either side, ``scores`` the outputs that both share. Triton's gRPC
-messages, also for clients of the text models, are in ``engine_client``.
+``server`` has the tensors of our models as the models see them. ``engine_client`` has Triton's gRPC
+messages, for any caller, and those of ``tensorrt_llm`` from the caller's side. ``words`` has what
+both need: lists of words as token ids.
 """

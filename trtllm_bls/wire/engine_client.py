@@ -29,8 +29,8 @@ from trtllm_bls.errors import EngineError, InvalidRequest, Unsupported
 from trtllm_bls.parameters import is_true
 from trtllm_bls.parameters.cpp_backend import GUIDES
 from trtllm_bls.types import (
+    ENGINE_METRICS,
     Array,
-    Draft,
     EngineCapacity,
     EngineChunk,
     EngineMetrics,
@@ -40,7 +40,6 @@ from trtllm_bls.types import (
     TokenIds,
     Wants,
 )
-from trtllm_bls.wire.scores import METRICS
 from trtllm_bls.wire.words import dense_bias, pack_words
 
 NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
@@ -52,6 +51,7 @@ _SPELLINGS = {
     tensor.key: tuple(other.name for other in ENGINE.inputs if other.key == tensor.key)
     for tensor in ENGINE.inputs
 }
+
 _NO_INPUT = "this engine version has no such input"
 
 # --- messages of any model ------------------------------------------------------------------
@@ -73,7 +73,7 @@ def packed_infer_message(
     """
     inputs = list(inputs)
     headers = tuple([(name, datatype, array.shape) for name, datatype, array in inputs])
-    raws = [_PACKED.get(datatype, np.ndarray.tobytes)(array) for _, datatype, array in inputs]
+    raws = [_packed(datatype, array) for _, datatype, array in inputs]
     own = service_pb2.ModelInferRequest(id=request_id, raw_input_contents=raws)
     for key, value in parameters.items():
         own.parameters[key].string_param = value
@@ -116,21 +116,16 @@ def _in_common(
     return packed
 
 
-def _packed_texts(array: Array) -> bytes:
-    packed = serialize_byte_tensor(array)
-    return packed.item() if packed.size else b""
-
-
-def _packed_bf16(array: Array) -> bytes:
-    """The upper halves of float32 numbers, rounded to the nearest, to even where there are two.
-
-    The oldest tritonclient that is supported cannot do this.
-    """
-    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
-
-
-_PACKED = {"BYTES": _packed_texts, "BF16": _packed_bf16}  # other values are sent as they lie
+def _packed(datatype: str, array: Array) -> bytes:
+    if datatype == "BYTES":
+        texts = serialize_byte_tensor(array)
+        return texts.item() if texts.size else b""
+    if datatype == "BF16":
+        # The upper halves of float32 numbers, rounded to the nearest, to even where there are two.
+        # The oldest tritonclient that is supported cannot do this.
+        bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+    return array.tobytes()
 
 
 def _array(datatype: str, raw: bytes) -> Array:
@@ -173,6 +168,11 @@ class DeployedModel:
         outputs = frozenset(tensor.name for tensor in config.output)
         return cls(inputs, outputs, parameters, config.model_transaction_policy.decoupled)
 
+    @property
+    def is_cpp_backend(self) -> bool:
+        """Whether it is TensorRT-LLM's C++ backend, which does not load without this parameter."""
+        return "gpt_model_type" in self.parameters
+
     @cached_property
     def capacity(self) -> EngineCapacity:
         """What the parameters tell of the engine's capacity."""
@@ -182,13 +182,12 @@ class DeployedModel:
         # Of a Python model: TensorRT-LLM itself makes the tokens, and takes no drafts for it.
         todays = self.parameters.get("engine", "").startswith(("llm_api", "trtllm://"))
         takes_none |= todays
-        is_cpp_backend = "gpt_model_type" in self.parameters  # it does not load without
         return EngineCapacity(
             max_sequence_tokens=self._number("max_sequence_tokens") or None,
             max_prompt_tokens=self._number("max_prompt_tokens") or None,
             max_draft_tokens=0 if takes_none else self._number("max_draft_len"),
             one_step=is_true(one_step) if one_step else None,
-            may_be_one_step=is_cpp_backend and not one_step and not takes_none,
+            may_be_one_step=self.is_cpp_backend and not one_step and not takes_none,
             tells_top_log_probs=todays,
         )
 
@@ -215,7 +214,7 @@ class DeployedModel:
         names += ["context_logits"] if wants.context_logits else []
         names += ["generation_logits"] if wants.generation_logits else []
         if wants.perf_metrics:
-            names += METRICS
+            names += ENGINE_METRICS
         elif self.speculates:
             names += _DRAFTED  # sent once, at the end, if the engine speculates by itself
         names.append("cached_tokens")  # sent once, at the beginning, by an engine that tells it
@@ -246,58 +245,54 @@ def request_inputs(
     ``vocab_size`` is the length of a dense embedding bias. Raises ``InvalidRequest`` for an
     option that this engine has no input for: never dropped in silence.
     """
-    declared = model.inputs
-    arrays = {
-        (name := _spelling(key, declared)): _one_of(name, value)
-        for key, value in _plain_values(request).items()
-    }
-    arrays["input_lengths"] = _one_of("input_lengths", len(request.input_ids))
-    arrays["input_ids"] = _ids_row(request.input_ids)
-    arrays |= {name: array[None] for name, array in request.extras.items()}
+    declared, sequences, draft = model.inputs, request.num_return_sequences, request.draft
     missing = [key for key in GUIDES if not model.parameters.get(key)]
-    is_cpp_backend = "gpt_model_type" in model.parameters
-    if "guided_decoding_guide" in request.extras and is_cpp_backend and missing:
+    if "guided_decoding_guide" in request.extras and model.is_cpp_backend and missing:
         problem = f"the engine would ignore it; set its parameter {' and '.join(missing)}"
         raise Unsupported("guided_decoding_guide", problem)
-    if request.stop_sequences:
-        arrays["stop_words_list"] = pack_words(request.stop_sequences)[None]
-    if request.bad_sequences:
-        arrays["bad_words_list"] = pack_words(request.bad_sequences)[None]
-    if request.embedding_bias:
-        arrays["embedding_bias"] = dense_bias(request.embedding_bias, vocab_size)[None]
-    if request.draft is not None:
-        arrays |= _draft_arrays(request.draft, declared.get("draft_logits"))
-    if "exclude_input_in_output" in declared:
-        arrays["exclude_input_in_output"] = _one_of("exclude_input_in_output", True)
-    for name in arrays:
-        if name not in declared:
-            raise InvalidRequest(name, _NO_INPUT)
-    return [(name, declared[name], array) for name, array in arrays.items()]
-
-
-def _plain_values(request: EngineRequest) -> dict[str, Any]:
-    """The inputs of one number each that are not the prompt's own, by key."""
-    sequences = request.num_return_sequences
-    given = {
+    numbers = {
         "max_tokens": request.max_tokens,
         "streaming": request.streaming or None,  # absent means no
         "num_return_sequences": sequences if sequences > 1 else None,
         "end_id": request.end_id,
         "pad_id": request.pad_id,
         **vars(request.sampling),
+        "draft_acceptance_threshold": draft.acceptance_threshold if draft is not None else None,
+        "input_lengths": len(request.input_ids),
     }
-    # Counts are the caller's own business; the engine need not send them.
-    wanted = ((n, w) for n, w in vars(request.wants).items() if w and not n.startswith("num_"))
-    given |= {f"return_{name}": want for name, want in wanted}
-    return {key: value for key, value in given.items() if value is not None}
-
-
-def _spelling(key: str, declared: Mapping[str, str]) -> str:
-    spellings = _SPELLINGS.get(key, (key,))
-    for name in spellings:
-        if name in declared:
-            return name
-    raise InvalidRequest(spellings[0], _NO_INPUT)
+    for name, wanted in vars(request.wants).items():
+        # Counts are the caller's own business; the engine need not send them.
+        if wanted and not name.startswith("num_"):
+            numbers[f"return_{name}"] = wanted
+    if "exclude_input_in_output" in declared:
+        numbers["exclude_input_in_output"] = True
+    arrays = {}
+    for key, value in numbers.items():
+        if value is not None:
+            spellings = _SPELLINGS.get(key, (key,))
+            for name in spellings:
+                if name in declared:
+                    arrays[name] = _one_of(name, value)
+                    break
+            else:
+                raise InvalidRequest(spellings[0], _NO_INPUT)
+    arrays["input_ids"] = _ids_row(request.input_ids)
+    arrays |= {name: array[None] for name, array in request.extras.items()}
+    if request.stop_sequences:
+        arrays["stop_words_list"] = pack_words(request.stop_sequences)[None]
+    if request.bad_sequences:
+        arrays["bad_words_list"] = pack_words(request.bad_sequences)[None]
+    if request.embedding_bias:
+        arrays["embedding_bias"] = dense_bias(request.embedding_bias, vocab_size)[None]
+    if draft is not None:
+        arrays["draft_input_ids"] = _ids_row(draft.token_ids)
+        if draft.logits is not None:
+            numpy_type = np.float16 if declared.get("draft_logits") == "FP16" else np.float32
+            arrays["draft_logits"] = np.asarray(draft.logits, dtype=numpy_type)[None]
+    for name in arrays:
+        if name not in declared:
+            raise InvalidRequest(name, _NO_INPUT)
+    return [(name, declared[name], array) for name, array in arrays.items()]
 
 
 @lru_cache(maxsize=4096)
@@ -313,17 +308,6 @@ def _ids_row(ids: PromptIds) -> Array:
     if isinstance(ids, array):
         return np.frombuffer(ids, dtype=np.int32)[None]
     return np.frombuffer(struct.pack(f"={len(ids)}i", *ids), dtype=np.int32)[None]
-
-
-def _draft_arrays(draft: Draft, logits_type: str | None) -> dict[str, Array]:
-    arrays: dict[str, Array] = {"draft_input_ids": _ids_row(draft.token_ids)}
-    if draft.logits is not None:
-        numpy_type = np.float16 if logits_type == "FP16" else np.float32
-        arrays["draft_logits"] = np.asarray(draft.logits, dtype=numpy_type)[None]
-    if draft.acceptance_threshold is not None:
-        name = "draft_acceptance_threshold"
-        arrays[name] = _one_of(name, draft.acceptance_threshold)
-    return arrays
 
 
 # --- responses ------------------------------------------------------------------------------
@@ -400,14 +384,10 @@ class ResponseReader:
             self._last_metrics[chunk.sequence_index] = chunk.metrics
             yield chunk
         if last:
-            yield from self.rest()
-
-    def rest(self) -> Iterator[EngineChunk]:
-        """A closing chunk for each sequence that has had none, once the request has ended."""
-        for index in sorted(self._unfinished):
-            metrics = self._last_metrics.get(index)
-            yield EngineChunk(token_ids=(), sequence_index=index, final=True, metrics=metrics)
-        self._unfinished.clear()
+            for index in sorted(self._unfinished):  # what the engine has not ended by itself
+                metrics = self._last_metrics.get(index)
+                yield EngineChunk(token_ids=(), sequence_index=index, final=True, metrics=metrics)
+            self._unfinished.clear()
 
     def _plain_ids(self, response: Any, last: bool) -> TokenIds | None:
         """The ids of a response with nothing but ids and their number, which is nearly every one.
@@ -443,6 +423,15 @@ class ResponseReader:
         row = ids[0, 0, self._skip : length]
         if (low := row.min(initial=0)) < 0:
             raise EngineError(f"the engine's output_ids hold {low}, which is no token")
+        wants = self._request.wants
+        metrics: EngineMetrics | None = None
+        if wants.perf_metrics and not arrays.keys().isdisjoint(ENGINE_METRICS):
+            metrics = EngineMetrics(**{name: _number(arrays, name) for name in ENGINE_METRICS})
+        # What the engine's own speculation did; that of ours is counted round by round.
+        speculation: SpeculationStats | None = None
+        drafted, accepted = (_number(arrays, name) or 0 for name in _DRAFTED)
+        if drafted and self._speculates:
+            speculation = SpeculationStats(drafted=drafted, accepted=accepted)
         index = _number(arrays, "sequence_index") or 0
         if not 0 <= index < self._request.num_return_sequences:
             raise EngineError(f"the engine's response is of sequence_index {index}: none such")
@@ -450,8 +439,8 @@ class ResponseReader:
             token_ids=tuple(row.tolist()),
             sequence_index=index,
             final=final or not self._request.streaming,
-            metrics=self._metrics(arrays),
-            speculation=self._speculation(arrays),
+            metrics=metrics,
+            speculation=speculation,
             cached_tokens=_number(arrays, "cached_tokens"),
             **self._scores(arrays, index, len(row)),
         )
@@ -478,18 +467,6 @@ class ResponseReader:
             rows = rows[0, :, 0] if self._request.streaming else rows[0, 0]
             scores["generation_logits"] = _first("generation_logits", rows, new)
         return scores
-
-    def _metrics(self, arrays: Mapping[str, Array]) -> EngineMetrics | None:
-        if not self._request.wants.perf_metrics or arrays.keys().isdisjoint(METRICS):
-            return None
-        return EngineMetrics(**{name: _number(arrays, name) for name in METRICS})
-
-    def _speculation(self, arrays: Mapping[str, Array]) -> SpeculationStats | None:
-        """What the engine's own speculation did; that of ours is counted round by round."""
-        drafted, accepted = (_number(arrays, name) or 0 for name in _DRAFTED)
-        if not drafted or not self._speculates:
-            return None
-        return SpeculationStats(drafted=drafted, accepted=accepted)
 
 
 @lru_cache(maxsize=256)
