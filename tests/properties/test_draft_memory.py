@@ -14,7 +14,7 @@ from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.contract import MODELS
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.speculative.memory import TIME_TO_LIVE_S, DraftMemory
+from trtllm_bls.speculative.ngrams import TIME_TO_LIVE_S, DraftMemory
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.types import SpeculationRequest
 

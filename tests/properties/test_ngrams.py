@@ -39,8 +39,7 @@ def drafts_from(
     """Drafts for what is ``written``, from ``text``, which may be the same."""
     index = NgramIndex(text, DraftSource.NGRAM, len(text))
     learned = {} if acceptance is None else acceptance
-    best_length = free_rounds().best_length
-    return NgramDrafts(written, [index], learned, lambda *given: best_length(*given)[0])
+    return NgramDrafts(written, [index], learned, free_rounds().best_length)
 
 
 def proposed(ids: list[int], count: int) -> tuple[int, ...]:

@@ -15,19 +15,20 @@ from tests.helpers.scripted_pairs import VOCAB, Pair, ids, pair, read
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
 from tests.helpers.virtual_time import skipping_waits
+from trtllm_bls.contract import BLS
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.speculative.cost_model import Acceptance, RunningTimes, most_at_load
-from trtllm_bls.speculative.draft_length import (
+from trtllm_bls.speculative.cost_model import Acceptance, RunningTimes
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
+from trtllm_bls.speculative.shared import (
     EARLY_INTERVAL,
     EARLY_PAUSE,
     FIRST_PAUSE,
     LONGEST_PAUSE,
     PROBE,
     DraftLength,
+    SpeculationShared,
 )
-from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
-from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import EngineChunk, EngineRequest
 
 
@@ -124,8 +125,11 @@ def test_each_token_of_a_draft_has_its_own_chance() -> None:
 
 def test_the_load_table_is_read_upwards() -> None:
     """Up to so many requests, so many tokens; none above the last row."""
-    table = ((4, 16), (8, 4), (32, 1))
-    assert [most_at_load(table, n) for n in (1, 4, 5, 8, 9, 32, 33)] == [16, 16, 4, 4, 1, 1, 0]
+    shared, lengths = SpeculationShared(), []
+    one = pacer(shared, load_schedule=((4, 16), (8, 4), (32, 1)))
+    for shared.in_flight in (1, 4, 5, 8, 9, 32, 33):
+        lengths.append(one.most())
+    assert lengths == [16, 16, 4, 4, 1, 1, 0]
 
 
 # --- one request's pace -----------------------------------------------------------------------
@@ -148,9 +152,9 @@ def test_a_fixed_length_is_kept_whatever_the_load() -> None:
     shared = SpeculationShared(in_flight=1000)
     assert pacer(shared, num_draft_tokens=5).length(10, 99) == 5
     assert pacer(shared, num_draft_tokens=5).length(10, 3) == 3
-    assert pacer(shared, num_draft_tokens=0).never
+    assert pacer(shared, num_draft_tokens=0).ceiling == 0
     with pytest.raises(InvalidRequest, match="num_draft_tokens"):
-        SpeculationOptions(num_draft_tokens=-1)
+        BLS.input_named["num_draft_tokens"].check(-1)
 
 
 def test_drafts_shorten_with_load_and_come_back() -> None:

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.scripted_pairs import engine_request as ask
-from trtllm_bls.speculative.answer_figures import AnswerFigures
-from trtllm_bls.speculative.progress import Progress
-from trtllm_bls.speculative.round_requests import RoundRequests, round_seed
+from trtllm_bls.speculative.progress import Progress, round_seed
 from trtllm_bls.types import (
     Draft,
     EngineCapacity,
@@ -79,11 +77,11 @@ def test_there_is_room_for_a_whole_round_or_for_none() -> None:
 
 
 def test_no_request_has_a_longer_prompt_than_the_engine_takes() -> None:
-    """What follows a round has the answer so far as its prompt; so has what follows a stretch."""
+    """What follows a round, or a plain request, has the answer so far as its prompt."""
     progress = Progress(ask((1,) * 4, max_tokens=50), EngineCapacity(max_prompt_tokens=8))
-    assert (progress.max_draft, progress.stretch(4), progress.stretch(5)) == (3, 4, 50)
+    assert (progress.max_draft, progress.plain_tokens(4), progress.plain_tokens(5)) == (3, 4, 50)
     progress.append((5, 6, 7))
-    assert (progress.max_draft, progress.stretch(1), progress.stretch(2)) == (0, 1, 47)
+    assert (progress.max_draft, progress.plain_tokens(1), progress.plain_tokens(2)) == (0, 1, 47)
 
 
 def test_a_round_that_shows_its_end_id_ends_there_and_only_there() -> None:
@@ -98,23 +96,24 @@ def test_a_round_that_shows_its_end_id_ends_there_and_only_there() -> None:
 def test_what_is_left_of_the_minimum_is_said_aloud() -> None:
     """Absent, an engine may take it for 1 and forbid the end id at the start of every round."""
     progress = Progress(ask((1,), sampling=Sampling(top_k=1, min_tokens=2)))
-    requests = RoundRequests(ask((1,), sampling=Sampling(top_k=1, min_tokens=2)), False)
-    silent = RoundRequests(ask((1,)), False)
-    said = [requests.plain(progress, 1, False).sampling.min_tokens]
-    assert silent.plain(progress, 1, False).sampling.min_tokens is None
+    silent = Progress(ask((1,)))
+    said = [progress.ask_target(1).sampling.min_tokens]
+    assert silent.ask_target(1).sampling.min_tokens is None
     for token in (5, 6, 7):
         progress.append((token,))
-        said.append(requests.verify(progress, Draft(token_ids=(1,))).sampling.min_tokens)
+        silent.append((token,))
+        draft = Draft(token_ids=(1,))
+        said.append(progress.ask_target(2, draft=draft).sampling.min_tokens)
     assert said == [2, 1, 0, 0]
-    assert silent.plain(progress, 1, False).sampling.min_tokens == 0
-    assert requests.draft(progress, (1,), 1).sampling.min_tokens == 0
+    assert silent.ask_target(1).sampling.min_tokens == 0
+    assert progress.ask_draft((1,), 1).sampling.min_tokens == 0
 
 
 def test_every_request_of_a_run_has_its_own_id() -> None:
     """Engines want ids that are unique among running requests."""
-    requests, progress = RoundRequests(ask(), False), Progress(ask())
-    made = [requests.plain(progress, 1, True), requests.draft(progress, (), 1)]
-    made.append(requests.verify(progress, Draft(token_ids=(1,))))
+    progress = Progress(ask())
+    made = [progress.ask_target(1, streaming=True), progress.ask_draft((), 1)]
+    made.append(progress.ask_target(2, draft=Draft(token_ids=(1,))))
     assert len({request.request_id for request in made}) == 3
 
 
@@ -128,28 +127,29 @@ def test_seeds_fit_the_wire_and_differ_by_round_and_by_engine() -> None:
 
 def test_sums_run_on_where_an_engine_gives_only_sums() -> None:
     """Each request begins its sum anew; the answer's does not."""
-    figures = AnswerFigures()
+    progress = Progress(ask())
     sums = []
     for parts in ((-1.0, -3.0), (-2.0,)):
-        figures.begin_request()
+        progress.ask_target(2)
         for part in parts:
             chunk = EngineChunk(token_ids=(1,), cum_log_prob=part)
-            sums.append(figures.add(chunk, 1, None, STATS).cum_log_prob)
+            sums.append(progress.chunk(chunk, 1, STATS).cum_log_prob)
     assert sums == [-1.0, -3.0, -5.0]
-    assert figures.add(EngineChunk(token_ids=()), 0, END, STATS).cum_log_prob is None
+    assert progress.chunk(EngineChunk(token_ids=()), 0, STATS).cum_log_prob is None
 
 
 def test_times_of_an_answer_span_its_requests() -> None:
     """First things from the first request, the last token from the last, counts added up."""
     one = EngineMetrics(arrival_time_ns=1, last_token_time_ns=2, total_draft_tokens=3)
     other = replace(one, arrival_time_ns=8, last_token_time_ns=9)
-    figures = AnswerFigures()
-    figures.begin_request()
-    early = figures.add(EngineChunk(token_ids=(), final=True, metrics=one), 0, None, STATS)
-    figures.begin_request()
+    progress = Progress(ask())
+    progress.ask_target(1)
+    early = progress.chunk(EngineChunk(token_ids=(), final=True, metrics=one), 0, STATS)
+    progress.ask_target(1)
     # An engine that reports with every response counts from the request's beginning each time.
-    figures.add(EngineChunk(token_ids=(5,), metrics=other), 1, None, STATS)
-    last = figures.add(EngineChunk(token_ids=(), final=True, metrics=other), 0, END, STATS)
+    progress.chunk(EngineChunk(token_ids=(5,), metrics=other), 1, STATS)
+    progress.finish = END
+    last = progress.chunk(EngineChunk(token_ids=(), final=True, metrics=other), 0, STATS)
     assert (early.final, early.metrics) == (False, one)
     assert last.metrics == EngineMetrics(
         arrival_time_ns=1, last_token_time_ns=9, total_draft_tokens=6

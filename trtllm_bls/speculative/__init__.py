@@ -1,9 +1,7 @@
-"""Speculative decoding as decisions without I/O; ``engines.routing.speculative`` acts on them.
+"""Speculative decoding as decisions without I/O; ``engines.routing`` acts on them.
 
 ``rounds`` what to do next, the state machine that all the others serve; ``options`` what callers
-may choose, and the figures; ``progress`` what one round means; ``round_requests`` the engine
-requests of each round; ``answer_figures`` sums over all rounds; ``ngrams`` drafts from texts,
-``memory`` the finished answers among them; ``cost_model`` measured times; ``shared`` what requests
-learn from one another, and the length that pays; ``draft_length`` how many tokens the draft model
-is asked for.
+may choose; ``progress`` one answer, its engine requests and what their responses add; ``ngrams``
+drafts from texts, finished answers among them; ``cost_model`` measured times; ``shared`` what
+requests learn from one another, and the draft length that pays.
 """

@@ -6,7 +6,6 @@ Knows numbers alone: it is fed with seconds and counts. ``shared`` chooses by th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
 
 _WINDOW = 15  # samples per length; a median of these forgets a load within seconds
@@ -75,27 +74,24 @@ class RunningTimes:
 
 
 class Stopwatch:
-    """Seconds per token of a plain request, without the prefill of its prompt."""
+    """Seconds per token of a plain request. ``since``: when it began; ``None`` where it reads the
+    prompt, as its time then counts from its first chunk."""
 
-    def __init__(self, begun: float, *, reads_prompt: bool) -> None:
+    def __init__(self, since: float | None) -> None:
         self.tokens = 0
-        self._since = begun
-        self._counted = 0
-        self._last = begun
-        self._skip = reads_prompt
+        self._since = since
+        self._timed = 0
+        self._last = 0.0
 
     def add(self, tokens: int, now: float) -> None:
         self.tokens += tokens
-        if self._skip:
-            self._skip, self._since = False, now
+        if self._since is None:
+            self._since = now
         else:
-            self._counted += tokens
+            self._timed += tokens
         self._last = now
 
     def seconds_per_token(self) -> float | None:
-        return (self._last - self._since) / self._counted if self._counted else None
-
-
-def most_at_load(schedule: Sequence[tuple[int, int]], in_flight: int) -> int:
-    """The longest draft allowed beside so many requests; 0 above the schedule's last row."""
-    return next((length for requests, length in schedule if in_flight <= requests), 0)
+        if self._since is None or not self._timed:
+            return None
+        return (self._last - self._since) / self._timed

@@ -1,16 +1,16 @@
 """Drafts from n-grams: what followed when the answer's last tokens stood somewhere before.
 
 The texts that are searched are the request's own, one that the caller expects the answer to
-resemble, and finished answers (``memory``). The longest match is continued. How likely each of its
-tokens is comes from how often drafts of such matches were right. Every proposal is compared with
-the tokens that came in its place, also while the target decodes plainly, so that nothing has to be
-drafted in vain to learn it. Costs no model and no request.
+resemble, and finished answers (``DraftMemory``). The longest match is continued. How likely each
+of its tokens is comes from how often drafts of such matches were right. Every proposal is compared
+with the tokens that came in its place, also while the target decodes plainly, so that nothing has
+to be drafted in vain to learn it. Costs no model and no request.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
@@ -22,6 +22,7 @@ ORDER = 3  # tokens that a match has; where there is none, one is enough
 _LONGEST = 24  # beyond this, a longer match says nothing more
 _PLACES = 16  # latest places that are compared; more change little and cost time
 _AT_ONCE = 4096  # tokens that are indexed at once, about 2 ms
+TIME_TO_LIVE_S = 3600.0  # of finished answers
 
 # What drafted tokens are told apart by: source, length of the match, whether the places that match
 # agree, and the token's place in the draft; numbers are in classes.
@@ -101,8 +102,7 @@ class _Match(NamedTuple):
 class NgramDrafts:
     """Proposes what may come next in ``ids``, which may only grow, from ``texts``.
 
-    ``best_length`` chooses how many tokens to draft by the chance of each to be right after those
-    before it, within a number. ``acceptance`` may be shared by requests.
+    ``best_length``: ``SpeculationShared``'s. ``acceptance`` may be shared by requests.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class NgramDrafts:
         ids: Sequence[int],
         texts: Sequence[NgramIndex],
         acceptance: NgramAcceptance,
-        best_length: Callable[[Iterable[float], int], int],
+        best_length: Callable[..., tuple[int, float]],
     ) -> None:
         self._ids = ids
         self._texts = texts
@@ -120,10 +120,13 @@ class NgramDrafts:
         self._end = 0  # where that proposal begins
         self._proposed: TokenIds = ()
 
-    def propose(self, most: int, *, fixed: bool = False) -> tuple[DraftSource, TokenIds] | None:
+    def propose(
+        self, most: int, *, fixed: bool = False, beside: float = 0.0
+    ) -> tuple[DraftSource, TokenIds] | None:
         """Up to ``most`` tokens and where they come from; ``None`` if none are worth a round.
 
-        ``fixed``: as many as that wherever ``ORDER`` tokens match.
+        ``fixed``: as many as that wherever ``ORDER`` tokens match. ``beside``: tokens per second
+        that the draft model gives.
         """
         replaced = self._learn()
         for text in self._texts:
@@ -136,7 +139,8 @@ class NgramDrafts:
         if not fixed:
             classes = [1 << kind >> 1 for kind in range(most.bit_length() + 1)]
             rates = [match.acceptance(self._acceptance, offset).rate for offset in classes]
-            count = self._best_length((rates[n.bit_length()] for n in range(most)), most)
+            each = (rates[n.bit_length()] for n in range(most))
+            count, _ = self._best_length(each, most, beside=beside)
         self._end = len(self._ids)
         self._proposed = _continued(match, max(1, count))
         return (match.text.source, self._proposed) if count else None
@@ -192,3 +196,40 @@ def _continued(match: _Match, count: int) -> TokenIds:
     ids, place = match.text.ids, match.place
     following = tuple(ids[place : place + count])
     return (following * (count // len(following) + 1))[:count]
+
+
+class DraftMemory:
+    """Finished answers of one tenant, to draft from in the tenant's later requests.
+
+    They stay in this process's memory, and nothing but a draft is ever made of them. What a draft
+    gained shows in the figures of the request that it was made for, so requests of one tenant may
+    find out what its other requests were answered, and those of another tenant may not. The
+    acceptance is kept here for the same reason.
+
+    Up to ``tokens`` tokens, in two generations: when the newer is full, the older is forgotten.
+    ``now`` is seconds of any clock.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.ngram_acceptance: NgramAcceptance = {}
+        self._most = tokens // 2  # of a generation
+        self._generations: list[tuple[float, array[int], NgramIndex]] = []
+
+    def texts(self, now: float) -> list[NgramIndex]:
+        """What may be drafted from, the newer first; nothing of it is ``TIME_TO_LIVE_S`` old."""
+        known = self._generations = [
+            each for each in self._generations if now < each[0] + TIME_TO_LIVE_S
+        ]
+        return [index for _, _, index in known]
+
+    def add(self, answer: Sequence[int], now: float) -> None:
+        """Remember an answer, or its end if it has more tokens than a generation."""
+        answer, known = answer[-self._most :], self.texts(now)
+        full = not known or len(known[0].ids) + len(answer) > self._most
+        if full or now >= self._generations[0][0] + TIME_TO_LIVE_S / 2:
+            ids = array("i")
+            newer = now, ids, NgramIndex(ids, DraftSource.NGRAM, self._most)
+            self._generations = [newer, *self._generations[:1]]
+        _, ids, index = self._generations[0]
+        ids.extend(answer)
+        index.extend()

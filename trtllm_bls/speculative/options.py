@@ -1,4 +1,4 @@
-"""What a deployment and its callers choose about speculation."""
+"""What a deployment and its callers choose about speculation, and what it cannot be chosen for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,26 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.speculative.round_requests import check_speculative
 from trtllm_bls.types import EngineRequest
 
 # In-flight requests -> longest draft, read as "up to so many requests"; none above the last row.
 # The shape of TensorRT-LLM's draft_len_schedule and vLLM's table, at the small end of both:
 # a verified token costs a batch row that a waiting request could have used.
 LOAD_SCHEDULE = ((4, 32), (8, 4), (16, 2), (32, 1))
+
+# Inputs that speculation cannot keep, by why.
+_REFUSED_EXTRAS = {
+    "starts afresh in every round of speculation; send it without num_draft_tokens": (
+        *("guided_decoding_guide_type", "guided_decoding_guide", "context_phase_params"),
+    ),
+    "is another way to speculate": (
+        *("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
+    ),
+    "is laid out for one prompt, which grows in every round of speculation": (
+        *("decoder_input_ids", "encoder_input_features", "cross_attention_mask"),
+        *("prompt_table_extra_ids", "mrope_rotary_cos_sin", "mrope_position_deltas"),
+    ),
+}
 
 
 class DraftSource(str, Enum):
@@ -46,18 +59,20 @@ class SpeculationOptions:
     load_schedule: tuple[tuple[int, int], ...] = LOAD_SCHEDULE
     ignore_unverifiable: bool = False
 
-    def __post_init__(self) -> None:
-        if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
-            raise InvalidRequest("num_draft_tokens", f"{self.num_draft_tokens} is below 0")
-
     def for_request(
-        self, request: EngineRequest, *, by_default: bool, has_draft_model: bool
+        self,
+        request: EngineRequest,
+        *,
+        by_default: bool,
+        has_draft_model: bool,
+        unverifiable: str = "",
     ) -> SpeculationOptions | None:
         """These defaults with what the request asks for; ``None`` for plain decoding.
 
         ``by_default``: requests that ask for nothing are speculated too, those excepted that
         speculation cannot keep. One that asks for it is refused by name instead: raises
-        ``Unsupported``, and ``InvalidRequest`` for an unknown source.
+        ``Unsupported``, and ``InvalidRequest`` for an unknown source. ``unverifiable``: why the
+        engine verifies no drafts, if it does not.
         """
         asked = request.speculation
         if asked.num_draft_tokens == 0 or asked.draft_source == "off":
@@ -67,7 +82,12 @@ class SpeculationOptions:
             return None
         source = self.draft_source
         if asked.draft_source is not None:
-            source = _source(asked.draft_source)
+            try:
+                source = DraftSource(asked.draft_source)
+            except ValueError:
+                known = ", ".join(["off", *(source.value for source in DraftSource)])
+                problem = f"'{asked.draft_source}' is unknown; send one of: {known}"
+                raise InvalidRequest("draft_source", problem) from None
         elif not by_default and asked.num_draft_tokens is None:
             source = DraftSource.PREDICTION
         elif not by_default:
@@ -78,6 +98,11 @@ class SpeculationOptions:
             if explicit:
                 raise
             return None
+        if unverifiable and explicit and not self.ignore_unverifiable:
+            field = "draft_source" if asked.num_draft_tokens is None else "num_draft_tokens"
+            raise Unsupported(field, f"cannot be honoured: {unverifiable}")
+        if unverifiable:
+            return None
         return replace(
             self,
             draft_source=source,
@@ -86,9 +111,21 @@ class SpeculationOptions:
         )
 
 
-def _source(name: str) -> DraftSource:
-    try:
-        return DraftSource(name)
-    except ValueError:
-        known = ", ".join(["off", *(source.value for source in DraftSource)])
-        raise InvalidRequest("draft_source", f"'{name}' is unknown; send one of: {known}") from None
+def check_speculative(request: EngineRequest) -> None:
+    """Raise ``Unsupported``, with the wire name, for a field that speculation cannot keep."""
+    sampling = request.sampling
+    refused = {
+        "beam_width": (sampling.beam_width or 1) > 1,
+        "num_return_sequences": request.num_return_sequences > 1,
+        "runtime_top_p_min": sampling.top_p_min is not None,
+        "runtime_top_p_decay": sampling.top_p_decay not in (None, 1.0),
+        "runtime_top_p_reset_ids": sampling.top_p_reset_id is not None,
+        "draft_input_ids": request.draft is not None,
+    }
+    for field, present in refused.items():
+        if present:
+            raise Unsupported(field, "cannot be combined with speculation")
+    for why, fields in _REFUSED_EXTRAS.items():
+        for field in fields:
+            if field in request.extras:
+                raise Unsupported(field, why)

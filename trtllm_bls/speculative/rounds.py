@@ -29,23 +29,18 @@ engine; ``engines.routing.speculative`` performs the actions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import takewhile
 from typing import TypeAlias
 
-from trtllm_bls.speculative.answer_figures import AnswerFigures
 from trtllm_bls.speculative.cost_model import Stopwatch
-from trtllm_bls.speculative.draft_length import DraftLength
 from trtllm_bls.speculative.ngrams import NgramDrafts, NgramIndex
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.progress import Progress
-from trtllm_bls.speculative.round_requests import RoundRequests
-from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.speculative.shared import DraftLength, SpeculationShared
 from trtllm_bls.types import (
     Draft,
-    EngineCapacity,
     EngineChunk,
     EngineRequest,
     FinishReason,
@@ -133,35 +128,32 @@ class SpeculativeRounds:
         *,
         has_draft_model: bool,
     ) -> None:
-        capacity = shared.target_capacity or EngineCapacity()
         self.state = State.READY
         self.stats = SpeculationStats()
+        # The answers that may be drafted from, and that this one is to join.
+        self.memory = shared.memory(request.tenant, options.memory_tokens)
         self._request = request
         self._options = options
         self._shared = shared
-        self._vocab_size = capacity.vocab_size
-        self._progress = Progress(request, capacity)
-        self._requests = RoundRequests(request, options.use_draft_logits)
-        self._figures = AnswerFigures()
+        capacity, use_logits = shared.target_capacity, options.use_draft_logits
+        self._progress = Progress(request, capacity, use_draft_logits=use_logits)
         self._lengths = DraftLength(options, shared)
-        # The answers that may be drafted from, and that this one is to join.
-        self.memory = shared.memory(request.tenant, options.memory_tokens)
-        self._reads_own = options.draft_source in (DraftSource.NGRAM, DraftSource.MIXED)
-        self._ngrams_used = self._reads_own or bool(request.speculation.prediction)
+        source = options.draft_source
+        reads_texts = source in (DraftSource.NGRAM, DraftSource.MIXED)
+        self._ngrams_used = reads_texts or bool(request.speculation.prediction)
         self._ngrams: NgramDrafts | None = None  # made when first asked
         # A draft model has no table for the ids beyond its vocabulary.
         readable = "prompt_embedding_table" not in request.extras
-        wanted = options.draft_source in (DraftSource.MODEL, DraftSource.MIXED)
+        wanted = source in (DraftSource.MODEL, DraftSource.MIXED)
         self._model_given_up = not (has_draft_model and wanted and readable)
         self._guess: _Guess | None = None  # to verify, or being verified
         self._asked = 0  # tokens asked of the draft model
         self._early = False  # the draft model works, or has worked, on what follows the guess
         self._begun = 0.0  # when the running action began
-        self._round_over: float | None = None  # None: no round just before
-        self._draft_wait = 0.0  # seconds spent waiting for the draft model since then
-        self._stretch = 0  # tokens asked for by the plain stretch
-        self._stretch_is_rest = False  # they are all that is left of the answer
-        self._watch = Stopwatch(0.0, reads_prompt=False)
+        # When the round just before ended, moved on by the time spent waiting for the draft model.
+        self._overhead_since: float | None = None
+        self._plain: Decode  # the running plain request, or the last
+        self._watch: Stopwatch  # its time
 
     # --- what next ----------------------------------------------------------------------------
 
@@ -188,19 +180,21 @@ class SpeculativeRounds:
         if self._progress.generated == 0:
             return self._verify(now)
         self.state = State.DRAFTING
-        return AskDraft(self._requests.draft(self._progress, (), self._asked))
+        return AskDraft(self._progress.ask_draft((), self._asked))
 
     def _drop_early(self) -> None:
-        """What the draft model has begun early is of no use."""
-        self._add(overlap_wasted=self._early)
-        self._early = False
+        """What the draft model has begun early, if anything, is of no use."""
+        if self._early:
+            self._add(overlap_wasted=1)
+            self._early = False
 
     # --- guessing -----------------------------------------------------------------------------
 
     def drafted(self, outcome: Draft | DraftFailure, now: float) -> None:
         """The draft model's answer; one without tokens means that it expects the end."""
         waited = now - self._begun
-        self._draft_wait += waited
+        if self._overhead_since is not None:
+            self._overhead_since += waited
         early, self._early = self._early, False
         self.state = State.READY
         if isinstance(outcome, DraftFailure):
@@ -233,27 +227,21 @@ class SpeculativeRounds:
         if not self._ngrams_used or self._shared.draining or not most:
             return None
         if self._ngrams is None:
-            self._ngrams = self._ngram_drafts(now)
-        fixed = self._options.num_draft_tokens is not None
-        if (found := self._ngrams.propose(most, fixed=fixed)) is None:
+            ids, prediction = self._progress.ids, self._request.speculation.prediction
+            texts: list[NgramIndex] = []
+            if prediction:
+                texts.append(NgramIndex(prediction, DraftSource.PREDICTION, len(prediction)))
+            if self._options.draft_source in (DraftSource.NGRAM, DraftSource.MIXED):
+                texts.append(NgramIndex(ids, DraftSource.NGRAM, len(ids)))
+                texts += self.memory.texts(now) if self.memory else ()
+            acceptance = (self.memory or self._shared).ngram_acceptance
+            self._ngrams = NgramDrafts(ids, texts, acceptance, self._shared.best_length)
+        fixed, beside = self._options.num_draft_tokens is not None, self._lengths.speed
+        if (found := self._ngrams.propose(most, fixed=fixed, beside=beside)) is None:
             return None
-        source, ids = found
-        draft = self._fitting(Draft(token_ids=ids), most)
+        source, proposed = found
+        draft = self._fitting(Draft(token_ids=proposed), most)
         return _Guess(draft, source) if draft.token_ids else None
-
-    def _ngram_drafts(self, now: float) -> NgramDrafts:
-        ids, prediction = self._progress.ids, self._request.speculation.prediction
-        shared, memory, texts = self._shared, self.memory, []
-        if prediction:
-            texts.append(NgramIndex(prediction, DraftSource.PREDICTION, len(prediction)))
-        if self._reads_own:
-            texts.append(NgramIndex(ids, DraftSource.NGRAM, len(ids)))
-            texts += memory.texts(now) if memory else ()
-        acceptance = memory.acceptance if memory else shared.ngram_acceptance
-        return NgramDrafts(ids, texts, acceptance, self._ngram_length)
-
-    def _ngram_length(self, rates: Iterable[float], most: int) -> int:
-        return self._shared.best_length(rates, most, beside=self._lengths.speed)[0]
 
     def _model_length(self, now: float) -> int:
         """Tokens to ask of the draft model; 0 = none."""
@@ -271,41 +259,35 @@ class SpeculativeRounds:
 
         A draft with logits keeps its end id, as its last token.
         """
-        known = sys.maxsize if self._vocab_size is None else self._vocab_size
-        end_id = self._request.end_id
-        fits = takewhile(lambda t: 0 <= t < known and t != end_id, draft.token_ids[:count])
-        ids = tuple(fits)
-        logits = draft.logits
-        if logits is None:
+        capacity, end_id = self._shared.target_capacity, self._request.end_id
+        known = (capacity and capacity.vocab_size) or sys.maxsize
+        cut = draft.token_ids[:count]
+        ids = tuple(takewhile(lambda t: 0 <= t < known and t != end_id, cut))
+        if draft.logits is None:
             return Draft(token_ids=ids)
-        if len(ids) < len(draft.token_ids[:count]) and draft.token_ids[len(ids)] == end_id:
-            ids = draft.token_ids[: len(ids) + 1]
-        return Draft(token_ids=ids, logits=logits[: len(ids)])
+        if len(ids) < len(cut) and cut[len(ids)] == end_id:
+            ids = cut[: len(ids) + 1]
+        return Draft(token_ids=ids, logits=draft.logits[: len(ids)])
 
     # --- verifying ----------------------------------------------------------------------------
 
     def _verify(self, now: float) -> Action:
         """Verify the guess; without one, ask for a single token."""
-        if self._round_over is not None:
-            overhead = now - self._round_over - self._draft_wait
-            self._shared.overhead_times.add(0, overhead)
+        if self._overhead_since is not None:
+            self._shared.overhead_times.add(0, now - self._overhead_since)
         self.state = State.VERIFYING
-        self._figures.begin_request()
         draft = self._guess.draft if self._guess else None
         if draft is None or not draft.token_ids:
-            return Verify(self._requests.plain(self._progress, 1, False))
-        return Verify(self._requests.verify(self._progress, draft), self._begin_early(draft, now))
-
-    def _begin_early(self, draft: Draft, now: float) -> EngineRequest | None:
-        """Let the draft model guess the target's own token after ``draft``, and what follows."""
-        guessed = draft.token_ids
-        if self._options.overlap is False or self._progress.remaining <= len(guessed) + 2:
-            return None
-        count = self._model_length(now)
-        if not count or not self._lengths.overlaps(len(guessed)):
-            return None
-        self._early = True
-        return self._requests.draft(self._progress, guessed, count + 1)
+            return Verify(self._progress.ask_target(1))
+        guessed, early = draft.token_ids, None
+        request = self._progress.ask_target(len(guessed) + 1, draft=draft)
+        # The draft model may guess the target's own token after the draft, and what follows.
+        if self._options.overlap is not False and self._progress.remaining > len(guessed) + 2:
+            count = self._model_length(now)
+            if count and self._lengths.overlaps(len(guessed)):
+                self._early = True
+                early = self._progress.ask_draft(guessed, count + 1)
+        return Verify(request, early)
 
     def verified(self, chunk: EngineChunk, now: float) -> EngineChunk:
         """The target's answer to ``Verify``; the part of it that belongs to the answer."""
@@ -316,7 +298,7 @@ class SpeculativeRounds:
         accepted, kept = self._progress.take_round(
             drafted, chunk.token_ids, chunk.finish_reason, shows_end=shows_end
         )
-        self._round_over, self._draft_wait = now, 0.0
+        self._overhead_since = now
         if later:
             shared = self._shared
             times = shared.overlapped_times if self._early else shared.verify_times
@@ -328,7 +310,7 @@ class SpeculativeRounds:
             self.state = State.EARLY
         else:
             self._drop_early()
-        return self._entered(chunk, kept)
+        return self._progress.chunk(chunk, kept, self.stats)
 
     def refused(self, now: float) -> None:
         """The target takes no drafts; were it broken, plain decoding would say so now."""
@@ -359,59 +341,53 @@ class SpeculativeRounds:
     # --- plain decoding -----------------------------------------------------------------------
 
     def _decode(self, now: float) -> Action:
+        """Ask for tokens without a draft, in a stream that may be left if guesses may pay again."""
         progress = self._progress
-        self.state = State.DECODING
-        self._stretch, streaming = self._stretch_length()
-        self._watch = Stopwatch(now, reads_prompt=progress.generated == 0)
-        self._figures.begin_request()
-        self._round_over = None
-        self._stretch_is_rest = self._stretch >= progress.remaining
-        request = self._requests.plain(progress, self._stretch, streaming)
-        return Decode(request, rest=self._stretch_is_rest)
-
-    def _stretch_length(self) -> tuple[int, bool]:
-        """How many tokens to ask for, and whether as a stream, which can be left half-way."""
-        progress = self._progress
-        if self._shared.one_step:
-            return 1, False
-        no_guesses = self._lengths.never or (self._model_given_up and not self._ngrams_used)
-        if no_guesses or self._shared.draining or not progress.max_draft:
-            return progress.remaining, self._request.streaming
+        count, streaming = progress.remaining, True
         pause = self._lengths.paused_until - progress.generated
-        if not self._model_given_up and pause > 0:
-            return progress.stretch(pause), True
-        return progress.remaining, True
+        no_guesses = self._model_given_up and not self._ngrams_used
+        no_guesses = no_guesses or self._lengths.ceiling < 1 or self._shared.draining
+        if self._shared.one_step:
+            count, streaming = 1, False
+        elif no_guesses or not progress.max_draft:
+            streaming = self._request.streaming
+        elif not self._model_given_up and pause > 0:
+            count = progress.plain_tokens(pause)
+        self.state = State.DECODING
+        self._overhead_since = None
+        self._watch = Stopwatch(now if progress.generated else None)
+        request = progress.ask_target(count, streaming=streaming)
+        self._plain = Decode(request, rest=count >= progress.remaining)
+        return self._plain
 
     def decoded(self, chunk: EngineChunk, now: float) -> EngineChunk:
-        """A chunk of the plain stretch; the part of it that belongs to the answer."""
+        """A chunk of the plain request; the part of it that belongs to the answer."""
+        progress, reason = self._progress, chunk.finish_reason
         self._watch.add(len(chunk.token_ids), now)
-        kept = self._progress.append(chunk.token_ids)
-        if chunk.final:
-            self._end_stretch(chunk.finish_reason)
-        return self._entered(chunk, kept)
+        kept = progress.append(chunk.token_ids)
+        if chunk.final and progress.finish is None:
+            # The target has ended its request: that ends the answer, unless all was given.
+            has_reason = reason not in (None, FinishReason.LENGTH)
+            if has_reason or self._watch.tokens < self._plain.request.max_tokens:
+                progress.finish = reason or FinishReason.END_ID
+        return progress.chunk(chunk, kept, self.stats)
 
     def may_leave(self, now: float) -> bool:
-        """Whether the plain stretch should be left: the answer has ended, or a guess may pay."""
+        """Whether the plain request should be left: the answer has ended, or a guess may pay."""
         if self._progress.finish is not None:
             return True
         if self._shared.draining:
-            return not self._stretch_is_rest
+            return not self._plain.rest
         if not self._lengths.most() or not self._progress.max_draft:
             return False
         return self._model_length(now) > 0 or self._look_up(now) is not None
 
     def stopped(self) -> None:
-        """The plain stretch is over, or was left."""
+        """The plain request is over, or was left."""
         seconds = self._watch.seconds_per_token()
         if seconds is not None:
             self._shared.plain_times.add(0, seconds)
         self.state = State.READY
-
-    def _end_stretch(self, reason: FinishReason | None) -> None:
-        """The target ended its request: find out whether it ended the answer."""
-        has_reason = reason not in (None, FinishReason.LENGTH)
-        if self._progress.finish is None and (has_reason or self._watch.tokens < self._stretch):
-            self._progress.finish = reason or FinishReason.END_ID
 
     # --- the answer ---------------------------------------------------------------------------
 
@@ -420,6 +396,3 @@ class SpeculativeRounds:
         """The complete answer; nothing before its end."""
         ids = self._progress.ids
         return ids[len(self._request.input_ids) :] if self._progress.finish is not None else []
-
-    def _entered(self, chunk: EngineChunk, kept: int) -> EngineChunk:
-        return self._figures.add(chunk, kept, self._progress.finish, self.stats)

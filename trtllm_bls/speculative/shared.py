@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import inf
 
 from trtllm_bls.speculative.cost_model import Acceptance, RunningTimes
-from trtllm_bls.speculative.memory import DraftMemory
-from trtllm_bls.speculative.ngrams import NgramAcceptance
+from trtllm_bls.speculative.ngrams import DraftMemory, NgramAcceptance
+from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.types import EngineCapacity
 
 DRAFT_COOL_DOWN_S = 5.0
@@ -26,6 +27,15 @@ FIRST_LENGTH = 2  # of a draft, before any cost is known
 # Of a round over plain decoding, for n-grams, which nearly always match somewhere. Asking for less
 # makes twice as many rounds, each with CPU of its own, for 1 % in all.
 NGRAM_GAIN = 1.1
+FIRST_PAUSE = 64  # plain tokens before drafting is tried again; doubles while it does not pay
+LONGEST_PAUSE = 256
+# One pausing request in 8 drafts again after 16 tokens. Otherwise answers shorter than the pause
+# would never show that drafting has begun to pay.
+EARLY_INTERVAL, EARLY_PAUSE = 8, 16
+# Measuring overlap takes rounds with and without it. Of the first 8 rounds every second one
+# overlaps; later, one round in 16 does the opposite of the better choice.
+TRIAL_ROUNDS, TRIAL_INTERVAL = 8, 16
+PROBE = 2  # tokens drafted to see whether acceptance has changed
 
 
 @dataclass
@@ -118,4 +128,87 @@ class SpeculationShared:
 
     def pause_draft(self, now: float, *, for_ever: bool = False) -> None:
         """Ask the draft nothing for a while, so that not every request waits for its deadline."""
-        self._draft_off_until = float("inf") if for_ever else now + DRAFT_COOL_DOWN_S
+        self._draft_off_until = inf if for_ever else now + DRAFT_COOL_DOWN_S
+
+
+class DraftLength:
+    """How many tokens to draft next, within what options and engine allow.
+
+    ``paused_until``: the number of generated tokens before which ``length`` stays 0. ``speed``:
+    tokens per second by the length that was chosen last; infinite until that has been measured.
+    ``ceiling``: the longest draft at any load.
+    """
+
+    def __init__(self, options: SpeculationOptions, shared: SpeculationShared) -> None:
+        self._options = options
+        self._shared = shared
+        self._acceptance = Acceptance(shared.model_acceptance.rate)
+        self._pause = 0  # length of the current or last pause; 0: none since drafting paid off
+        self.paused_until = 0
+        self.speed = 0.0
+        capacity = shared.target_capacity
+        engine_most = capacity.max_draft_tokens if capacity else None
+        limits = options.max_draft_tokens, options.num_draft_tokens, engine_most
+        self.ceiling = min(limit for limit in limits if limit is not None)
+
+    def most(self) -> int:
+        """The longest draft allowed at this load, of any source, whatever it is worth."""
+        if self._options.num_draft_tokens is not None:
+            return self.ceiling
+        in_flight = self._shared.in_flight
+        rows = (most for requests, most in self._options.load_schedule if in_flight <= requests)
+        return min(self.ceiling, next(rows, 0))
+
+    def length(self, generated: int, room: int) -> int:
+        """Tokens to draft after ``generated`` ones, at most ``room``; 0 = decode plainly."""
+        self.speed = 0.0
+        most = min(room, self.most())
+        if most < 1 or generated < self.paused_until:
+            return 0
+        if self._options.num_draft_tokens is not None:
+            return most
+        best = self._best(most)
+        if best == 0 and self._pause == 0:
+            early = self._shared.pauses % EARLY_INTERVAL == 0
+            self._shared.pauses += 1
+            self._rest(generated, EARLY_PAUSE if early else FIRST_PAUSE)
+        elif best == 0:
+            return min(PROBE, most)
+        return best
+
+    def overlaps(self, length: int) -> bool:
+        """Whether the draft model should work on while the target verifies ``length`` tokens.
+
+        Where that is measured, some rounds do the opposite, so that both times stay known. With
+        many requests in flight there is no overlap: drafts in vain would take time from others.
+        """
+        shared = self._shared
+        if self._options.overlap is not None:
+            return self._options.overlap
+        if shared.in_flight > max(self._options.load_schedule[0][0], 1):
+            return False
+        shared.overlap_rounds += 1
+        if shared.overlap_rounds <= TRIAL_ROUNDS:
+            return shared.overlap_rounds % 2 == 0
+        gains = shared.overlap_gains(self._acceptance.rate, length)
+        return bool(gains) != (shared.overlap_rounds % TRIAL_INTERVAL == 0)
+
+    def add_round(self, drafted: int, accepted: int, generated: int) -> None:
+        """Learn from a round that ended at ``generated`` tokens."""
+        self._acceptance.add(drafted, accepted)
+        self._shared.model_acceptance.add(drafted, accepted)
+        if self._pause == 0:
+            return
+        if self._best(max(1, self.most())):
+            self._pause = 0
+        else:
+            self._rest(generated, min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE))
+
+    def _best(self, most: int) -> int:
+        rates = repeat(self._acceptance.rate)
+        best, self.speed = self._shared.best_length(rates, most, by_model=True)
+        return best
+
+    def _rest(self, generated: int, tokens: int) -> None:
+        self._pause = tokens
+        self.paused_until = generated + tokens

@@ -15,8 +15,7 @@ from contextlib import aclosing
 from trtllm_bls.engines.base import ChunkStream, Engine, TaskChunks
 from trtllm_bls.engines.routing.speculative import SpeculativeRun
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
-from trtllm_bls.speculative.options import SpeculationOptions
-from trtllm_bls.speculative.round_requests import check_speculative
+from trtllm_bls.speculative.options import SpeculationOptions, check_speculative
 from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import (
     EngineCapacity,
@@ -59,13 +58,13 @@ class RoutingEngine:
         self._on_end = on_end
         self._probing = asyncio.Lock()
         self._probe_failed = False
-        self._verifies = True
-        self._speculates = ""
+        self._unverifiable = ""  # why the target verifies no drafts, if it does not
 
     async def capacity(self) -> EngineCapacity:
         """The target's. One that may end every request after one step is tried, once."""
         capacity = await self.target.capacity()
-        self._verifies, self._speculates = capacity.max_draft_tokens != 0, capacity.speculates
+        why = f"{self.name} verifies no drafts", capacity.speculates
+        self._unverifiable = "" if capacity.max_draft_tokens != 0 else "; ".join(filter(None, why))
         if capacity.one_step is not None:
             self.shared.one_step = capacity.one_step
         elif capacity.may_be_one_step and self.shared.one_step is None:
@@ -77,7 +76,12 @@ class RoutingEngine:
         """See ``Engine.generate``; refuses by name what speculation was asked for but cannot do."""
         options, on_end = None, self._on_end
         if self._by_default or request.speculation != _NOT_ASKED:
-            options = self._speculation(request)
+            options = self._options.for_request(
+                request,
+                by_default=self._by_default,
+                has_draft_model=self._draft is not None,
+                unverifiable=self._unverifiable,
+            )
         if options is None:
             if not self.shared.one_step or request.draft is not None:
                 return self.target.generate(request)
@@ -114,21 +118,6 @@ class RoutingEngine:
         self.shared.one_step = tokens < 2
         if self.shared.one_step:
             log.warning("%s ends every request after one token: asked token by token", self.name)
-
-    def _speculation(self, request: EngineRequest) -> SpeculationOptions | None:
-        """How to speculate; ``None`` for plain decoding. Raises as ``generate`` does."""
-        options = self._options.for_request(
-            request, by_default=self._by_default, has_draft_model=self._draft is not None
-        )
-        if options is None or self._verifies:
-            return options
-        asked = request.speculation
-        explicit = asked.draft_source is not None or asked.num_draft_tokens is not None
-        if not explicit or self._options.ignore_unverifiable:
-            return None
-        field = "draft_source" if asked.num_draft_tokens is None else "num_draft_tokens"
-        why = "; ".join(filter(None, (f"{self.name} verifies no drafts", self._speculates)))
-        raise Unsupported(field, f"cannot be honoured: {why}")
 
     def drain(self) -> None:
         """Speculate no more: what runs in rounds goes on as one plain request to the target."""
