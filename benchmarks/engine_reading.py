@@ -24,7 +24,7 @@ from orchestration import serving
 from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.engines.triton.grpc import GrpcEngine
-from trtllm_bls.engines.trtllm_service.engine import TrtllmServiceEngine
+from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
 from trtllm_bls.types import EngineRequest, Sampling
 
 

@@ -27,8 +27,7 @@ from tests.helpers.scripted_services import (
 from tests.helpers.virtual_time import skipping_waits
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.base import RunningCalls
-from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine, messages
-from trtllm_bls.engines.trtllm_service.engine import ServiceChunks
+from trtllm_bls.engines.trtllm_service import ServiceChunks, TrtllmServiceEngine, messages
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,

@@ -16,8 +16,7 @@ from tests.helpers.scripted_services import (
     EOS,
     answered,
 )
-from trtllm_bls.engines.trtllm_service import messages
-from trtllm_bls.engines.trtllm_service.requests import service_request
+from trtllm_bls.engines.trtllm_service import messages, service_request
 from trtllm_bls.errors import (
     InvalidRequest,
     Unsupported,

@@ -33,9 +33,12 @@ from tests.helpers.scripted_services import (
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.routing import ReplicatedEngine
-from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine, messages
-from trtllm_bls.engines.trtllm_service.answers import ServiceAnswer
-from trtllm_bls.engines.trtllm_service.requests import service_request
+from trtllm_bls.engines.trtllm_service import (
+    ServiceAnswer,
+    TrtllmServiceEngine,
+    messages,
+    service_request,
+)
 from trtllm_bls.errors import EngineError, EngineUnavailable
 from trtllm_bls.grpc_client import GrpcChannel
 from trtllm_bls.tokenizer import load_tokenizer

@@ -71,7 +71,7 @@ async def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not(
 ) -> None:
     """By whoever tells of readiness; both addresses must be ill, where there are two."""
     # An answer is believed for a second, which this test would wait for three times.
-    monkeypatch.setattr("trtllm_bls.engines.trtllm_service.engine._HEALTH_SECONDS", 0.02)
+    monkeypatch.setattr("trtllm_bls.engines.trtllm_service._HEALTH_SECONDS", 0.02)
 
     async def problem_of(deployment: Deployment, ill: bool) -> str | None:
         async def known() -> bool:

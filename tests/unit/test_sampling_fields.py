@@ -18,7 +18,7 @@ from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.llm_api import LlmApiEngine
 from trtllm_bls.engines.sampling import TokenSampler
-from trtllm_bls.engines.trtllm_service.requests import service_request
+from trtllm_bls.engines.trtllm_service import service_request
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.stopping import StoppingCriteria

@@ -66,6 +66,11 @@ class GrpcError(Exception):
         self.status = status
         self.details = details
 
+    @property
+    def unreachable(self) -> bool:
+        """Whether the server could not be asked or did not answer, whatever the request was."""
+        return self.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+
 
 class ProtocolError(Exception):
     """The server broke HTTP/2; the connection cannot go on."""

@@ -95,7 +95,7 @@ class GrpcEngine:
     def failure(self, error: GrpcError) -> EngineError:
         """A call's status as an engine's error."""
         details = f"{self.name} at {self._url}: {error.details.removeprefix(f'{self._url}: ')}"
-        if error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"):
+        if error.unreachable:
             return EngineUnavailable(details)
         return EngineError(details)
 

@@ -17,7 +17,6 @@ from trtllm_bls.types import Array
 from trtllm_bls.wire.engine_client import is_final, output_arrays, packed_infer_message
 
 _SERVICE = "/inference.GRPCInferenceService/"
-_LOST = ("UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED")
 
 
 def as_array(name: str, value: Any) -> Array:
@@ -116,7 +115,7 @@ def _packed(
 
 
 def _failure(model: str, error: GrpcError) -> Exception:
-    if error.status in _LOST:
+    if error.unreachable:
         return EngineUnavailable(f"{model}: {error.details}")
     hint = "; use request.stream" if "decoupled transaction policy" in error.details else ""
     return _named(model, from_wire(error.details + hint))
