@@ -12,14 +12,21 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.answer import Answer, TextRules
 from trtllm_bls.engines.base import ChunkStream, Engine
-from trtllm_bls.errors import CancelCause, EngineError, InvalidRequest, Overloaded, Unsupported
+from trtllm_bls.errors import (
+    CancelCause,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    Unsupported,
+)
 from trtllm_bls.prompts import Prompt, PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import (
@@ -39,9 +46,11 @@ from trtllm_bls.types import (
 )
 
 if sys.version_info >= (3, 11):
-    from asyncio import Timeout, timeout_at
+    from asyncio import Timeout
+    from asyncio import timeout as timeout
 else:
-    from async_timeout import Timeout, timeout_at
+    from async_timeout import Timeout
+    from async_timeout import timeout as timeout
 
 
 _GREEDY = Sampling()  # of nearly every request that asks for nothing
@@ -97,7 +106,7 @@ class Orchestrator:
         admission: Admission | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
+        self.prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
         self._engine = engine
         self._defaults = defaults
         self.admission = admission or Admission(sys.maxsize, 0, None)
@@ -114,7 +123,7 @@ class Orchestrator:
     @property
     def queued(self) -> int:
         """Requests that the engine has not been given; any thread may ask."""
-        return sum(not record.running for record in self._open.copy())
+        return sum(not record.begun for record in self._open.copy())
 
     @property
     def tokens(self) -> int:
@@ -130,11 +139,7 @@ class Orchestrator:
         Raises ``InvalidRequest``.
         """
         self._check(request)
-        return self._prompts.make(request, None, _give_way).ids
-
-    def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
-        """Tokenise, as a batch, prompts of requests that are about to be run; on any thread."""
-        self._prompts.encode_ahead(requests)
+        return self.prompts.make(request, None, _give_way).ids
 
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
@@ -156,35 +161,37 @@ class Orchestrator:
         says why, by a ``CancelCause`` as the message of ``Task.cancel``. ``on_prompt`` is given the
         number of the prompt's tokens before the engine gets the request.
         """
-        record = _RequestRecord(request, sink, asyncio.get_running_loop().time, on_prompt)
+        record = _RequestRecord(request, sink)
         self._open.add(record)
+        ended_by: BaseException | None = None
         try:
-            await self._run(request, record)
+            await self._run(request, record, on_prompt)
         except BaseException as error:
-            self._over(record, error)
+            ended_by = error
             raise
-        self._over(record, None)
+        finally:
+            self._open.discard(record)
+            self._tokens += record.tokens
+            if self._on_end is not None:
+                self._on_end(record.stats(ended_by))
+            ended_by = None  # whose traceback refers to this frame: a reference cycle
 
-    def _over(self, record: _RequestRecord, error: BaseException | None) -> None:
-        self._open.discard(record)
-        self._tokens += record.tokens
-        if self._on_end is not None:
-            self._on_end(record.stats(error))
-
-    async def _run(self, request: TextRequest, record: _RequestRecord) -> None:
+    async def _run(
+        self, request: TextRequest, record: _RequestRecord, on_prompt: Callable[[int], None]
+    ) -> None:
         self._check(request)
         sequences = request.num_return_sequences
         seconds = self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
-        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         answer: Answer | None = None
         stream: ChunkStream | None = None
-        time_limit = timeout_at(deadline)
+        time_limit = timeout(seconds)
         try:
             async with time_limit, self.admission.acquire(sequences):
                 capacity = await self._engine.capacity()
                 prompt = await self._prompt(request, capacity)
                 asked, answer = self._prepared(request, prompt, capacity)
-                record.begin(len(prompt.ids), answer, asked.streaming)
+                on_prompt(len(prompt.ids))
+                record.begin(asked, answer)
                 stream = self._engine.generate(asked)
                 await self._drive(stream, answer, record)
         except (asyncio.CancelledError, Exception) as error:
@@ -208,7 +215,7 @@ class Orchestrator:
         try:
             while not answer.must_cancel:
                 await stream.wait()
-                await record.ready()
+                await record.sink.ready()
                 chunks = stream.take()
                 if not chunks:
                     break
@@ -246,10 +253,10 @@ class Orchestrator:
         if capacity.max_sequence_tokens is not None:  # at least one new token has to fit
             room = capacity.max_sequence_tokens - 1
             longest = room if longest is None else min(longest, room)
-        if request.text_ids is None and self._prompts.is_long(request):
+        if request.text_ids is None and self.prompts.is_long(request):
             # On the event loop, tokenising a long text would hold up every other stream.
-            return await asyncio.to_thread(self._prompts.make, request, longest, _give_way)
-        return self._prompts.make(request, longest)
+            return await asyncio.to_thread(self.prompts.make, request, longest, _give_way)
+        return self.prompts.make(request, longest)
 
     def _prepared(
         self, request: TextRequest, prompt: Prompt, capacity: EngineCapacity
@@ -318,46 +325,66 @@ class Orchestrator:
         return asked, Answer(request, rules, detokenizers)
 
 
-class _RequestRecord:
-    """Passes the chunks of one request on to ``sink``, and notes what ``RequestStats`` tells.
+class RequestTimes:
+    """When a request came, began and was answered, by the clock of the running event loop."""
 
-    ``clock`` gives seconds; it is read once per response.
-    """
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._arrived_at = self._clock()
+        self._begun_at: float | None = None
+        self._first_at = self._last_at = self._longest_gap = 0.0
+        self.responses = 0
 
-    def __init__(
-        self,
-        request: TextRequest,
-        sink: TextSink,
-        clock: Callable[[], float],
-        on_prompt: Callable[[int], None],
-    ) -> None:
-        self._on_prompt = on_prompt
-        self.ready: Callable[[], Coroutine[Any, Any, None]] = sink.ready
-        self.running = False  # the engine was given the request
-        self._streams = False  # the engine gives token by token
+    @property
+    def begun(self) -> bool:
+        """Whether its work was begun, rather than waiting for a place."""
+        return self._begun_at is not None
+
+    def note_begin(self) -> None:
+        """The request does not wait any more."""
+        self._begun_at = self._clock()
+
+    def note_response(self) -> None:
+        """A response leaves."""
+        now = self._clock()
+        if not self.responses:
+            self._first_at = now
+        elif now - self._last_at > self._longest_gap:
+            self._longest_gap = now - self._last_at
+        self._last_at = now
+        self.responses += 1
+
+    def add_to(self, stats: RequestStats, streamed: bool) -> None:
+        """Add the times of a request that is over; ``streamed``: its responses show its pace."""
+        stats.responses = self.responses
+        stats.duration_s = self._clock() - self._arrived_at
+        stats.queue_s = self._begun_at - self._arrived_at if self._begun_at is not None else None
+        if streamed and self.responses:
+            stats.ttft_s = self._first_at - self._arrived_at
+            stats.longest_gap_s = self._longest_gap if self.responses > 1 else None
+
+
+class _RequestRecord(RequestTimes):
+    """Passes the chunks of one request on to ``sink``, and notes what ``RequestStats`` tells."""
+
+    def __init__(self, request: TextRequest, sink: TextSink) -> None:
+        super().__init__()
+        self.sink = sink
         self._request = request
-        self._send = sink.send
-        self._clock = clock
-        self._arrived_at = clock()
-        self._begun_at = self._first_at = self._last_at = self._arrived_at
-        self._longest_gap = 0.0
-        self._responses = 0
-        self._prompt_tokens = 0
+        self._asked: EngineRequest | None = None
         self._answer: Answer | None = None
         self._endings: list[Ending] = []
 
-    def begin(self, prompt_tokens: int, answer: Answer, streams: bool) -> None:
-        """The engine is about to be given the request. ``streams``: it gives token by token."""
-        self._prompt_tokens, self._answer = prompt_tokens, answer
-        self._on_prompt(prompt_tokens)
-        self._begun_at = self._clock()
-        self.running, self._streams = True, streams
+    def begin(self, asked: EngineRequest, answer: Answer) -> None:
+        """The engine is about to be given the request."""
+        self._asked, self._answer = asked, answer
+        self.note_begin()
 
     @property
     def waits(self) -> bool:
         """Whether no token has come yet. An answer that the engine gives in one piece shows none
         before its end, so its request runs as soon as the engine was given it."""
-        return not self.running or (self._streams and not self.tokens)
+        return self._asked is None or (self._asked.streaming and not self.tokens)
 
     @property
     def tokens(self) -> int:
@@ -366,16 +393,10 @@ class _RequestRecord:
 
     def send(self, chunk: TextChunk) -> None:
         """Pass a chunk on."""
-        now = self._clock()
-        if not self._responses:
-            self._first_at = now
-        elif now - self._last_at > self._longest_gap:
-            self._longest_gap = now - self._last_at
-        self._last_at = now
-        self._responses += 1
+        self.note_response()
         if chunk.ending is not None:
             self._endings.append(chunk.ending)
-        self._send(chunk)
+        self.sink.send(chunk)
 
     def stats(self, error: BaseException | None) -> RequestStats:
         """The figures of the request, which is over; ``error`` is what ended it, if one did."""
@@ -385,29 +406,26 @@ class _RequestRecord:
             outcome, reason = outcome_of(error)
         elif any(ending.finish_reason is FinishReason.TIMEOUT for ending in endings):
             outcome, reason = Outcome.CANCELLED, CancelCause.DEADLINE.value
-        begun = request.stream and tokens > 0 and self._responses > 0
-        gaps = tokens / request.num_return_sequences - 1
-        span = self._last_at - self._first_at
-        return RequestStats(
+        stats = RequestStats(
             request_id=request.request_id,
             outcome=outcome,
             reason=reason,
             error=str(error)[:MOST_CHARACTERS] if isinstance(error, Exception) else None,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=len(self._asked.input_ids) if self._asked is not None else 0,
             completion_tokens=tokens,
             sequences=request.num_return_sequences,
-            responses=self._responses,
-            duration_s=self._clock() - self._arrived_at,
-            queue_s=self._begun_at - self._arrived_at if self.running else None,
-            ttft_s=self._first_at - self._arrived_at if begun else None,
-            inter_token_s=span / gaps if begun and gaps > 0 else None,
-            longest_gap_s=self._longest_gap if begun and self._responses > 1 else None,
             # A request that is speculated has one sequence.
             speculation=endings[0].speculation if endings else None,
             traceparent=request.traceparent,
             api=request.api,
             prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
         )
+        streamed = request.stream and tokens > 0
+        self.add_to(stats, streamed)
+        gaps = tokens / request.num_return_sequences - 1
+        if streamed and self.responses and gaps > 0:
+            stats.inter_token_s = (self._last_at - self._first_at) / gaps
+        return stats
 
 
 def has_expired(limit: Timeout) -> bool:
@@ -441,8 +459,7 @@ def _with_seed(request: TextRequest) -> TextRequest:
 
 def stats_of_refusal(request_id: str, error: Exception) -> RequestStats:
     """The figures of a request that ended before it could be read."""
-    outcome, reason = outcome_of(error)
-    text = str(error)[:MOST_CHARACTERS]
+    (outcome, reason), text = outcome_of(error), str(error)[:MOST_CHARACTERS]
     return RequestStats(request_id=request_id, outcome=outcome, reason=reason, error=text)
 
 
@@ -452,6 +469,8 @@ def outcome_of(error: BaseException) -> tuple[Outcome, str]:
         causes = {cause.value: cause for cause in CancelCause}
         cause = causes.get(str(error.args[0]) if error.args else "", CancelCause.CALLER_LEFT)
         return Outcome.CANCELLED, cause.value
+    if isinstance(error, DeadlineExceeded):
+        return Outcome.CANCELLED, CancelCause.DEADLINE.value
     if isinstance(error, InvalidRequest):
         # The reason is a label of metrics. With the place in a list ("stop_words[7]") callers
         # could make as many series as they like.

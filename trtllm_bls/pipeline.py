@@ -5,28 +5,19 @@ same ``LLM`` to any asyncio program. ``testing`` runs a model without Triton.
 """
 
 from trtllm_bls.services import testing
-from trtllm_bls.services.llm import LLM, Step, Steps, connect
-from trtllm_bls.services.streaming_model import (
+from trtllm_bls.services.pipeline import (
+    LLM,
     EngineError,
     InvalidRequest,
     PipelineDeployment,
     Request,
     Response,
+    Step,
+    Steps,
     StreamingModel,
     Tensor,
+    connect,
 )
 
-__all__ = [
-    "LLM",
-    "EngineError",
-    "InvalidRequest",
-    "PipelineDeployment",
-    "Request",
-    "Response",
-    "Step",
-    "Steps",
-    "StreamingModel",
-    "Tensor",
-    "connect",
-    "testing",
-]
+__all__ = ["LLM", "EngineError", "InvalidRequest", "PipelineDeployment", "Request", "Response"]
+__all__ += ["Step", "Steps", "StreamingModel", "Tensor", "connect", "testing"]

@@ -24,6 +24,7 @@ from trtllm_bls.http.guard import accepting
 from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.exchange import Outbox, run_all
 from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.prompts import PromptMaker
 from trtllm_bls.types import TextRequest
 
 COMPLETIONS = "/v1/completions"
@@ -105,7 +106,7 @@ def test_the_long_work_of_one_request_is_done_beside_the_loop(
     at: dict[str, set[threading.Thread]] = {"loop": set(), "tokenised": set(), "written": set()}
     run, encode_ahead, whole = (
         Orchestrator.run,
-        Orchestrator.encode_ahead,
+        PromptMaker.encode_ahead,
         CompletionResponse.whole,
     )
 
@@ -113,7 +114,7 @@ def test_the_long_work_of_one_request_is_done_beside_the_loop(
         at["loop"].add(threading.current_thread())
         await run(self, *arguments)
 
-    def encoding(self: Orchestrator, requests: Iterable[TextRequest]) -> None:
+    def encoding(self: PromptMaker, requests: Iterable[TextRequest]) -> None:
         at["tokenised"].add(threading.current_thread())
         encode_ahead(self, requests)
 
@@ -122,7 +123,7 @@ def test_the_long_work_of_one_request_is_done_beside_the_loop(
         return whole(self)
 
     monkeypatch.setattr(Orchestrator, "run", running)
-    monkeypatch.setattr(Orchestrator, "encode_ahead", encoding)
+    monkeypatch.setattr(PromptMaker, "encode_ahead", encoding)
     monkeypatch.setattr(CompletionResponse, "whole", writing)
     api, _ = connect()
     body = {"model": MODEL, "prompt": [PROMPT] * 3, "n": 2, "logprobs": 1, "max_tokens": 4}

@@ -195,7 +195,7 @@ async def _run_prompts(
     runs = []
     if len(requests) > 1:
         # On the event loop, tokenising hundreds of prompts would hold up every stream.
-        await asyncio.to_thread(orchestrator.encode_ahead, requests)
+        await asyncio.to_thread(orchestrator.prompts.encode_ahead, requests)
     turn = asyncio.Lock()
 
     async def ready() -> None:

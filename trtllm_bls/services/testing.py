@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,12 +29,11 @@ import numpy as np
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.triton.other_models import OtherModels, as_array
 from trtllm_bls.errors import EngineError
-from trtllm_bls.orchestrator import TextSink
+from trtllm_bls.orchestrator import Defaults, Orchestrator, TextSink
 from trtllm_bls.parameters import BlsParameters
-from trtllm_bls.services.llm import LLM
+from trtllm_bls.services.pipeline import LLM, PipelineDeployment, StreamingModel
 from trtllm_bls.services.request_metrics import RequestMetrics
 from trtllm_bls.services.request_reports import RequestLog, RequestReports
-from trtllm_bls.services.streaming_model import PipelineDeployment, StreamingModel
 from trtllm_bls.types import Ending, FinishReason, TextChunk, TextRequest, TokenText
 
 FINAL = 1
@@ -162,20 +160,17 @@ class Ask:
             raise self._triton.breach("two sends at once")
         try:
             self.on_send(response)
-            self._receive(response, final=flags == FINAL)
+            with self._changed:
+                if self._closed:
+                    raise self._triton.breach("send after FINAL")
+                if response is not None:
+                    self._take(response, flags == FINAL)
+                elif flags != FINAL:
+                    raise self._triton.breach("an empty send without FINAL")
+                self._closed = flags == FINAL
+                self._changed.notify_all()
         finally:
             self._sending.release()
-
-    def _receive(self, response: InferenceResponse | None, final: bool) -> None:
-        with self._changed:
-            if self._closed:
-                raise self._triton.breach("send after FINAL")
-            if response is not None:
-                self._take(response, final)
-            elif not final:
-                raise self._triton.breach("an empty send without FINAL")
-            self._closed = final
-            self._changed.notify_all()
 
     def _take(self, response: InferenceResponse, final: bool) -> None:
         if response.has_error():
@@ -211,13 +206,15 @@ class FakeTriton:
         self.batched = batched
         self.broken: list[str] = []
         self.lines: list[tuple[str, str]] = []
-        levels = {f"log_{level}": partial(self._log, level) for level in ("info", "warn", "error")}
-        self.Logger = SimpleNamespace(**levels)
+        self.Logger = SimpleNamespace(
+            log_info=lambda text: self.lines.append(("info", text)),
+            log_warn=lambda text: self.lines.append(("warn", text)),
+            log_error=self._log_error,
+        )
 
-    def _log(self, level: str, text: str) -> None:
-        self.lines.append((level, text))
-        if level == "error":
-            sys.stderr.write(f"{text}\n")  # which a test shows when it fails
+    def _log_error(self, text: str) -> None:
+        self.lines.append(("error", text))
+        sys.stderr.write(f"{text}\n")  # which a test shows when it fails
 
     def breach(self, rule: str) -> Exception:
         self.broken.append(rule)
@@ -252,7 +249,7 @@ class Model:
         return ask
 
 
-class ScriptedLLM:
+class ScriptedLLM(Orchestrator):
     """Plays an orchestrator whose every answer is ``pieces``: a text is a token, an exception a
     failure, ``None`` a wait that only a cancellation ends. ``live``: answers that run;
     ``requests``: all so far."""
@@ -262,7 +259,7 @@ class ScriptedLLM:
         self.live = 0
         self.requests: list[TextRequest] = []
 
-    async def run(self, request: TextRequest, sink: TextSink) -> None:
+    async def run(self, request: TextRequest, sink: TextSink, *_: object) -> None:
         """See ``Orchestrator.run``."""
         self.requests.append(request)
         self.live += 1
@@ -279,8 +276,7 @@ class ScriptedLLM:
                 text = str(piece)
                 token = TokenText(number, text.encode(), None)
                 sink.send(TextChunk(text, tokens=(token,)))
-            count = len(pieces)
-            ending = Ending(finish_reason=reason, prompt_tokens=1, completion_tokens=count)
+            ending = Ending(finish_reason=reason, prompt_tokens=1, completion_tokens=len(pieces))
             sink.send(TextChunk("", ending=ending, tokens=()))
         finally:
             self.live -= 1
@@ -324,7 +320,8 @@ def serving(
 
     class Deployment(PipelineDeployment):
         def __init__(self, parameters: BlsParameters, pb_utils: Any, model_name: str) -> None:
-            self.open, self.timeout_s = set(), parameters.request_timeout_seconds or None
+            self.open = set()
+            self.defaults = Defaults(timeout_s=parameters.request_timeout_seconds or None)
             self.admission = Admission(parameters.max_running, parameters.max_queued, None)
             self.reports = RequestReports(RequestMetrics(), [RequestLog().add])
 

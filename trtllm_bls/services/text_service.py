@@ -64,7 +64,7 @@ class TextService:
                 found[call] = self._requests(call)
         room = max(0, self._orchestrator.admission.room)  # the others will be refused
         requests = itertools.chain.from_iterable(found.values())
-        self._orchestrator.encode_ahead(itertools.islice(requests, room))
+        self._orchestrator.prompts.encode_ahead(itertools.islice(requests, room))
         self._read_ahead |= found
 
     def _requests(self, call: Call) -> list[TextRequest]:
