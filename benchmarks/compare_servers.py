@@ -37,9 +37,8 @@ from bench.arguments import parser_of
 from rich.console import Console
 from rich.table import Table
 
-from trtllm_bls.commands.reply import Reply
-from trtllm_bls.commands.servers import Server, TritonTextModel, server_at
-from trtllm_bls.commands.terminal import assignments
+from trtllm_bls.commands.chat import Server, TritonTextModel, server_at
+from trtllm_bls.commands.shared import Reply, assignments
 from trtllm_bls.errors import TrtllmBlsError
 
 if sys.version_info >= (3, 11):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from trtllm_bls.commands.terminal import Interruption, assignments
+from trtllm_bls.commands.shared import Interruption, assignments
 
 ROOT = Path(__file__).parents[2]
 

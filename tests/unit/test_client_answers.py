@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
 from trtllm_bls.client import Event, read_event
-from trtllm_bls.commands.reply import Reply
+from trtllm_bls.commands.shared import Reply
 from trtllm_bls.commands.streaming import JsonDisplay, TextDisplay
 from trtllm_bls.commands.token_ids import TokenAnswer, agrees
 

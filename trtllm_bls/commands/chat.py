@@ -1,7 +1,8 @@
-"""A conversation in the terminal: what the user types, and how answers are shown.
+"""A conversation in the terminal: what the user types, what is sent, and how answers are shown.
 
-What is sent is ``servers``' business. The event loop runs only while an answer comes, so that
-reading a line is plain ``input`` with readline: history, editing, and pasted text of several lines.
+``TritonTextModel`` and ``OpenAIModel`` answer the same conversation with the same events, so that
+the rest does not know which API it talks to. While the user types a line, the event loop waits:
+reading is plain ``input`` with readline, with history, editing, and pasted text of several lines.
 """
 
 from __future__ import annotations
@@ -11,31 +12,43 @@ import contextlib
 import io
 import json
 import re
+import ssl
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+import httpx
 from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
 
-from trtllm_bls.commands.reply import Reply
-from trtllm_bls.commands.servers import Server, server_at
-from trtllm_bls.commands.terminal import (
+from trtllm_bls.client import BLS, Client, Event
+from trtllm_bls.commands.shared import (
     Exit,
     Interruption,
+    Reply,
     complain,
     connection_options,
+    open_client,
     program,
     run,
 )
-from trtllm_bls.errors import TrtllmBlsError
+from trtllm_bls.errors import (
+    ConnectionFailed,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    SettingsError,
+    TrtllmBlsError,
+)
 
+_READY_S = 10.0
 # A model's text may not move the cursor, clear the screen or set the title.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _INDENTED = re.compile(r"\n\s").search
@@ -46,6 +59,9 @@ _COMMANDS = """/help           this list
 /clear          forget the conversation; the system prompt stays
 /exit           leave, as Ctrl-D does
 Ctrl-C interrupts an answer and keeps its text. A pasted text may have several lines."""
+
+# Of a conversation, each with its role and content.
+Messages = Sequence[Mapping[str, str]]
 
 
 @program()
@@ -78,28 +94,21 @@ def main(**given: Any) -> None:
       trtllm-bls chat --url http://127.0.0.1:9000/v1 --system "Answer briefly."
       trtllm-bls chat --temperature 0 --draft-source model --plain
     """
-    run(lambda: _talk(given))
 
+    async def talk() -> Exit:
+        async with server_at(given["url"], given["model"], given) as server:
+            return await Conversation(server, given).talk()
 
-def _talk(given: dict[str, Any]) -> Exit:
-    opened = contextlib.AsyncExitStack()
+    # Not ``asyncio.run``, with which Ctrl-C would not reach ``input``.
     with contextlib.closing(asyncio.new_event_loop()) as loop:
-        at = server_at(given["url"], given["model"], given)
-        server = loop.run_until_complete(opened.enter_async_context(at))
-        try:
-            return Conversation(server, given, loop).talk()
-        finally:
-            loop.run_until_complete(opened.aclose())
+        run(lambda: loop.run_until_complete(talk()))
 
 
 class Conversation:
     """What was said so far, and the loop that asks for more."""
 
-    def __init__(
-        self, server: Server, given: dict[str, Any], loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, server: Server, given: Mapping[str, Any]) -> None:
         self._server = server
-        self._loop = loop
         self._max_tokens = given["max_tokens"]
         names = ("temperature", "top_p", "top_k", "seed", "draft_source")
         self._fields = {name: given[name] for name in names if given[name] is not None}
@@ -107,25 +116,13 @@ class Conversation:
         self._turns: list[dict[str, str]] = []
         self._replies: list[Reply] = []
         self._console = Console(highlight=False)
-        self._rich = self._console.is_terminal and not given["plain"]
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: self._say(_COMMANDS),
-            "/system": self._set_system,
-            "/stats": lambda _: self._stats(),
-            "/save": self._save,
-            "/clear": lambda _: self._clear(),
-        }
+        self._renders = self._console.is_terminal and not given["plain"]
 
-    @property
-    def _messages(self) -> tuple[dict[str, str], ...]:
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        return (*system, *self._turns)
-
-    def talk(self) -> Exit:
+    async def talk(self) -> Exit:
         """Until the user leaves. Without a terminal, the first failure ends it."""
         tty = sys.stdin.isatty()
         if tty:
-            with contextlib.suppress(ImportError):
+            with suppress(ImportError):
                 import readline  # noqa: F401  (input() edits lines with it from then on)
             self._say(f"{self._server.model}; /help lists the commands, Ctrl-D leaves")
         for line in _lines(tty):
@@ -133,29 +130,28 @@ class Conversation:
             if text in ("/exit", "/quit"):
                 break
             command, _, argument = text.partition(" ")
-            if command in self._commands:
-                self._commands[command](argument.strip())
-            elif re.fullmatch(r"/\w+", command):
-                self._say(f"{command} is no command; /help lists them")
+            if re.fullmatch(r"/\w+", command):
+                self._obey(command, argument.strip())
             elif text:
-                failed = self._exchange(line)
+                failed = await self._exchange(line)
                 if failed is not None and not tty:
                     return failed
         return Exit.FINISHED
 
-    # --- one answer ---------------------------------------------------------------------------
-
-    def _exchange(self, text: str) -> Exit | None:
+    async def _exchange(self, text: str) -> Exit | None:
         """Ask, and keep what came; the exit code of a failure."""
         self._turns.append({"role": "user", "content": text})
-        reply, failure = Reply(self._max_tokens), None
+        reply, interruption, failure = Reply(self._max_tokens), Interruption(), None
+        reading = asyncio.create_task(self._read(reply))
         try:
-            if self._loop.run_until_complete(self._answer(reply)):
-                reply.ended_here = "interrupted"
-                self._say("interrupted; the text stays in the conversation")
+            with interruption.cancels(reading), suppress(asyncio.CancelledError):
+                await reading
         except TrtllmBlsError as error:
             failure = complain(error)
         else:
+            if interruption.happened:
+                reply.ended_here = "interrupted"
+                self._say("interrupted; the text stays in the conversation")
             self._replies.append(reply)
         if reply.text:
             self._turns.append({"role": "assistant", "content": reply.text})
@@ -163,19 +159,10 @@ class Conversation:
             self._turns.pop()
         return failure
 
-    async def _answer(self, reply: Reply) -> bool:
-        """Fill ``reply`` and show it; whether the user interrupted it."""
-        work = asyncio.create_task(self._read(reply))
-        interruption = Interruption()
-        with interruption.cancels(work):
-            await asyncio.wait({work})
-        if not work.cancelled():
-            work.result()
-        return interruption.happened
-
     async def _read(self, reply: Reply) -> None:
+        """Fill ``reply`` and show it, until it ends or this task is cancelled."""
         asked = self._server.ask(self._messages, self._max_tokens, self._fields)
-        with self._display(reply) as show, contextlib.suppress(asyncio.CancelledError):
+        with self._display(reply) as show, suppress(asyncio.CancelledError):
             async with aclosing(asked) as events:
                 async for event in events:
                     reply.add(event)
@@ -184,7 +171,7 @@ class Conversation:
     @contextlib.contextmanager
     def _display(self, reply: Reply) -> Iterator[Callable[[str], None]]:
         """Shows the answer as it grows: as Markdown in a terminal, else text as it comes."""
-        if not self._rich:
+        if not self._renders:
             yield lambda text: click.echo(_CONTROLS.sub("", text), nl=False)
             click.echo()
             return
@@ -192,25 +179,34 @@ class Conversation:
             yield lambda _: live.update(_tail(reply.text, self._console), refresh=True)
         self._console.print(_markdown(_CONTROLS.sub("", reply.text)))
 
-    # --- commands -----------------------------------------------------------------------------
+    @property
+    def _messages(self) -> tuple[dict[str, str], ...]:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return (*system, *self._turns)
 
     def _say(self, text: str) -> None:
         self._console.print(Text(text, style="dim"), soft_wrap=True)
 
-    def _set_system(self, text: str) -> None:
-        self._system = text or None
-        self._say("the system prompt is set" if text else "there is no system prompt")
-
-    def _clear(self) -> None:
-        self._turns.clear()
-        self._replies.clear()
-        self._say("the conversation begins anew")
-
-    def _stats(self) -> None:
-        total = sum(reply.completion_tokens or 0 for reply in self._replies)
-        conversation = f"conversation: {len(self._replies)} answers, {total} tokens"
-        last = self._replies[-1].lines() if self._replies else []
-        self._say("\n".join([*last, conversation]))
+    def _obey(self, command: str, argument: str) -> None:
+        match command:
+            case "/help":
+                self._say(_COMMANDS)
+            case "/system":
+                self._system = argument or None
+                self._say("the system prompt is set" if argument else "there is no system prompt")
+            case "/stats":
+                total = sum(reply.completion_tokens or 0 for reply in self._replies)
+                conversation = f"conversation: {len(self._replies)} answers, {total} tokens"
+                last = self._replies[-1].lines() if self._replies else []
+                self._say("\n".join([*last, conversation]))
+            case "/save":
+                self._save(argument)
+            case "/clear":
+                self._turns.clear()
+                self._replies.clear()
+                self._say("the conversation begins anew")
+            case _:
+                self._say(f"{command} is no command; /help lists them")
 
     def _save(self, name: str) -> None:
         if not name:
@@ -227,6 +223,23 @@ class Conversation:
             self._say(f"{name}: cannot be written: {error.strerror}")
         else:
             self._say(f"{len(messages)} messages are in {name}")
+
+
+def _lines(tty: bool) -> Iterator[str]:
+    """What the user types, message by message; Ctrl-C at the prompt drops the line."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # what is not text is refused as a message
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if not tty:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            click.echo()
+            return
+        except KeyboardInterrupt:
+            click.echo("\n(Ctrl-D leaves)")
 
 
 def _markdown(text: str) -> Markdown:
@@ -251,25 +264,170 @@ def _markdown(text: str) -> Markdown:
     return shown
 
 
-def _lines(tty: bool) -> Iterator[str]:
-    """What the user types, message by message; Ctrl-C at the prompt drops the line."""
-    if isinstance(sys.stdin, io.TextIOWrapper):  # what is not text is refused as a message
-        sys.stdin.reconfigure(errors="surrogateescape")
-    if not tty:
-        yield from (line.rstrip("\n") for line in sys.stdin)
-        return
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            click.echo()
-            return
-        except KeyboardInterrupt:
-            click.echo("\n(Ctrl-D leaves)")
-
-
 def _tail(text: str, console: Console) -> Text:
     """As much of the end as fits the screen: what has scrolled off cannot be drawn again."""
     height = max(1, console.height - 2)
     visible = Text(_CONTROLS.sub("", text[-console.width * height :]))
     return Text("\n").join(visible.wrap(console, console.width)[-height:])
+
+
+# --- the two APIs -----------------------------------------------------------------------------
+
+
+class TritonTextModel:
+    """``tensorrt_llm_bls``, or another model with its tensors, over gRPC.
+
+    ``ask`` has the answer as it comes, and raises what went wrong; closing it ends the server's
+    work. ``fields`` have their names in OpenAI's API, which are the tensors' names too.
+    """
+
+    def __init__(self, client: Client, model: str) -> None:
+        self.model = model
+        self._client = client
+
+    async def ask(
+        self, messages: Messages, max_tokens: int, fields: Mapping[str, Any]
+    ) -> AsyncGenerator[Event, None]:
+        conversation = json.dumps(messages, ensure_ascii=False)
+        given: dict[str, Any] = {"messages": conversation, "max_tokens": max_tokens}
+        given |= {"return_num_input_tokens": True, "return_num_output_tokens": True, **fields}
+        if fields.get("temperature") and not fields.keys() & {"top_k", "top_p"}:
+            given["top_p"] = 1.0  # a temperature alone stays greedy there
+        async with self._client.stream(self.model, **given) as stream:
+            async for event in stream:
+                yield event
+
+
+class OpenAIModel:
+    """A model behind OpenAI's API, ours or another's.
+
+    ``ask`` raises ``InvalidRequest``, ``Overloaded`` and ``EngineError`` as the server answers,
+    ``ConnectionFailed`` where it cannot be reached or ends before its last event.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, url: str, model: str) -> None:
+        self.model = model
+        self._http = http
+        self._url = url
+
+    async def first_model(self) -> str:
+        """The first model that the server names."""
+        async with self._response("GET", "models") as response:
+            body = await response.aread()
+        try:
+            return str(json.loads(body)["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise EngineError(f"{self._url}/models: names no model") from None
+
+    async def ask(
+        self, messages: Messages, max_tokens: int, fields: Mapping[str, Any]
+    ) -> AsyncGenerator[Event, None]:
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
+        body["messages"] = messages
+        body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
+        incomplete, ended = b"", False
+        async with self._response("POST", "chat/completions", json.dumps(body)) as response:
+            # Not httpx's ``aiter_lines``: it also splits at U+2028, which JSON may hold as it is.
+            async for part in response.aiter_bytes():
+                *blocks, incomplete = (incomplete + part).replace(b"\r\n", b"\n").split(b"\n\n")
+                for data in (block[5:] for block in blocks if block.startswith(b"data:")):
+                    if data.strip() == b"[DONE]":
+                        if ended:
+                            return
+                        raise ConnectionFailed(f"{self._url}: the answer has no finish_reason")
+                    event = self._event(data)
+                    ended = ended or event.finish_reason is not None
+                    yield event
+        raise ConnectionFailed(f"{self._url}: the answer ended before its last event")
+
+    def _event(self, data: bytes) -> Event:
+        now = time.perf_counter()
+        try:
+            event = json.loads(data)
+            if event.get("error"):
+                raise _refusal(500, data)
+            usage = event.get("usage") or {}
+            choice: Mapping[str, Any] = next(iter(event.get("choices") or ()), {})
+            text = (choice.get("delta") or {}).get("content") or ""
+        except (ValueError, AttributeError):
+            raise EngineError(f"{self._url}: an event cannot be read: {data[:80]!r}") from None
+        return Event(
+            texts=(text,),
+            received_at=now,
+            finish_reason=choice.get("finish_reason"),
+            num_input_tokens=usage.get("prompt_tokens"),
+            num_output_tokens=usage.get("completion_tokens"),
+        )
+
+    @asynccontextmanager
+    async def _response(
+        self, method: str, path: str, body: str | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """The response, its body not yet read; leaving closes the connection."""
+        try:
+            async with self._http.stream(method, path, content=body) as response:
+                if response.status_code == 200:
+                    yield response
+                    return
+                refusal = _refusal(response.status_code, await response.aread())
+        except httpx.HTTPError as error:
+            raise ConnectionFailed(f"{self._url}: {error}") from error
+        if response.status_code == 404 and not self._url.rstrip("/").endswith("/v1"):
+            mend = "an OpenAI API's base usually ends in /v1"
+            raise SettingsError(f"--url {self._url}: {refusal}; {mend}")
+        raise refusal
+
+
+def _refusal(status: int, body: bytes) -> TrtllmBlsError:
+    """What the server says, as one of our errors."""
+    message, field = f"the server answered {status}", "request"
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        error = json.loads(body)["error"]
+        message, field = str(error["message"]), str(error.get("param") or field)
+    if status in (429, 503):
+        return Overloaded(message)
+    if 400 <= status < 500:
+        return InvalidRequest(field, message.removeprefix(f"{field}: "))
+    return EngineError(message)
+
+
+Server = TritonTextModel | OpenAIModel
+
+
+@asynccontextmanager
+async def server_at(url: str, model: str | None, given: Mapping[str, Any]) -> AsyncIterator[Server]:
+    """The server at ``url``, with the API key, the TLS and the retries that a command was given.
+
+    ``host:port`` is Triton's gRPC, ``http://HOST:PORT/v1`` an OpenAI API's base. The default of
+    ``model`` is ``tensorrt_llm_bls``, or the first that an API names. Opening raises
+    ``TrtllmBlsError`` where that already shows what is wrong. For use in one event loop.
+    """
+    if "://" not in url:
+        async with open_client(url, given) as client:
+            served = TritonTextModel(client, model or BLS.name)
+            if not client.retries:  # else the first request may wait for the server
+                await client.model_ready(served.model, _READY_S)
+            yield served
+        return
+    # A compressed stream would arrive in larger pieces.
+    headers = {"accept-encoding": "identity", "content-type": "application/json"}
+    if given["api_key"]:
+        headers["authorization"] = f"Bearer {given['api_key']}"
+    try:
+        base = httpx.URL(url)
+        usable = base.scheme in ("http", "https") and base.host and (base.port or 0) < 65536
+    except httpx.InvalidURL:
+        usable = False
+    if not usable:
+        raise SettingsError(f"--url {url}: write http://HOST:PORT/v1, or HOST:PORT for gRPC")
+    async with httpx.AsyncClient(
+        base_url=base,
+        headers=headers,
+        verify=ssl.create_default_context(),
+        trust_env=False,  # no proxy stands between the clock and the server
+        timeout=None,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+    ) as http:
+        api = OpenAIModel(http, url, model or "")
+        api.model = model or await api.first_model()
+        yield api

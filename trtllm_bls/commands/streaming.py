@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_bls.client import BLS, Event
-from trtllm_bls.commands.reply import Reply
-from trtllm_bls.commands.terminal import (
+from trtllm_bls.commands.shared import (
     Exit,
     Interruption,
+    Reply,
     assignments,
     complain,
     connection_options,

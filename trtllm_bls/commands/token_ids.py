@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_bls.client import ENGINE, Client, Event, Model, Stream
-from trtllm_bls.commands.terminal import (
+from trtllm_bls.commands.shared import (
     Exit,
     Interruption,
     assignments,
@@ -223,7 +223,10 @@ def _fields(
     }
     if given["draft_tokens_csv"]:
         fields["draft_input_ids"] = _first_row(given["draft_tokens_csv"])
-    fields |= _prompt_table(given, prompt) | _lora(given["lora_path"])
+    fields |= _prompt_table(given, prompt)
+    if folder := given["lora_path"]:
+        fields["lora_weights"] = _numpy_file(folder / "model.lora_weights.npy", np.float16)
+        fields["lora_config"] = _numpy_file(folder / "model.lora_config.npy", np.int32)
     if given["lookahead_config"]:
         try:
             fields |= zip(_LOOKAHEAD, json.loads(given["lookahead_config"]), strict=True)
@@ -262,14 +265,6 @@ def _prompt_table(given: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
         extra_ids = [extra_id if token >= vocab_size else 0 for token in prompt]
         fields["prompt_table_extra_ids"] = extra_ids
     return fields
-
-
-def _lora(folder: Path | None) -> dict[str, Any]:
-    if folder is None:
-        return {}
-    weights = _numpy_file(folder / "model.lora_weights.npy", np.float16)
-    config = _numpy_file(folder / "model.lora_config.npy", np.int32)
-    return {"lora_weights": weights, "lora_config": config}
 
 
 def _numpy_file(path: Path, dtype: type) -> NDArray[Any]:

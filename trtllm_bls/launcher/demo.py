@@ -14,7 +14,7 @@ from rich.text import Text
 
 from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.client import Client
-from trtllm_bls.commands.reply import Reply
+from trtllm_bls.commands.shared import Reply
 from trtllm_bls.launcher.http_process import chat_curl
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.launcher.terminal import Terminal
