@@ -47,8 +47,9 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import Rule, agreeing, reciting
 from tests.helpers.virtual_time import run_skipping_waits
 from trtllm_bls.checkpoint_dir import DEMO
+from trtllm_bls.engines import routing
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.routing import RoutingEngine, speculative
+from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.rounds import SpeculativeRounds
 from trtllm_bls.speculative.shared import SpeculationShared
@@ -323,7 +324,7 @@ def main() -> None:
         f"Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}; greedy, one request at a time"
     )
-    speculative.SpeculativeRounds = TimedRounds  # type: ignore[attr-defined]
+    routing.SpeculativeRounds = TimedRounds  # type: ignore[attr-defined]
     for engine in options.engine:
         show(engine, run(engine, options))
 

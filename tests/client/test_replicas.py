@@ -14,8 +14,9 @@ from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from tests.helpers.scripted_pairs import ids, read, told
 from tests.helpers.virtual_time import skipping_waits
+from trtllm_bls.engines import replicas
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.routing import ReplicatedEngine, replicas
+from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason, Sampling
 
@@ -243,6 +244,7 @@ async def test_a_begun_request_goes_on_elsewhere_only_where_that_is_asked_for(
         assert begun == right
         assert rest.input_ids == (*ASK.input_ids, *right[:2])
         assert (rest.max_tokens, rest.sampling.seed) == (4, sampling.seed and 9)
+        assert rest.sampling.min_tokens == 0, "absent, an engine may take it for 1"
     else:
         with pytest.raises(EngineUnavailable):
             await tokens(engine, request)

@@ -32,7 +32,7 @@ from tests.helpers.scripted_services import (
 )
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import eventually
-from trtllm_bls.engines.routing import ReplicatedEngine
+from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.trtllm_service import (
     ServiceAnswer,
     TrtllmServiceEngine,

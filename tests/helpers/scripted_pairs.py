@@ -116,6 +116,7 @@ def engine_request(
 
 
 async def read(engine: Engine, request: EngineRequest) -> list[EngineChunk]:
+    await engine.capacity()
     async with aclosing(engine.generate(request)) as stream:
         return [chunk async for chunk in stream]
 

@@ -15,7 +15,8 @@ from tests.helpers.fake_engine_server import ASK, Say, Triton
 from tests.helpers.scripted_services import playing
 from tests.unit.test_deployment import deployed, parameters
 from trtllm_bls.checkpoint_dir import DEMO, REPOSITORY
-from trtllm_bls.engines.routing import ReplicatedEngine, RoutingEngine
+from trtllm_bls.engines.replicas import ReplicatedEngine
+from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
 from trtllm_bls.errors import SettingsError, SetupError, Unsupported

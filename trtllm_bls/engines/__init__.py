@@ -9,7 +9,7 @@ The floors, from below; a module imports from lower floors only (setup.cfg, `lin
 3. The engines. Over a wire: ``triton`` (a Triton model, over gRPC or BLS) and ``trtllm_service``
    (TensorRT-LLM's gRPC service). In this process: ``embedded`` (torch) and ``llm_api``
    (TensorRT-LLM's LLM API).
-4. What chooses among them: ``routing`` (a target with drafts; several engines as one) for the
-   orchestrator, ``local`` for the Python model ``tensorrt_llm``. Above them ``conformance`` asks
-   any of them what is known beforehand.
+4. What chooses among them: ``routing`` (a target with drafts) and ``replicas`` (several engines as
+   one) for the orchestrator, ``local`` for the Python model ``tensorrt_llm``. Above them
+   ``conformance`` asks any of them what is known beforehand.
 """

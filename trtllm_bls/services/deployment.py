@@ -10,7 +10,8 @@ from typing import Any
 from trtllm_bls import __version__
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.routing import ReplicatedEngine, RoutingEngine
+from trtllm_bls.engines.replicas import ReplicatedEngine
+from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine

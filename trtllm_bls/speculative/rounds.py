@@ -23,7 +23,7 @@ The states, and what leads from one to the next:
 ``next`` says what to do as one action; whoever does it reports with the method of that action and
 asks again. The draft model's work goes on only where the action says so. A first token waits for no
 draft model: it is asked for as plain decoding would. Times are loop seconds, handed in. Knows no
-engine; ``engines.routing.speculative`` performs the actions.
+engine; ``engines.routing`` performs the actions.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -68,11 +68,11 @@ class _Replica:
     async def _ask(self) -> None:
         try:
             capacity = await self.engine.capacity()
-        except EngineError as error:
+        except Exception as error:
+            if not isinstance(error, EngineError):  # bytes that are no message, say
+                problem = f"{self.engine.name}: asking for its capacity failed: {error!r}"
+                error = EngineUnavailable(problem)
             self.open_breaker(error)
-        except Exception as error:  # bytes that are no message, say
-            problem = f"{self.engine.name}: asking for its capacity failed: {error!r}"
-            self.open_breaker(EngineUnavailable(problem))
         else:
             if self.capacity is None:
                 log.info("%s answers", self.engine.name)
@@ -149,8 +149,12 @@ class ReplicatedEngine:
         if least is None or not self._affinity:
             return least
         most = least.sequences + max(_MORE_SEQUENCES, _MORE_SHARE * least.sequences)
-        chosen, beginnings = least, list(_beginnings(prompt))
-        for known in (self._sent_to.get(each) for each in beginnings):
+        # A number for the first block of the prompt, for the first two, and so on.
+        chosen, beginning, beginnings = least, 0, []
+        for end in range(_BLOCK_TOKENS, len(prompt) + 1, _BLOCK_TOKENS):
+            beginning = hash((beginning, tuple(prompt[end - _BLOCK_TOKENS : end])))
+            beginnings.append(beginning)
+            known = self._sent_to.get(beginning)
             if known in closed and known.sequences <= most:
                 chosen = known
         self._sent_to.update(dict.fromkeys(beginnings, chosen))
@@ -236,14 +240,6 @@ class _ReplicaChunks(ChunkStream):
             self._replica = None
 
 
-def _beginnings(prompt: PromptIds) -> Iterator[int]:
-    """A number for the first block of the prompt, for the first two, and so on."""
-    number = 0
-    for end in range(_BLOCK_TOKENS, len(prompt) + 1, _BLOCK_TOKENS):
-        number = hash((number, tuple(prompt[end - _BLOCK_TOKENS : end])))
-        yield number
-
-
 def _can_resume(request: EngineRequest) -> bool:
     """Whether prompt and tokens so far are all that the rest of the answer depends on."""
     sampling = request.sampling
@@ -260,31 +256,27 @@ def _can_resume(request: EngineRequest) -> bool:
 
 def _remaining(request: EngineRequest, ids: Sequence[int]) -> EngineRequest:
     """What is left of a request that has produced ``ids``."""
-    sampling, made = request.sampling, len(ids)
-    least, seed = sampling.min_tokens, sampling.seed
-    return replace(
-        request,
-        input_ids=(*request.input_ids, *ids),
-        max_tokens=request.max_tokens - made,
-        sampling=replace(
-            sampling,
-            min_tokens=None if least is None else max(0, least - made),
-            # Numbers that were drawn before are not drawn again.
-            seed=None if seed is None else (seed + made) % (1 << 64),
-        ),
+    made, seed = len(ids), request.sampling.seed
+    sampling = replace(
+        request.sampling,
+        # Said aloud also where it is 0: an engine may take its absence for 1.
+        min_tokens=max(0, (request.sampling.min_tokens or 0) - made),
+        # Numbers that were drawn before are not drawn again.
+        seed=None if seed is None else (seed + made) % (1 << 64),
     )
+    max_tokens, prompt = request.max_tokens - made, (*request.input_ids, *ids)
+    return replace(request, input_ids=prompt, max_tokens=max_tokens, sampling=sampling)
 
 
 def _least(capacities: Sequence[EngineCapacity]) -> EngineCapacity:
     """What each of several engines can take."""
 
-    def smallest(name: str) -> int | None:
+    smallest: dict[str, int | None] = {}
+    for name in ("vocab_size", "max_sequence_tokens", "max_prompt_tokens", "max_draft_tokens"):
         given = [value for each in capacities if (value := getattr(each, name)) is not None]
-        return min(given, default=None)
-
-    sizes = ("vocab_size", "max_sequence_tokens", "max_prompt_tokens", "max_draft_tokens")
+        smallest[name] = min(given, default=None)
     return EngineCapacity(
-        **{name: smallest(name) for name in sizes},
+        **smallest,
         one_step=next((each.one_step for each in capacities if each.one_step is not None), None),
         may_be_one_step=any(each.may_be_one_step for each in capacities),
         tells_top_log_probs=all(each.tells_top_log_probs for each in capacities),

@@ -1,0 +1,331 @@
+"""One engine made of a target and of what may draft for it; each request is routed to either.
+
+A request that speculates runs in rounds over both engines: ``SpeculativeRun`` performs the actions
+that ``speculative.rounds`` decides on, and decides nothing itself. It owns the order of the calls
+and their ends: at every await either engine's work stops when the reader goes. Any other request
+goes straight to the target. A target that ends every request after one step, as older engines built
+for external drafts do, is asked for one token after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+
+from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks, TaskChunks, join_chunks
+from trtllm_bls.errors import (
+    EngineError,
+    EngineStalled,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    Unsupported,
+)
+from trtllm_bls.speculative.options import SpeculationOptions, check_speculative
+from trtllm_bls.speculative.rounds import (
+    AskDraft,
+    Decode,
+    DraftFailure,
+    End,
+    SpeculativeRounds,
+    Verify,
+)
+from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.types import (
+    Draft,
+    EngineCapacity,
+    EngineChunk,
+    EngineRequest,
+    Sampling,
+    SpeculationRequest,
+    SpeculationStats,
+)
+
+_NOT_ASKED = SpeculationRequest()
+_PLAIN = SpeculationOptions(num_draft_tokens=0)
+# A full queue in the middle of an answer is waited for: seconds, doubled each time.
+_FIRST_RETRY_S, _LONGEST_RETRY_S, _RETRIES = 0.02, 1.0, 40
+
+log = logging.getLogger("trtllm_bls.speculation")
+
+
+class RoutingEngine:
+    """An ``Engine`` over ``target``, with drafts from ``draft`` or from the text itself.
+
+    ``options`` are the deployment's; ``by_default``: requests that ask for nothing are speculated
+    too. ``on_end`` is given the figures of each request that was speculated. The engines stay the
+    caller's but for ``close``.
+    """
+
+    def __init__(
+        self,
+        target: Engine,
+        draft: Engine | None = None,
+        options: SpeculationOptions | None = None,
+        *,
+        by_default: bool = False,
+        on_end: Callable[[SpeculationStats], None] | None = None,
+        shared: SpeculationShared | None = None,
+    ) -> None:
+        self.name = target.name
+        self.shared = shared or SpeculationShared()
+        self.target = target
+        self._draft = draft
+        self._options = options or SpeculationOptions()
+        self._by_default = by_default
+        self._on_end = on_end
+        self._probing = asyncio.Lock()
+        self._probe_failed = False
+        self._unverifiable = ""  # why the target verifies no drafts, if it does not
+
+    async def capacity(self) -> EngineCapacity:
+        """The target's. One that may end every request after one step is tried, once."""
+        capacity = self.shared.target_capacity = await self.target.capacity()
+        why = f"{self.name} verifies no drafts", capacity.speculates
+        self._unverifiable = "" if capacity.max_draft_tokens != 0 else "; ".join(filter(None, why))
+        if capacity.one_step is not None:
+            self.shared.one_step = capacity.one_step
+        elif capacity.may_be_one_step and self.shared.one_step is None:
+            async with self._probing:
+                await self._probe_steps()
+        return capacity
+
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        """See ``Engine.generate``; refuses by name what speculation was asked for but cannot do."""
+        options, on_end = None, self._on_end
+        if self._by_default or request.speculation != _NOT_ASKED:
+            options = self._options.for_request(
+                request,
+                by_default=self._by_default,
+                has_draft_model=self._draft is not None,
+                unverifiable=self._unverifiable,
+            )
+        if options is None:
+            if not self.shared.one_step or request.draft is not None:
+                return self.target.generate(request)
+            try:
+                check_speculative(request)
+            except Unsupported as error:
+                why = "the deployed engine, built for external drafts, gives one token per request"
+                raise Unsupported(error.field, f"cannot be honoured: {why}") from None
+            options, on_end = _PLAIN, None
+        run = SpeculativeRun(request, self.target, self._draft, options, self.shared, on_end)
+        return TaskChunks(run.run)
+
+    async def _probe_steps(self) -> None:
+        if self.shared.one_step is not None or self._probe_failed:
+            return
+        two_tokens = EngineRequest(
+            request_id=f"{self.name}-steps",
+            input_ids=(0,),
+            max_tokens=2,
+            streaming=False,
+            sampling=Sampling(top_k=1),
+        )
+        try:
+            async with aclosing(self.target.generate(two_tokens)) as stream:
+                tokens = sum([len(chunk.token_ids) async for chunk in stream])
+        except (EngineUnavailable, Overloaded):
+            return  # the next request tries again
+        except Exception as error:
+            self._probe_failed = True
+            problem = "%s: whether it ends requests after one step is unknown: %s"
+            log.warning(problem, self.name, error)
+            return
+        self.shared.one_step = tokens < 2
+        if self.shared.one_step:
+            log.warning("%s ends every request after one token: asked token by token", self.name)
+
+    def drain(self) -> None:
+        """Speculate no more: what runs in rounds goes on as one plain request to the target."""
+        self.shared.draining = True
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether no request that was speculated has another request to send."""
+        return self.shared.sending == 0
+
+    async def close(self) -> None:
+        """Close both engines."""
+        engines = [self.target] if self._draft is None else [self.target, self._draft]
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
+class SpeculativeRun:
+    """One request over ``target`` and, if there is one, ``draft``.
+
+    ``on_end``, if any, is given the figures once, however the request ends.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        target: Engine,
+        draft: Engine | None,
+        options: SpeculationOptions,
+        shared: SpeculationShared,
+        on_end: Callable[[SpeculationStats], None] | None,
+    ) -> None:
+        self._prompt_tokens = len(request.input_ids)
+        self._target = target
+        self._shared = shared
+        self._on_end = on_end
+        has_draft = draft is not None
+        self._rounds = SpeculativeRounds(request, options, shared, has_draft_model=has_draft)
+        # Without a draft engine no action ever asks for one.
+        self._draft = DraftModel(draft or target, options.draft_deadline_s, shared)
+
+    async def run(self, chunks: QueuedChunks) -> None:
+        """Fill ``chunks``. Raises what the target raises."""
+        rounds, draft, shared = self._rounds, self._draft, self._shared
+        shared.in_flight += 1
+        shared.sending += 1
+        try:
+            while not isinstance(action := rounds.next(_now()), End):
+                if not isinstance(action, AskDraft) or action.request is not None:
+                    await draft.cancel()
+                if isinstance(action, Verify):
+                    draft.start(action.early)
+                    await self._verify(action.request, chunks)
+                elif isinstance(action, AskDraft):
+                    draft.start(action.request)
+                    rounds.drafted(await draft.result(), _now())
+                else:
+                    await self._decode(action, chunks)
+        finally:
+            shared.in_flight -= 1
+            shared.sending -= 1
+            if (memory := rounds.memory) and (answer := rounds.answer):
+                # Once the answer has been sent: a thousand tokens take half a millisecond.
+                asyncio.get_running_loop().call_soon(memory.add, answer, _now())
+            if self._on_end is not None:
+                self._on_end(rounds.stats)
+            await draft.cancel()
+
+    async def _verify(self, request: EngineRequest, chunks: QueuedChunks) -> None:
+        try:
+            async with aclosing(await self._admitted(request)) as stream:
+                answer = join_chunks([chunk async for chunk in stream])
+        except (InvalidRequest, EngineError) as error:
+            if request.draft is None or isinstance(error, (EngineUnavailable, EngineStalled)):
+                raise
+            log.warning("no drafts (refused), decoding plainly: %s", error)
+            self._rounds.refused(_now())
+        else:
+            _put(self._rounds.verified(answer, _now()), chunks)
+
+    async def _decode(self, action: Decode, chunks: QueuedChunks) -> None:
+        async with aclosing(await self._admitted(action.request)) as stream:
+            self._shared.sending -= action.rest
+            try:
+                await stream.wait()
+                while arrived := stream.take():
+                    now = _now()
+                    for chunk in arrived:
+                        entered = self._rounds.decoded(chunk, now)
+                        _put(entered, chunks)
+                        if entered.final:  # what the target says beyond it is not the answer's
+                            break
+                    if not arrived[-1].final and self._rounds.may_leave(now):
+                        break
+                    await stream.wait()
+            finally:
+                self._shared.sending += action.rest
+        self._rounds.stopped()
+
+    async def _admitted(self, request: EngineRequest) -> ChunkStream:
+        """The stream of a request that the target has taken.
+
+        A target whose queue is full refuses a new request; where the answer has begun, that must
+        not end it.
+        """
+        begun = len(request.input_ids) > self._prompt_tokens
+        for retry in range(_RETRIES if begun else 0):
+            stream = self._target.generate(request)
+            try:
+                await stream.wait()
+            except BaseException as error:
+                await stream.aclose()
+                if not isinstance(error, Overloaded):
+                    raise
+                await asyncio.sleep(min(_FIRST_RETRY_S * 2**retry, _LONGEST_RETRY_S))
+            else:
+                return stream
+        return self._target.generate(request)
+
+
+def _put(chunk: EngineChunk, chunks: QueuedChunks) -> None:
+    if chunk.token_ids or chunk.final:
+        chunks.put([chunk])
+
+
+class DraftModel:
+    """The draft engine as one request sees it: a proposal in time, or a reason why there is none.
+
+    Drafts one at a time: ``start``, then ``result`` or ``cancel``; always ``cancel`` at the end.
+    Drafting only ever saves time, so nothing that goes wrong here reaches the caller, whatever the
+    draft engine does.
+    """
+
+    def __init__(self, engine: Engine, deadline_s: float, shared: SpeculationShared) -> None:
+        self._engine = engine
+        self._deadline_s = deadline_s
+        self._shared = shared
+        self._task: asyncio.Task[Draft | DraftFailure] | None = None
+
+    def start(self, request: EngineRequest | None) -> None:
+        """Begin drafting in the background; without a request, what runs already goes on."""
+        if request is not None:
+            assert self._task is None
+            self._task = asyncio.create_task(self._propose(request))
+
+    async def result(self) -> Draft | DraftFailure:
+        """What was started, within the deadline from now.
+
+        A draft without tokens means that the draft model expects the end.
+        """
+        task = self._task
+        assert task is not None
+        await asyncio.wait({task}, timeout=self._deadline_s)
+        outcome: Draft | DraftFailure
+        if task.done():
+            self._task = None
+            outcome = task.result()
+        else:
+            outcome = DraftFailure("deadline", f"no draft within {self._deadline_s:g} s")
+            await self.cancel()
+        if isinstance(outcome, DraftFailure):
+            log.warning("no drafts (%s), decoding plainly: %s", outcome.why, outcome.problem)
+        return outcome
+
+    async def cancel(self) -> None:
+        """End the running draft, if any."""
+        task, self._task = self._task, None
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _propose(self, request: EngineRequest) -> Draft | DraftFailure:
+        try:
+            capacity = self._shared.draft_capacity = await self._engine.capacity()
+            target, own = self._shared.target_capacity, capacity.vocab_size
+            known = target.vocab_size if target else None
+            if None not in (own, known) and own != known:
+                problem = f"the draft knows {own} tokens, the target {known}"
+                return DraftFailure("vocabulary", problem)
+            async with aclosing(self._engine.generate(request)) as stream:
+                chunk = join_chunks([chunk async for chunk in stream])
+            ids, logits = chunk.token_ids[: request.max_tokens], chunk.generation_logits
+            if logits is None or len(logits) < len(ids):
+                return Draft(token_ids=ids)  # verified by id, which is as lossless
+            return Draft(token_ids=ids, logits=logits[: len(ids)])
+        except InvalidRequest as error:  # of this request alone: others may draft on
+            return DraftFailure("refused", str(error))
+        except Exception as error:  # a draft engine may answer anything at all
+            return DraftFailure("error", f"{type(error).__name__}: {error}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
