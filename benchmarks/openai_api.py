@@ -33,8 +33,7 @@ from trtllm_bls.http.guard import ConnectionLimits
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.services.request_reports import RequestMetrics, RequestReports
 from trtllm_bls.tokenizer import load_tokenizer
 from trtllm_bls.types import TextChunk, TextRequest
 

@@ -36,8 +36,7 @@ from trtllm_bls.http.guard import ConnectionLimits, accepting
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.services.request_reports import RequestReports
+from trtllm_bls.services.request_reports import RequestMetrics, RequestReports
 from trtllm_bls.settings import raise_open_files
 from trtllm_bls.tokenizer import load_tokenizer
 

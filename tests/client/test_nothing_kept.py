@@ -22,7 +22,7 @@ from tests.helpers.scripted_text import PROMPT, tokenizer
 from tests.helpers.waiting import until
 from trtllm_bls.python_backend.request_server import RequestServer
 from trtllm_bls.services.deployment import Deployment
-from trtllm_bls.services.request_metrics import REQUESTS
+from trtllm_bls.services.request_reports import REQUESTS
 from trtllm_bls.services.testing import FakeTriton
 from trtllm_bls.services.text_service import TextService
 

@@ -21,8 +21,7 @@ from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.deployment import SHUTTING_DOWN
-from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.services.request_reports import RequestLog, RequestReports
+from trtllm_bls.services.request_reports import RequestLog, RequestMetrics, RequestReports
 from trtllm_bls.tokenizer import Tokenizer
 
 MODEL = "scripted"

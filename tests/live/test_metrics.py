@@ -24,7 +24,7 @@ from trtllm_bls.client import Client, infer_request
 from trtllm_bls.contract import BLS
 from trtllm_bls.launcher import Listener, TritonServer
 from trtllm_bls.launcher.logs import LogLine
-from trtllm_bls.services.request_metrics import METRICS
+from trtllm_bls.services.request_reports import METRICS
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"

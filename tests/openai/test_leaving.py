@@ -39,7 +39,7 @@ from trtllm_bls.openai.exchange import Outbox, run_all
 from trtllm_bls.openai.exposition import samples, share, shared, written
 from trtllm_bls.openai.health import Health
 from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.services.request_metrics import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
+from trtllm_bls.services.request_reports import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 from trtllm_bls.status import StatusDirectory
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 

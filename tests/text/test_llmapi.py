@@ -15,7 +15,7 @@ from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.contract import LLMAPI
 from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import stats_of_refusal
-from trtllm_bls.services.request_metrics import SPECULATION, RequestMetrics
+from trtllm_bls.services.request_reports import SPECULATION, RequestMetrics
 from trtllm_bls.types import EngineChunk, EngineRequest, SpeculationStats
 from trtllm_bls.wire.engine_client import ResponseReader
 from trtllm_bls.wire.server import ChunkWriter

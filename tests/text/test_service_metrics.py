@@ -14,7 +14,7 @@ from tests.helpers.scripted_text import saying, tokenizer
 from tests.helpers.services_on_fake_backend import STREAM, Bench, serving
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.services.request_metrics import (
+from trtllm_bls.services.request_reports import (
     DURATION,
     FIRST_TOKEN,
     GENERATION_TOKENS,

@@ -16,7 +16,7 @@ import yaml
 
 from trtllm_bls.errors import CancelCause
 from trtllm_bls.launcher.health_endpoint import SERVER_METRICS
-from trtllm_bls.services.request_metrics import METRICS
+from trtllm_bls.services.request_reports import METRICS
 from trtllm_bls.types import Outcome
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from tests.helpers.fake_metrics import Registry
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import printable
 from trtllm_bls.orchestrator import stats_of_refusal
-from trtllm_bls.services.request_metrics import (
+from trtllm_bls.services.request_reports import (
     API_REQUESTS,
     DURATION,
     ENGINE_SEQUENCES,
@@ -30,10 +30,11 @@ from trtllm_bls.services.request_metrics import (
     RUNNING,
     SPECULATION,
     WAITING,
+    RequestLog,
     RequestMetrics,
+    RequestReports,
     TritonMetrics,
 )
-from trtllm_bls.services.request_reports import RequestLog, RequestReports
 from trtllm_bls.status import CANARY_ID
 from trtllm_bls.types import Outcome, RequestStats, SpeculationStats
 

@@ -68,7 +68,7 @@ from trtllm_bls.openai.schema import (
 )
 from trtllm_bls.services.deployment import SHUTTING_DOWN, Deployment
 from trtllm_bls.services.lifecycle import Lifecycle
-from trtllm_bls.services.request_metrics import ENGINE_SEQUENCES, RequestMetrics
+from trtllm_bls.services.request_reports import ENGINE_SEQUENCES
 from trtllm_bls.status import StatusDirectory, common_problem, engines_up
 from trtllm_bls.types import Array, TextChunk, TextRequest
 
@@ -179,9 +179,7 @@ class _Api:
         self._created = int(time.time())
         self._adapters = {name: _adapter(name, number) for name, number in settings.loras.items()}
         self.names = (*settings.model_names, *settings.loras)
-        metrics = backend.reports.metrics
-        assert isinstance(metrics, RequestMetrics)  # as everywhere outside of Triton
-        self._metrics = metrics
+        self._metrics = backend.reports.metrics
         self.requests = RunningRequests()
         self.bodies = BodyReader(settings.max_body_bytes, seconds=settings.body_s)
         # Parsing holds the GIL, so two at once would take no less time and more memory.

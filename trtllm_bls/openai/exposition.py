@@ -15,7 +15,7 @@ from typing import TypeAlias
 import httpx
 import msgspec
 
-from trtllm_bls.services.request_metrics import METRICS, Labels, Metric, RequestMetrics
+from trtllm_bls.services.request_reports import METRICS, Labels, Metric, RequestMetrics
 
 _TRITON_S = 2.0
 _OF_TRITON = re.compile(r"(# (HELP|TYPE) )?nv_")

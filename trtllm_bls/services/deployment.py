@@ -19,8 +19,12 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.parameters import BlsParameters, EngineKind
 from trtllm_bls.parameters.engine_tls import engine_tls
-from trtllm_bls.services.request_metrics import RequestMetrics, TritonMetrics
-from trtllm_bls.services.request_reports import RequestLog, RequestReports
+from trtllm_bls.services.request_reports import (
+    RequestLog,
+    RequestMetrics,
+    RequestReports,
+    TritonMetrics,
+)
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 

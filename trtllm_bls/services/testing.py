@@ -32,8 +32,7 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import Defaults, Orchestrator, TextSink
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.services.pipeline import LLM, PipelineDeployment, StreamingModel
-from trtllm_bls.services.request_metrics import RequestMetrics
-from trtllm_bls.services.request_reports import RequestLog, RequestReports
+from trtllm_bls.services.request_reports import RequestLog, RequestMetrics, RequestReports
 from trtllm_bls.types import Ending, FinishReason, TextChunk, TextRequest, TokenText
 
 FINAL = 1
