@@ -177,8 +177,11 @@ async def test_refused_calls_are_sent_again_in_order_until_the_server_takes_them
         assert [caller.messages for caller in callers] == [[message] for message in messages]
 
 
-async def test_a_call_that_is_refused_for_long_is_unavailable() -> None:
+async def test_a_call_that_is_refused_for_long_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The others go on."""
+    monkeypatch.setattr("trtllm_bls.grpc_client._REFUSED_SECONDS", 0)
 
     async def script(peer: Peer) -> None:
         stream_id = (await peer.until(RequestReceived)).stream_id
@@ -186,11 +189,9 @@ async def test_a_call_that_is_refused_for_long_is_unavailable() -> None:
         peer.write()
         peer.end(await peer.request())
 
-    async with peers(script) as target:
-        connection = GrpcChannel(target, refused_seconds=0)
+    async with against(script) as connection:
         assert await Caller(connection, "echo", b"a").status() == "UNAVAILABLE"
         assert await Caller(connection, "echo", b"b").status() == "OK"
-        await connection.close()
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,13 @@ from h2.events import (
 )
 from h2.settings import SettingCodes, Settings
 from hpack import Decoder, Encoder
-from hyperframe.frame import ContinuationFrame, Frame, HeadersFrame
+from hyperframe.frame import ContinuationFrame, HeadersFrame
 
 from trtllm_bls.grpc_client.protocol import (
     CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
-    FRAME_HEADER,
     GOAWAY,
     HEADERS,
     MAX_HEADERS_BYTES,
@@ -32,54 +31,13 @@ from trtllm_bls.grpc_client.protocol import (
     RESET,
     SETTINGS,
     UPDATE,
-    HeaderBlocks,
     Http2Client,
-    ProtocolError,
     Received,
     frame,
     packed_headers,
 )
 
-FIELDS = [(b":status", b"200"), (b"grpc-status", b"0"), (b"grpc-message", b"all is well")]
-
-
-def parts(frame: Frame) -> tuple[int, int, int, bytes]:
-    """Kind, flags, stream and payload."""
-    data = frame.serialize()
-    _, _, kind, flags, stream = FRAME_HEADER.unpack_from(data)
-    return kind, flags, stream, data[FRAME_HEADER.size :]
-
-
-@pytest.mark.parametrize("flags", [[], ["PADDED"], ["PRIORITY"], ["PADDED", "PRIORITY"]])
-def test_headers_are_read_padded_cut_and_after_others(flags: list[str]) -> None:
-    """Padding and priority are left out, parts are joined, the table is kept between blocks."""
-    blocks, encoder = HeaderBlocks(), Encoder()
-    for stream in (1, 3, 5):
-        block = encoder.encode(FIELDS)
-        first = HeadersFrame(stream, block[:3], flags=[*flags, "END_STREAM"])
-        first.pad_length = 7 if "PADDED" in flags else 0
-        middle = ContinuationFrame(stream, block[3:5])
-        last = ContinuationFrame(stream, block[5:], flags=["END_HEADERS"])
-        assert blocks.add(*parts(first)) is None and blocks.open_on == stream
-        assert blocks.add(*parts(middle)) is None
-        assert blocks.add(*parts(last)) == dict(FIELDS)
-        assert blocks.ended and blocks.open_on is None
-
-
-@pytest.mark.parametrize(
-    "kind, flags, payload",
-    [
-        (CONTINUATION, END_HEADERS, b""),  # of nothing
-        (HEADERS, END_HEADERS, b"\x00" * (MAX_HEADERS_BYTES + 1)),
-        (HEADERS, END_HEADERS, b"\xff\xff\xff\xff\xff\xff\xff"),  # no HPACK
-        (HEADERS, END_HEADERS | 0x8, b""),  # padded, without a length
-        (HEADERS, END_HEADERS | 0x8, b"\x09abc"),  # more padding than there is
-        (HEADERS, END_HEADERS | 0x20, b"abc"),  # half a priority
-    ],
-)
-def test_broken_headers_are_refused(kind: int, flags: int, payload: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        HeaderBlocks().add(kind, flags | END_STREAM, 1, payload)
+FIELDS = [(b":status", b"200"), (b"grpc-status", b"5"), (b"grpc-message", b"there is none")]
 
 
 def test_packed_headers_are_right_whatever_the_peer_has_read_before() -> None:
@@ -118,6 +76,53 @@ def exchange(client: Http2Client, server: H2Connection) -> tuple[list[Any], Rece
 def headers() -> bytes:
     fields = [(":method", "POST"), (":scheme", "http"), (":authority", "a"), (":path", "/m")]
     return packed_headers([(name.encode(), value.encode()) for name, value in fields])
+
+
+@pytest.mark.parametrize("flags", [[], ["PADDED"], ["PRIORITY"], ["PADDED", "PRIORITY"]])
+def test_headers_are_read_padded_cut_and_after_others(flags: list[str]) -> None:
+    """Padding and priority are left out, parts are joined, the table is kept between blocks."""
+    client, _ = connected()
+    encoder = Encoder()
+    for _ in range(3):
+        stream = client.open(headers())
+        block = encoder.encode(FIELDS)
+        first = HeadersFrame(stream, block[:3], flags=[*flags, "END_STREAM"])
+        first.pad_length = 7 if "PADDED" in flags else 0
+        middle = ContinuationFrame(stream, block[3:5])
+        last = ContinuationFrame(stream, block[5:], flags=["END_HEADERS"])
+        for part in (first, middle):
+            said = client.receive(part.serialize())
+            assert not said.answered and said.failure is None
+        error = client.receive(last.serialize()).ended[stream]
+        assert error is not None
+        assert (error.status, error.details) == ("NOT_FOUND", "there is none")
+        assert client.receive(frame(DATA, 0, stream, b"late")).failure is None  # nothing is open
+
+
+@pytest.mark.parametrize(
+    "kind, flags, payload",
+    [
+        (CONTINUATION, END_HEADERS, b""),  # of nothing
+        (HEADERS, END_HEADERS, b"\xff\xff\xff\xff\xff\xff\xff"),  # no HPACK
+        (HEADERS, END_HEADERS | 0x8, b""),  # padded, without a length
+        (HEADERS, END_HEADERS | 0x8, b"\x09abc"),  # more padding than there is
+        (HEADERS, END_HEADERS | 0x20, b"abc"),  # half a priority
+    ],
+)
+def test_broken_headers_are_refused(kind: int, flags: int, payload: bytes) -> None:
+    client, _ = connected()
+    stream = client.open(headers())
+    assert client.receive(frame(kind, flags | END_STREAM, stream, payload)).failure
+
+
+def test_endless_headers_are_refused() -> None:
+    """Also those that are only continued: they are kept until their end."""
+    client, _ = connected()
+    stream, part = client.open(headers()), bytes(1 << 14)
+    frames = [frame(HEADERS, END_STREAM, stream, part)]
+    frames += [frame(CONTINUATION, 0, stream, part)] * (MAX_HEADERS_BYTES // len(part))
+    said = [client.receive(each).failure for each in frames]
+    assert said[-1] and not any(said[:-1])
 
 
 def test_a_request_is_bytes_and_its_response_is_what_the_bytes_mean() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from urllib.parse import unquote_to_bytes
 
 from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
@@ -98,28 +99,18 @@ class Received:
         self.failure: str | None = None
 
 
+@dataclass(slots=True)
 class _Stream:
     """One request, as far as it is not sent, and the part of a message that has arrived."""
 
-    __slots__ = (
-        "end_sent",
-        "half_closed",
-        "id",
-        "needs",
-        "outbox",
-        "partial",
-        "received",
-        "window",
-    )
-
-    def __init__(self, stream_id: int, window: int) -> None:
-        self.id = stream_id
-        self.window = window  # bytes that the server takes on this stream
-        self.outbox: deque[bytes | memoryview] = deque()
-        self.half_closed = self.end_sent = False
-        self.received = 0  # bytes since the stream's window was last opened
-        self.partial = bytearray()
-        self.needs = 0  # bytes of `partial` before another look at it is worth while
+    id: int
+    window: int  # bytes that the server takes on this stream
+    outbox: deque[bytes | memoryview] = field(default_factory=deque)
+    half_closed: bool = False
+    end_sent: bool = False
+    received: int = 0  # bytes since the stream's window was last opened
+    partial: bytearray = field(default_factory=bytearray)
+    needs: int = 0  # bytes of `partial` before another look at it is worth while
 
     def split(self, payload: bytes) -> list[bytes]:
         """The messages that ``payload`` completes; they may begin and end anywhere in payloads.
@@ -171,7 +162,10 @@ class Http2Client:
         self._next_id = 1
         self._received = 0  # bytes since the connection's window was last opened
         self._partial_frame = b""
-        self._headers = HeaderBlocks()
+        self._decoder = Decoder(MAX_HEADERS_BYTES)  # of all streams, as they share one table
+        self._block = b""  # a block of headers, as far as it has come, and the flags of its HEADERS
+        self._block_flags = 0
+        self._block_on: int | None = None  # the stream whose block is to be continued
         # What the server allows.
         self._window = self._initial_window = _DEFAULT_WINDOW  # of all streams together, of each
         self._max_streams, self._max_frame_size = _LARGEST, _DEFAULT_FRAME_SIZE
@@ -266,9 +260,9 @@ class Http2Client:
                 if start_of_next > size:
                     break
                 payload = data[body:start_of_next]
-                if kind == DATA and self._headers.open_on is None:
+                if kind == DATA and self._block_on is None:
                     self._receive_data(received, stream_id, flags, payload)
-                elif kind == UPDATE and self._headers.open_on is None:
+                elif kind == UPDATE and self._block_on is None:
                     self._receive_update(stream_id, payload)
                 else:
                     self._receive_other(received, kind, flags, stream_id, payload)
@@ -316,25 +310,27 @@ class Http2Client:
         self, received: Received, kind: int, flags: int, stream_id: int, payload: bytes
     ) -> None:
         """Any frame but DATA and WINDOW_UPDATE, or one of them among a block of headers."""
-        if self._headers.open_on is not None and kind != CONTINUATION:
-            raise ProtocolError("headers that are not continued")
-        if kind in (HEADERS, CONTINUATION):
-            fields = self._headers.add(kind, flags, stream_id, payload)
-            if fields is not None:
-                self._receive_headers(received, stream_id, fields)
+        if kind == CONTINUATION or self._block_on is not None:
+            if kind != CONTINUATION or stream_id != self._block_on:
+                raise ProtocolError("headers that are not continued")
+            self._receive_headers(received, flags, stream_id, self._block + payload)
+        elif kind == HEADERS:
+            self._block_flags = flags
+            self._receive_headers(received, flags, stream_id, unpadded(payload, flags))
         elif kind == RESET:
             self._receive_reset(received, stream_id, payload)
-        elif kind == GOAWAY:
-            self._receive_goaway(received, payload)
-        elif stream_id == 0:
-            self._receive_control(kind, flags, payload)
-        elif kind in (SETTINGS, PING, PUSH):
+        elif kind == GOAWAY:  # the server goes on with the streams that it has accepted
+            last, code = _GOAWAY.unpack_from(payload)
+            text = payload[_GOAWAY.size :].decode("utf-8", "replace")
+            received.goaway = text or f"HTTP/2 error {code}"
+            self.draining = True
+            for stream in [each for each in self._streams.values() if each.id > last]:
+                self._close(stream, CANCEL)
+                received.unprocessed.append(stream.id)
+        elif kind == PUSH or (stream_id and kind in (SETTINGS, PING)):
             raise ProtocolError(f"a frame of type {kind} on stream {stream_id}")
-
-    def _receive_control(self, kind: int, flags: int, payload: bytes) -> None:
-        """A frame of the connection that is neither GOAWAY nor WINDOW_UPDATE."""
-        if kind == SETTINGS:
-            self._receive_settings(flags, payload)
+        elif kind == SETTINGS and not flags & ACK:
+            self._receive_settings(payload)
         elif kind == PING:
             if len(payload) != 8:
                 raise ProtocolError(f"a PING of {len(payload)} bytes")
@@ -355,20 +351,32 @@ class Http2Client:
             raise ProtocolError(f"a WINDOW_UPDATE by {increment} to {window}")
 
     def _receive_headers(
-        self, received: Received, stream_id: int, fields: dict[bytes, bytes]
+        self, received: Received, flags: int, stream_id: int, block: bytes
     ) -> None:
+        """A block of headers, whole or not. Ended streams have theirs read, too: all blocks share
+        one table."""
+        if len(block) > MAX_HEADERS_BYTES:
+            raise ProtocolError(f"headers of more than {MAX_HEADERS_BYTES} bytes")
+        self._block, self._block_on = block, None if flags & END_HEADERS else stream_id
+        if self._block_on is not None:
+            return
+        try:
+            decoded = self._decoder.decode(block, raw=True)
+        except HPACKError as error:
+            raise ProtocolError(f"headers that cannot be read: {error}") from error
+        fields = {bytes(name): bytes(value) for name, value in decoded}
         stream = self._streams.get(stream_id)
         if stream is None or fields.get(b":status", b"").startswith(b"1"):
             return
         received.answered.append(stream_id)
-        if self._headers.ended:
-            error = status_of(fields)
-            if error is None and stream.partial:
-                error = GrpcError("INTERNAL", "the call ended within a message")
+        if self._block_flags & END_STREAM:
+            status = status_of(fields)
+            if status is None and stream.partial:
+                status = GrpcError("INTERNAL", "the call ended within a message")
             # Without our END_STREAM the stream would stay open on this side.
-            self._end(received, stream, error, None if stream.end_sent else NO_ERROR)
-        elif (error := not_grpc(fields)) is not None:
-            self._end(received, stream, error, CANCEL)
+            self._end(received, stream, status, None if stream.end_sent else NO_ERROR)
+        elif (problem := not_grpc(fields)) is not None:
+            self._end(received, stream, problem, CANCEL)
 
     def _receive_reset(self, received: Received, stream_id: int, payload: bytes) -> None:
         (code,) = _NUMBER.unpack(payload)
@@ -383,19 +391,7 @@ class Http2Client:
         else:
             self._end(received, stream, error, None)
 
-    def _receive_goaway(self, received: Received, payload: bytes) -> None:
-        """The server goes on with the streams that it has accepted."""
-        last, code = _GOAWAY.unpack_from(payload)
-        text = payload[_GOAWAY.size :].decode("utf-8", "replace")
-        received.goaway = text or f"HTTP/2 error {code}"
-        self.draining = True
-        for stream in [each for each in self._streams.values() if each.id > last]:
-            self._close(stream, CANCEL)
-            received.unprocessed.append(stream.id)
-
-    def _receive_settings(self, flags: int, payload: bytes) -> None:
-        if flags & ACK:
-            return
+    def _receive_settings(self, payload: bytes) -> None:
         self.ready = True
         for name, value in _SETTING.iter_unpack(payload):
             if name == _MAX_STREAMS:
@@ -414,41 +410,6 @@ class Http2Client:
                     raise ProtocolError(f"SETTINGS with frames of {value} bytes")
                 self._max_frame_size = value
         self.output.append(frame(SETTINGS, ACK, 0, b""))
-
-
-class HeaderBlocks:
-    """The header blocks of one connection, each of which may come in several frames."""
-
-    def __init__(self) -> None:
-        self._decoder = Decoder(MAX_HEADERS_BYTES)
-        self._parts = b""
-        self.ended = False  # whether the stream ends with the block that was read last
-        self.open_on: int | None = None  # the stream whose block is to be continued
-
-    def add(
-        self, kind: int, flags: int, stream_id: int, payload: bytes
-    ) -> dict[bytes, bytes] | None:
-        """The fields of a block, once all of its parts have come. Raises ``ProtocolError``.
-
-        To be called for every stream, ended ones included: all blocks share one table.
-        """
-        if kind == HEADERS:
-            self._parts, self.ended = unpadded(payload, flags), bool(flags & END_STREAM)
-        elif stream_id != self.open_on:
-            raise ProtocolError("a CONTINUATION without HEADERS")
-        else:
-            self._parts += payload
-        if len(self._parts) > MAX_HEADERS_BYTES:
-            raise ProtocolError(f"headers of more than {MAX_HEADERS_BYTES} bytes")
-        if not flags & END_HEADERS:
-            self.open_on = stream_id
-            return None
-        self.open_on = None
-        try:
-            fields = self._decoder.decode(self._parts, raw=True)
-        except HPACKError as error:
-            raise ProtocolError(f"headers that cannot be read: {error}") from error
-        return {bytes(name): bytes(value) for name, value in fields}
 
 
 def packed_headers(fields: list[tuple[bytes, bytes]]) -> bytes:
