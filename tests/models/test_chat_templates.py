@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from tests.helpers.published import templates
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.openai.constraints import TakenConversations
+from trtllm_bls.openai.conversation import TakenConversations
 from trtllm_bls.tokenizer import Tokenizer
 
 TURN = (

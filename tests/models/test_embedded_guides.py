@@ -30,7 +30,7 @@ from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.openai.chat import conversation_of
-from trtllm_bls.openai.constraints import ChatFormats, answer_form, guided_decoding
+from trtllm_bls.openai.conversation import ChatFormats, answer_form, guided_decoding
 from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
 from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer

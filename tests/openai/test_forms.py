@@ -20,7 +20,7 @@ from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.openai.builder import Head
 from trtllm_bls.openai.chat import ChatResponse
-from trtllm_bls.openai.constraints import ChatFormats
+from trtllm_bls.openai.conversation import ChatFormats
 from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.parameters import EngineParameters

@@ -34,10 +34,9 @@ from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
-from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.app import ApiSettings, Health, create_app
 from trtllm_bls.openai.exchange import Outbox, run_all
 from trtllm_bls.openai.exposition import samples, share, shared, written
-from trtllm_bls.openai.health import Health
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.request_reports import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 from trtllm_bls.status import StatusDirectory

@@ -19,9 +19,8 @@ from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.builder import Head, ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
-from trtllm_bls.openai.constraints import ChatFormats, TakenConversations
+from trtllm_bls.openai.conversation import ChatFormats, TakenConversations, Transcript
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
-from trtllm_bls.openai.parts import Transcript
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.types import Ending, FinishReason, TextChunk

@@ -36,28 +36,17 @@ from trtllm_bls.http.guard import (
     Refused,
     header,
 )
-from trtllm_bls.openai.builder import Head, ResponseBuilder
+from trtllm_bls.openai.builder import Head, PartsBuilder, ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.completions import CompletionResponse
-from trtllm_bls.openai.constraints import ChatFormats
-from trtllm_bls.openai.document import document
+from trtllm_bls.openai.conversation import ChatFormats
+from trtllm_bls.openai.document import document, page
 from trtllm_bls.openai.errors import ApiError, api_error, invalid, is_too_long
-from trtllm_bls.openai.exchange import Outbox, Reply, run_all
-from trtllm_bls.openai.exposition import (
-    CONTENT_TYPE,
-    Samples,
-    samples,
-    share,
-    shared,
-    triton_metrics,
-    written,
-)
-from trtllm_bls.openai.health import Health
+from trtllm_bls.openai.exchange import Outbox, PromptSink, Reply, RunningRequests, run_all
+from trtllm_bls.openai.exposition import Samples, samples, share, shared, triton_metrics, written
 from trtllm_bls.openai.keys import key_of
 from trtllm_bls.openai.messages import CountTokensRequest, MessagesRequest, MessagesResponse
-from trtllm_bls.openai.page import page
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
-from trtllm_bls.openai.running import RunningRequests
 from trtllm_bls.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -66,17 +55,23 @@ from trtllm_bls.openai.schema import (
     TokenizeRequest,
     decode,
 )
+from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.services.deployment import SHUTTING_DOWN, Deployment
 from trtllm_bls.services.lifecycle import Lifecycle
-from trtllm_bls.services.request_reports import ENGINE_SEQUENCES
+from trtllm_bls.services.request_reports import ENGINE_SEQUENCES, unreported_id
 from trtllm_bls.status import StatusDirectory, common_problem, engines_up
-from trtllm_bls.types import Array, TextChunk, TextRequest
+from trtllm_bls.types import FinishReason, SpeculationRequest, TextChunk, TextRequest
 
 # Parsing 256 KiB takes a few ms. A larger body is parsed in a thread, so that streams go on.
 _LARGE_BODY_BYTES = 256 * 1024
 _PING_S = 10.0
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _BEHIND_KEYS = ("/v1", "/tokenize", "/detokenize")  # paths
+# Of ``Health``.
+_FRESH_S = 5.0  # an answer proves for this long that the engine works
+_TRUSTED_S = 30.0  # for this long a probe is answered while the engine is asked again
+_FAILED_S = 1.0  # for this long a failure is repeated without asking again
+_LIMIT_S = 10.0  # for one token
 # The header to blame for a status.
 _REFUSED_FOR = {401: "authorization", 403: "origin", 415: "content-type", 421: "host"}
 
@@ -156,11 +151,68 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: _http_error, Exception: _internal_error},
+        exception_handlers=dict.fromkeys((HTTPException, Refused, ClientGone, Exception), _failed),
         lifespan=api.lifespan,
     )
     app.router.redirect_slashes = False
     return app
+
+
+class Health:
+    """Asks the engine for one token if no answer ended well lately; one question at a time."""
+
+    def __init__(self, orchestrator: Orchestrator, token_id: int) -> None:
+        self._orchestrator = orchestrator
+        self._token_id = token_id
+        self._proven_at = float("-inf")
+        self._failed_at = float("-inf")
+        self._problem: str | None = None
+        self._check: asyncio.Task[None] | None = None
+
+    def proven(self) -> None:
+        """Note that an answer has ended well."""
+        self._proven_at = asyncio.get_running_loop().time()
+        self._problem = None
+
+    async def problem(self) -> str | None:
+        """What is wrong, in one line; ``None`` if nothing is."""
+        now = asyncio.get_running_loop().time()
+        if now - self._proven_at < _FRESH_S:
+            return None
+        if self._problem is not None and now - self._failed_at < _FAILED_S:
+            return self._problem
+        if self._check is None or self._check.done():
+            self._check = asyncio.create_task(self._ask())
+        if self._problem is not None or now - self._proven_at > _TRUSTED_S:
+            await asyncio.shield(self._check)
+        return self._problem
+
+    async def _ask(self) -> None:
+        """Ask for one token after one token, without drafts; neither counted nor logged."""
+        chunks: list[TextChunk] = []
+        request = TextRequest(
+            request_id=unreported_id(),
+            prompt_ids=(self._token_id,),
+            max_tokens=1,
+            speculation=SpeculationRequest(num_draft_tokens=0),
+            timeout_s=_LIMIT_S,
+        )
+        sink = PromptSink(0, lambda _, chunk: chunks.append(chunk), partial(asyncio.sleep, 0))
+        problem = None
+        try:
+            await self._orchestrator.run(request, sink)
+        except Overloaded:
+            pass  # a full server works
+        except TrtllmBlsError as error:
+            problem = " ".join(str(error).split())
+        endings = [chunk.ending for chunk in chunks if chunk.ending is not None]
+        if any(ending.finish_reason is FinishReason.TIMEOUT for ending in endings):
+            problem = f"the engine gave no token within {_LIMIT_S:g} s"
+        if problem is None:
+            self.proven()
+        else:
+            self._problem = problem
+            self._failed_at = asyncio.get_running_loop().time()
 
 
 class _Api:
@@ -177,7 +229,6 @@ class _Api:
         digest = hashlib.sha256("\n".join((*known, backend.tokenizer.fingerprint)).encode())
         self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
         self._created = int(time.time())
-        self._adapters = {name: _adapter(name, number) for name, number in settings.loras.items()}
         self.names = (*settings.model_names, *settings.loras)
         self._metrics = backend.reports.metrics
         self.requests = RunningRequests()
@@ -224,22 +275,14 @@ class _Api:
         reply = Reply(scope, send)
         await reply.error(self.refused(reply, cause))
 
-    def check_room(self, reply: Reply) -> None:
-        """Refuse a request without reading it where all places are taken. Raises ``Overloaded``."""
-        orchestrator = self.backend.orchestrator
-        try:
-            orchestrator.admission.check_room()
-        except Overloaded as error:
-            orchestrator.refused(reply.request_id.decode(), error)
-            raise
-
     def refused(self, reply: Reply, cause: Exception, prompt: str = "") -> ApiError:
         """Count and log a request that is refused before it runs; the error to answer."""
         error = api_error(cause, prompt, None)
-        field = error.param or _REFUSED_FOR.get(error.status, "body")
-        limit = "max_body_bytes" if error.status == 413 else None
-        refusal = InvalidRequest(field, error.message.removeprefix(f"{field}: "), limit)
-        self.backend.orchestrator.refused(reply.request_id.decode(), refusal)
+        if not isinstance(cause, Overloaded):
+            field = error.param or _REFUSED_FOR.get(error.status, "body")
+            limit = "max_body_bytes" if error.status == 413 else None
+            cause = InvalidRequest(field, error.message.removeprefix(f"{field}: "), limit)
+        self.backend.orchestrator.refused(reply.request_id.decode(), cause)
         return error
 
     async def longest(self) -> int | None:
@@ -260,8 +303,7 @@ class _Api:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self.names:
-            return _Reply(unknown_model(name))
+        self.check_model(name)
         return _Reply(await self._card(name))
 
     async def _card(self, name: str) -> dict[str, object]:
@@ -270,7 +312,7 @@ class _Api:
             "object": "model",
             "created": self._created,
             "owned_by": "trtllm-bls",
-            "parent": self.settings.model_names[0] if name in self._adapters else None,
+            "parent": self.settings.model_names[0] if name in self.settings.loras else None,
             "max_model_len": await self.longest(),
             "type": "model",
             "display_name": name,
@@ -284,7 +326,7 @@ class _Api:
             problem = SHUTTING_DOWN
         problem = problem or await self.health.problem()
         if problem is not None:
-            return _Reply(ApiError(503, problem, code="engine_unavailable", headers=RETRY))
+            raise ApiError(503, problem, code="engine_unavailable", headers=RETRY)
         if not any(engines.values()):
             return _Reply({"status": "ok"})
         told = {name: ill or "ok" for name, ill in engines.items()}
@@ -298,7 +340,7 @@ class _Api:
         text = written(own) + engines_up(await self.backend.engine_problems())
         if url := self.settings.triton_metrics:
             text += await asyncio.to_thread(triton_metrics, url)
-        return Response(text, media_type=CONTENT_TYPE)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
         return _Reply(document(self.names))
@@ -307,17 +349,16 @@ class _Api:
         return _Reply({"version": __version__})
 
     async def tokenize(self, request: Request) -> Response:
-        tokens = await self._in_thread(request, self._tokenized)
-        if isinstance(tokens, dict):
-            tokens["max_model_len"] = await self.longest()
-        return _Reply(tokens)
+        told = await self._in_thread(request, self._tokenized)
+        return _Reply({**told, "max_model_len": await self.longest()})
+
+    async def detokenize(self, request: Request) -> Response:
+        return _Reply(await self._in_thread(request, self._detokenized))
 
     async def count_input(self, request: Request) -> Response:
         count = partial(self._num_tokens, ResponsesRequest, ResponsesResponse)
         told = await self._in_thread(request, count, "input")
-        if isinstance(told, dict):
-            told["object"] = "response.input_tokens"
-        return _Reply(told)
+        return _Reply({**told, "object": "response.input_tokens"})
 
     async def count_messages(self, request: Request) -> Response:
         count = partial(self._num_tokens, CountTokensRequest, MessagesResponse)
@@ -325,24 +366,19 @@ class _Api:
 
     async def not_stored(self, request: Request) -> Response:
         problem = "no response is stored; send the whole conversation to POST /v1/responses"
-        return _Reply(ApiError(404, problem))
-
-    async def detokenize(self, request: Request) -> Response:
-        return _Reply(await self._in_thread(request, self._detokenized))
+        raise ApiError(404, problem)
 
     async def _in_thread(
         self, request: Request, read: Callable[[bytes], dict[str, object]], prompt: str = "prompt"
-    ) -> dict[str, object] | ApiError:
-        """What ``read`` makes of the body, or why it cannot."""
+    ) -> dict[str, object]:
+        """What ``read`` makes of the body; ``prompt`` is the field to blame for the prompt."""
         try:
             async with self.bodies.read(request.scope, request.receive) as body:
                 return await asyncio.to_thread(read, body)
-        except ClientGone:
-            return {}
-        except (InvalidRequest, Refused) as error:
-            if prompt == "prompt" and getattr(error, "field", "") == "messages":
+        except InvalidRequest as error:
+            if prompt == "prompt" and error.field == "messages":
                 prompt = "messages"
-            return api_error(error, prompt, None)
+            raise api_error(error, prompt, None) from None
 
     def _tokenized(self, body: bytes) -> dict[str, object]:
         tokenizer, request = self.backend.tokenizer, decode(body, TokenizeRequest)
@@ -379,7 +415,8 @@ class _Api:
     def check_model(self, name: str) -> None:
         """Raises ``ApiError`` for a model that this server does not have."""
         if name not in self.names:
-            raise unknown_model(name)
+            problem = f"The model {name[:200]!r} does not exist"
+            raise ApiError(404, problem, param="model", code="model_not_found")
 
     def response(self, builder: type[ResponseBuilder], request: Generation) -> ResponseBuilder:
         """What builds the response to ``request``. Raises ``ApiError``."""
@@ -392,18 +429,14 @@ class _Api:
         )
         tokenizer, formats = self.backend.tokenizer, self.formats
         response = builder(request, head, tokenizer, formats)  # type: ignore[arg-type, call-arg]
-        if adapter := self._adapters.get(request.model):
+        if (task_id := self.settings.loras.get(request.model)) is not None:
+            name, value = "lora_name", np.array([request.model.encode()], np.object_)
+            if task_id:
+                name, value = "lora_task_id", np.array([int(task_id)], np.uint64)
             response.requests = [
-                replace(each, extras={**each.extras, **adapter}) for each in response.requests
+                replace(each, extras={**each.extras, name: value}) for each in response.requests
             ]
         return response
-
-
-def _adapter(name: str, task_id: str) -> dict[str, Array]:
-    """The engine's inputs that choose a LoRA adapter."""
-    if not task_id:
-        return {"lora_name": np.array([name.encode()], np.object_)}
-    return {"lora_task_id": np.array([int(task_id)], np.uint64)}
 
 
 @dataclass(frozen=True)
@@ -418,10 +451,10 @@ class _Generate:
         api, reply = self._api, Reply(scope, send)
         response: ResponseBuilder | None = None
         try:
-            api.check_room(reply)
             try:
+                api.backend.orchestrator.admission.check_room()  # without reading the request
                 response = await self._read(scope, reply, receive)
-            except (InvalidRequest, Refused) as error:
+            except (InvalidRequest, Overloaded, Refused) as error:
                 raise api.refused(reply, error, self._builder.prompt_field) from None
             with api.requests.one(reply.request_id.decode()):
                 await self._answer(response, reply, receive)
@@ -446,8 +479,9 @@ class _Generate:
             if events := response.add(index, chunk):
                 outbox.put(events)
 
-        has_pings = response.stream and response.has_pings
-        pinging = asyncio.create_task(_ping(response, outbox)) if has_pings else None
+        pinging = None
+        if response.stream and isinstance(response, PartsBuilder):
+            pinging = asyncio.create_task(_ping(response, outbox))
         try:
             await run_all(
                 orchestrator, response.requests, on_chunk, outbox, receive, response.count_prompt
@@ -487,7 +521,7 @@ class _Generate:
         return response
 
 
-async def _ping(response: ResponseBuilder, outbox: Outbox) -> None:
+async def _ping(response: PartsBuilder, outbox: Outbox) -> None:
     """Show a client that waits for a stream's next event that the server works."""
     while True:
         await asyncio.sleep(_PING_S)
@@ -513,14 +547,7 @@ class _Keys:
         message = "no valid API key; send Authorization: Bearer KEY, or x-api-key: KEY"
         challenge = {"www-authenticate": "Bearer"}
         error = ApiError(401, message, code="invalid_api_key", headers=challenge)
-        reply = Reply(scope, send)
-        await reply.error(self._api.refused(reply, error))
-
-
-def unknown_model(name: str) -> ApiError:
-    """The error for a model that this server does not have."""
-    problem = f"The model {name[:200]!r} does not exist"
-    return ApiError(404, problem, param="model", code="model_not_found")
+        await self._api.refuse(scope, send, error)
 
 
 class _Reply(Response):
@@ -535,16 +562,15 @@ class _Reply(Response):
         await (reply.error(body) if isinstance(body, ApiError) else reply.json(body))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message, code = error.detail, None
-    if error.status_code == 404:
+async def _failed(request: Request, error: Exception) -> Response:
+    """What Starlette answers where a route raised ``error``, or there is none."""
+    if isinstance(error, ClientGone):
+        return Response()
+    if not isinstance(error, HTTPException):
+        return _Reply(api_error(error, "prompt", None))
+    status, message, code = error.status_code, error.detail, None
+    if status == 404:
         message, code = f"unknown URL: {request.method} {request.url.path}", "unknown_url"
-    elif error.status_code == 405:
+    elif status == 405:
         message = f"{request.url.path} does not take {request.method}"
-    headers = dict(error.headers or {})
-    return _Reply(ApiError(error.status_code, message, code=code, headers=headers))
-
-
-async def _internal_error(request: Request, error: Exception) -> Response:
-    return _Reply(api_error(error, "prompt", None))
+    return _Reply(ApiError(status, message, code=code, headers=error.headers or {}))

@@ -1,26 +1,31 @@
-"""What all APIs share: the builder of a response, and what becomes of a request's common fields."""
+"""The response to a request: text chunks in, events of a stream or one JSON body out.
+
+``ChoicesBuilder`` is what chats and completions share, ``PartsBuilder`` what the APIs of agents do.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from trtllm_bls.openai.errors import ApiError, invalid
-from trtllm_bls.openai.schema import Generation
-from trtllm_bls.types import (
-    Ending,
-    FinishReason,
-    Sampling,
-    SpeculationRequest,
-    TextChunk,
-    TextRequest,
-)
+from trtllm_bls.chat_parsing.parser import Arguments, Content, Reasoning, ToolCall
+from trtllm_bls.openai.conversation import ChatFormats, ChatTurn, Conversation
+from trtllm_bls.openai.errors import DONE, ApiError, invalid
+from trtllm_bls.openai.schema import Common, Generation
+from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import Ending, FinishReason, TextChunk, TextRequest
 
-# Below it, temperature and top_p select the likeliest token, or overflow in the engine.
-_COLDEST = 1e-5
 _UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
+# OpenAI has no word for a time limit. The answer was cut, as by max_tokens.
+_FINISH = {
+    FinishReason.STOP: "stop",
+    FinishReason.END_ID: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMEOUT: "length",
+}
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +39,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseBuilder(ABC):
-    """The response to one HTTP request: text chunks in, events or one JSON body out.
+    """The response to one HTTP request.
 
     ``index`` of a choice: its prompt's index times ``n``, plus its own among the prompt's.
     """
@@ -42,7 +47,6 @@ class ResponseBuilder(ABC):
     object: ClassVar[str]  # of a whole response
     prompt_field: ClassVar[str]  # the request's field that has the prompt
     id_prefix: ClassVar[str]
-    has_pings = False
 
     def __init__(self, head: Head, requests: list[TextRequest], guide_field: str) -> None:
         self.requests = requests
@@ -70,10 +74,6 @@ class ResponseBuilder(ABC):
         """Whether the end of the response takes so long that a thread should make it."""
         return False
 
-    def ping(self) -> bytes:
-        """With ``has_pings``: an event that shows a client that waits that the server works."""
-        return b""
-
     @abstractmethod
     def last_events(self) -> bytes:
         """What ends a stream; any thread may call it."""
@@ -93,53 +93,224 @@ def well_ended(chunk: TextChunk) -> Ending | None:
     return None if ending is None or ending.finish_reason in _UNFINISHED else ending
 
 
-def shared_fields(request: Generation, vocab_size: int) -> dict[str, Any]:
-    """The fields of ``TextRequest`` that requests of all APIs have. Raises ``ApiError``."""
-    return {
-        "stream": bool(request.stream),
-        "sampling": _sampling(request),
-        "include_stop": bool(request.include_stop_str_in_output),
-        "stop_token_ids": tuple(request.stop_token_ids or ()),
-        "bad_words": tuple(request.bad_words or ()),
-        "token_bias": _bias(request, vocab_size),
-        "end_id": -1 if request.ignore_eos else None,
-        "skip_special_tokens": request.skip_special_tokens,
-        "speculation": SpeculationRequest(
-            num_draft_tokens=request.num_draft_tokens, draft_source=request.draft_source
-        ),
-    }
+# --- choices -------------------------------------------------------------------------------------
 
 
-def _sampling(request: Generation) -> Sampling:
-    """As OpenAI samples: without any field at temperature 1 over the whole vocabulary.
+class Frames:
+    """The events of one stream; chats have text in ``delta.content``, completions in ``text``."""
 
-    What changes nothing is left out, since some engines have no input for it.
-    """
-    greedy = request.top_k == 1 or (request.top_p is not None and request.top_p < _COLDEST)
-    greedy = greedy or (request.temperature is not None and request.temperature < _COLDEST)
-    chosen: dict[str, Any] = {}
-    if not greedy:
-        chosen["temperature"] = 1.0 if request.temperature is None else request.temperature
-        chosen["top_p"] = 1.0 if request.top_p is None else request.top_p
-        chosen["top_k"] = request.top_k if request.top_k and request.top_k > 1 else None
-        chosen["min_p"] = request.min_p or None
-        if request.seed is not None:
-            chosen["seed"] = request.seed % 2**64  # unsigned on the engine's wire
-    penalty = request.repetition_penalty
-    return Sampling(
-        frequency_penalty=request.frequency_penalty or None,
-        presence_penalty=request.presence_penalty or None,
-        repetition_penalty=None if penalty == 1 else penalty,
-        min_tokens=request.min_tokens or None,
-        **chosen,
-    )
+    def __init__(self, head: Head, *, usage: bool) -> None:
+        chat = head.object == "chat.completion.chunk"
+        self._field = b'"delta":{"content":' if chat else b'"text":'
+        self._start = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        # With include_usage, every chunk but the last has the field, and it is null.
+        self._end = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+        self._after_text = b"}" * chat + b',"logprobs":null,"finish_reason":null}' + self._end
+
+    def text(self, index: int, text: str) -> bytes:
+        """An event whose choice has new text and nothing else."""
+        told = (self._start, index, self._field, msgspec.json.encode(text), self._after_text)
+        return b'%b{"index":%d,%b%b%b' % told
+
+    def choice(self, index: int, **fields: object) -> bytes:
+        """Any other event of one choice."""
+        return self._start + msgspec.json.encode({"index": index, **fields}) + self._end
+
+    def usage(self, usage: object) -> bytes:
+        """The last event, which has no choice."""
+        return b"".join((self._start, b'],"usage":', msgspec.json.encode(usage), b"}\n\n"))
 
 
-def _bias(request: Generation, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    found = []
-    for key, weight in (request.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
-            problem = f"{key[:40]!r} is not a token id of this model; they are 0 to"
-            raise invalid("logit_bias", f"{problem} {vocab_size - 1}")
-        found.append((int(key), weight))
-    return tuple(found)
+class ChoicesBuilder(ResponseBuilder):
+    """A response with choices, which are streamed as chunks."""
+
+    chunk_object: ClassVar[str]
+
+    def __init__(
+        self, request: Common, head: Head, requests: list[TextRequest], guide_field: str
+    ) -> None:
+        super().__init__(head, requests, guide_field)
+        self._per_prompt = request.n or 1
+        options = request.stream_options
+        if options is not None and not request.stream:
+            raise invalid("stream_options", "is only allowed when stream is true")
+        self._wants_usage = options is not None and bool(options.include_usage)
+        chunk_head = msgspec.structs.replace(head, object=self.chunk_object)
+        self._frames = Frames(chunk_head, usage=self._wants_usage)
+        self._completion_tokens = 0
+        self._predicted = self._accepted = 0  # tokens drafted from a prediction
+        self._ended: dict[int, tuple[TextChunk, Ending]] = {}  # choices of a whole response
+
+    def add(self, index: int, chunk: TextChunk) -> bytes:
+        ending = chunk.ending
+        if ending is not None:
+            self._completion_tokens += ending.completion_tokens
+            if index % self._per_prompt == 0:  # choices share their prompt
+                self.count_cached(ending)
+            if ending.speculation is not None:
+                self._predicted += ending.speculation.predicted
+                self._accepted += ending.speculation.predicted_accepted
+        if self.stream:
+            return self._events(index, chunk)
+        if ending := well_ended(chunk):  # a whole response has one chunk per choice
+            self._ended[index] = chunk, ending
+        return b""
+
+    @property
+    def is_large(self) -> bool:
+        return self.requests[0].wants.log_probs
+
+    def last_events(self) -> bytes:
+        return (self._frames.usage(self._usage()) if self._wants_usage else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return error.event
+
+    def whole(self) -> bytes:
+        fields = msgspec.structs.asdict(self._head)
+        fields["choices"] = [
+            {"index": index, **self._choice(index, chunk), **self._finish(index, ending)}
+            for index, (chunk, ending) in sorted(self._ended.items())
+        ]
+        return msgspec.json.encode({**fields, "usage": self._usage()})
+
+    @abstractmethod
+    def _events(self, index: int, chunk: TextChunk) -> bytes: ...
+
+    @abstractmethod
+    def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]: ...
+
+    def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
+        """``finish_reason``, and which stop string it was."""
+        fields: dict[str, Any] = {"finish_reason": _FINISH[ending.finish_reason]}
+        if ending.stop_reason is not None:
+            fields["stop_reason"] = ending.stop_reason
+        return fields
+
+    def _usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self.prompt_tokens + self._completion_tokens,
+        }
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        if any(request.prediction for request in self.requests):
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self._accepted,
+                "rejected_prediction_tokens": self._predicted - self._accepted,
+            }
+        return usage
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+Kind: TypeAlias = type[Content] | type[Reasoning] | type[ToolCall]
+
+
+@dataclass(slots=True)
+class Part:
+    """A text, reasoning, or a call. ``before`` and ``after``: the constant bytes of its deltas."""
+
+    kind: Kind
+    index: int
+    call: ToolCall | None
+    id: str = ""
+    before: bytes = b""
+    after: bytes = b""
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it; of a call, its arguments."""
+        return "".join(self.texts)
+
+
+def sse(kind: str, **fields: object) -> bytes:
+    """A server-sent event, whose type is also in its JSON."""
+    data = msgspec.json.encode({"type": kind, **fields})
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+class PartsBuilder(ResponseBuilder):
+    """A response of one choice whose parts are opened, grow, and are closed, one after another."""
+
+    def __init__(
+        self,
+        request: Generation,
+        head: Head,
+        tokenizer: Tokenizer,
+        formats: ChatFormats,
+        asked: Conversation,
+        **fields: Any,
+    ) -> None:
+        turn = ChatTurn(request, asked, tokenizer, formats, fits_max_tokens=True, **fields)
+        super().__init__(head, [turn.text], turn.guide_field)
+        self._tokenizer = tokenizer
+        self._answer = turn.parts[0]
+        self._parts: list[Part] = []
+        self._is_open = False  # the last part
+        self._begun = False
+        self._ending: Ending | None = None
+
+    def add(self, index: int, chunk: TextChunk) -> bytes:
+        events = self._begin_once()
+        self._ending = well_ended(chunk)
+        for event in self._answer.feed(chunk.text, end=self._ending is not None):
+            if isinstance(event, ToolCall):
+                events += self._open(ToolCall, event)
+                continue
+            goes_on = self._is_open and self._parts[-1].kind is type(event)
+            if not isinstance(event, Arguments) and not goes_on:
+                events += self._open(type(event))
+            part = self._parts[-1]
+            part.texts.append(event.text)
+            events += self._grown(part, event.text)
+        if self._ending is not None:
+            self.count_cached(self._ending)
+            events += self._close()
+        return events if self.stream else b""
+
+    def _begin_once(self) -> bytes:
+        if self._begun:
+            return b""
+        self._begun = True
+        return self._first_events()
+
+    def _open(self, kind: Kind, call: ToolCall | None = None) -> bytes:
+        events = self._close()
+        part = Part(kind, len(self._parts), call)
+        self._parts.append(part)
+        self._is_open = True
+        return events + self._opened(part)
+
+    def _close(self) -> bytes:
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        return self._closed(self._parts[-1])
+
+    @property
+    def is_large(self) -> bool:
+        # Tokenising the reasoning takes a millisecond for some thousand characters.
+        scored = self.requests[0].wants.log_probs
+        return scored or sum(map(len, self._reasoning())) > 4096
+
+    def _reasoning(self) -> list[str]:
+        return [part.text for part in self._parts if part.kind is Reasoning]
+
+    @abstractmethod
+    def ping(self) -> bytes:
+        """An event that shows a client that waits that the server works."""
+
+    @abstractmethod
+    def _first_events(self) -> bytes: ...
+
+    @abstractmethod
+    def _opened(self, part: Part) -> bytes: ...
+
+    def _grown(self, part: Part, text: str) -> bytes:
+        return part.before + msgspec.json.encode(text) + part.after
+
+    @abstractmethod
+    def _closed(self, part: Part) -> bytes: ...

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from trtllm_bls.chat_parsing.parser import Arguments, Content, Event, Reasoning, ToolCall
-from trtllm_bls.openai.builder import Head, well_ended
-from trtllm_bls.openai.choices import ChoicesBuilder
-from trtllm_bls.openai.constraints import (
+from trtllm_bls.openai.builder import ChoicesBuilder, Head, well_ended
+from trtllm_bls.openai.conversation import (
     ChatFormats,
+    ChatTurn,
     Conversation,
     format_guide,
     guided_decoding,
 )
-from trtllm_bls.openai.conversation import ChatTurn
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.schema import ChatMessage, ChatRequest, ToolChoice, checked, text_of

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from trtllm_bls.openai.builder import Head, shared_fields, well_ended
-from trtllm_bls.openai.choices import ChoicesBuilder
-from trtllm_bls.openai.constraints import ChatFormats, guided_decoding
+from trtllm_bls.openai.builder import ChoicesBuilder, Head, well_ended
+from trtllm_bls.openai.conversation import ChatFormats, guided_decoding, shared_fields
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
 from trtllm_bls.openai.schema import CompletionRequest, checked

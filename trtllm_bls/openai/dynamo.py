@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message
 
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 from trtllm_bls.openai.app import ApiSettings, create_app
-from trtllm_bls.openai.builder import shared_fields
 from trtllm_bls.openai.command import DECLARED, given_parameters, read_parameters
+from trtllm_bls.openai.conversation import sampling as sampling_of
 from trtllm_bls.openai.errors import ApiError, api_error, invalid
 from trtllm_bls.openai.schema import CompletionRequest
 from trtllm_bls.parameters import BlsParameters
@@ -164,7 +164,7 @@ async def _engine_request(backend: Deployment, asked: dict[str, Any], id_: str) 
         request_id=id_,
         input_ids=ids,
         max_tokens=stops.get("max_tokens") or (longest - len(ids) if longest else _MOST_TOKENS),
-        sampling=shared_fields(msgspec.convert(known, CompletionRequest), 0)["sampling"],
+        sampling=sampling_of(msgspec.convert(known, CompletionRequest)),
         end_id=-1 if stops.get("ignore_eos") else backend.tokenizer.eos_id,
         stop_sequences=tuple((each,) for each in ends),
     )

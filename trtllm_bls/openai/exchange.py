@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from trtllm_bls.errors import CancelCause
+from trtllm_bls.errors import CancelCause, TrtllmBlsError
 from trtllm_bls.http.guard import BODY_WRITE, ClientGone, header
 from trtllm_bls.openai.builder import ResponseBuilder
 from trtllm_bls.openai.errors import ApiError
@@ -219,3 +220,43 @@ async def _cancel_when_client_leaves(receive: Receive, work: asyncio.Task[None])
     while (await receive())["type"] != "http.disconnect":
         pass
     work.cancel(CancelCause.CALLER_LEFT.value)
+
+
+class RunningRequests:
+    """Those of one process, which ``Lifecycle`` watches and drains: a ``lifecycle.Serving``.
+
+    While ``refusal`` is set, new requests raise it.
+    """
+
+    loop: asyncio.AbstractEventLoop  # set when the application starts
+
+    def __init__(self) -> None:
+        self.refusal: TrtllmBlsError | None = None
+        self.responses = 0  # text chunks that the orchestrator has sent
+        self._running: dict[asyncio.Task[None], str] = {}
+
+    @property
+    def running(self) -> list[str]:
+        """Their ids; any thread may ask."""
+        return list(self._running.copy().values())  # atomic under the GIL
+
+    @contextmanager
+    def one(self, request_id: str) -> Iterator[None]:
+        """Around one request, in the task that answers it. Raises ``refusal``."""
+        if self.refusal is not None:
+            raise self.refusal
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[task] = request_id
+        try:
+            yield
+        finally:
+            del self._running[task]
+
+    async def end_all(self) -> None:
+        """End every request; its client is told why."""
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel(CancelCause.SHUTDOWN.value)
+        if tasks:
+            await asyncio.wait(tasks)

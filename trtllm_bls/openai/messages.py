@@ -11,11 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from trtllm_bls.chat_parsing.parser import Content, Reasoning
-from trtllm_bls.openai.builder import Head
-from trtllm_bls.openai.constraints import ChatFormats, Conversation, format_guide
-from trtllm_bls.openai.conversation import ChatTurn, thinking
+from trtllm_bls.openai.builder import Head, Part, PartsBuilder, sse
+from trtllm_bls.openai.conversation import (
+    ChatFormats,
+    Conversation,
+    Transcript,
+    format_guide,
+    thinking,
+)
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
-from trtllm_bls.openai.parts import Part, PartsBuilder, Transcript, sse
 from trtllm_bls.openai.schema import Count, Generation, Refused, TextFormat, Word
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, FinishReason
@@ -147,16 +151,15 @@ class MessagesResponse(PartsBuilder):
     def __init__(
         self, request: CountTokensRequest, head: Head, tokenizer: Tokenizer, formats: ChatFormats
     ) -> None:
-        turn = ChatTurn(
+        super().__init__(
             request,
-            _conversation(request),
+            head,
             tokenizer,
             formats,
+            _conversation(request),
             max_tokens=request.max_tokens,
-            fits_max_tokens=True,
             stop_words=tuple(request.stop_sequences or ()),
         )
-        super().__init__(head, turn, tokenizer)
 
     def ping(self) -> bytes:
         return self._begin_once() + sse("ping")

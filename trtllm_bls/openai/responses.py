@@ -12,12 +12,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from trtllm_bls.chat_parsing.parser import Content, Reasoning
-from trtllm_bls.openai.builder import Head
-from trtllm_bls.openai.constraints import ChatFormats, Conversation, format_guide
-from trtllm_bls.openai.conversation import ChatTurn, thinking
+from trtllm_bls.openai.builder import Head, Kind, Part, PartsBuilder, sse
+from trtllm_bls.openai.conversation import (
+    ChatFormats,
+    Conversation,
+    Transcript,
+    format_guide,
+    thinking,
+)
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
-from trtllm_bls.openai.parts import Kind, Part, PartsBuilder, Transcript, sse
 from trtllm_bls.openai.schema import (
     Count,
     Generation,
@@ -197,19 +201,17 @@ class ResponsesResponse(PartsBuilder):
         self, request: ResponsesRequest, head: Head, tokenizer: Tokenizer, formats: ChatFormats
     ) -> None:
         self._tools = _Tools()
-        asked = _conversation(request, self._tools)
         scored = bool(request.top_logprobs) or _SCORES in (request.include or ())
-        turn = ChatTurn(
+        super().__init__(
             request,
-            asked,
+            head,
             tokenizer,
             formats,
+            _conversation(request, self._tools),
             max_tokens=request.max_output_tokens,
-            fits_max_tokens=True,
             wants=Wants(log_probs=scored, top_log_probs=request.top_logprobs or 0),
             return_tokens=scored,
         )
-        super().__init__(head, turn, tokenizer)
         self._scores = TokenScores(tokenizer, request.top_logprobs or 0) if scored else None
         self._scored: list[Any] = []  # log-probabilities of tokens whose text has not left
         self._logprobs: list[Any] = []  # of the message so far
@@ -352,6 +354,8 @@ class ResponsesResponse(PartsBuilder):
     def _usage(self) -> dict[str, Any]:
         assert self._ending is not None
         made = self._ending.completion_tokens
+        # Chunks do not say which tokens were reasoning, so its text is tokenised.
+        reasoning = self._tokenizer.encode_all(self._reasoning(), add_special_tokens=False)
         return {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {
@@ -359,7 +363,7 @@ class ResponsesResponse(PartsBuilder):
                 "cache_write_tokens": 0,
             },
             "output_tokens": made,
-            "output_tokens_details": {"reasoning_tokens": min(made, self._num_reasoning_tokens())},
+            "output_tokens_details": {"reasoning_tokens": min(made, sum(map(len, reasoning)))},
             "total_tokens": self.prompt_tokens + made,
         }
 
