@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.embedded_steps import POISON, Steps, checkpoint, generated, prompt, request
 from trtllm_bls.engines.embedded.checkpoint import load
-from trtllm_bls.engines.embedded.slots import Slots
+from trtllm_bls.engines.embedded.runner import Slots
 from trtllm_bls.errors import EngineError, SettingsError
 from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.types import EngineChunk, FinishReason, Wants

@@ -38,6 +38,8 @@ _DRAWS, _ACCEPTANCE = 0, 1  # number streams
 class TokenGuide(Protocol):
     """What one sequence's tokens must follow, beside the request's sampling settings."""
 
+    ended: bool  # the text is complete, and nothing may follow
+
     def mask(self, row: Array) -> None:
         """Set to -inf, in ``row`` [vocab], what may not come next; something always may."""
 
@@ -69,6 +71,11 @@ class TokenSampler:
         # Whether another token than the highest may be due, were it only greedy.
         self.alters = bool(altered or by_logits or guide is not None)
         self.needs_row = self.alters or not self._greedy
+
+    @property
+    def complete(self) -> bool:
+        """Whether the guide lets nothing follow."""
+        return self._guide is not None and self._guide.ended
 
     def choose(self, row: Array, place: int | None = None) -> int:
         """The next token. ``place`` is that of the draft's token to be verified by its logits.

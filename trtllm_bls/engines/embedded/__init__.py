@@ -1,9 +1,8 @@
 """An in-flight-batching engine over a local Hugging Face checkpoint, in this process.
 
-    engine    thread, queue limit, delivery      runner      one forward pass over many sequences
-    batcher   which rows each step computes      slots       tokens, keys and values; their reuse
-    sequence  one sequence, its end, its chunks  checkpoint  sizes, loading, probing
-    sampling  a row of logits to a token         guides      grammars that an answer must follow
+    engine    thread, queue limit, delivery       runner      one forward pass; the KV slots
+    batcher   sequences, and each step's rows     checkpoint  sizes, loading, probing
+    guides    grammars that an answer must follow
 
 Importing this package imports torch and transformers: only the engine's own process should.
 """

@@ -61,8 +61,21 @@ def load(
     check_checkpoint(directory)
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     runner, config, num_weights = _probed(directory, chosen)
+    possible, asked = _exact_length(config, runner.windowed), parameters.max_sequence_tokens
+    if asked > possible:
+        raise SettingsError(f"max_sequence_tokens is {asked}; the model allows {possible}")
+    length = asked or min(possible, _DEFAULT_LENGTH)
     limit = max_kv_bytes or psutil.virtual_memory().available // 2
-    runner.allocate(parameters.max_batch, _longest(config, runner, parameters, limit))
+    per_token = runner.slots.bytes_per_token * parameters.max_batch
+    fits = min(length, limit // per_token)
+    if fits < (asked or 2):
+        raise SettingsError(
+            f"max_sequence_tokens {length} in {parameters.max_batch} slots needs "
+            f"{length * per_token} bytes of KV cache; {limit} are allowed: lower max_batch"
+        )
+    size = fits * per_token / 2**20
+    _log.info("KV cache: %d slots of %d tokens, up to %.0f MiB", parameters.max_batch, fits, size)
+    runner.allocate(parameters.max_batch, fits)
     runner.threads = parameters.threads or (1 if num_weights < _SMALL else half)
     return runner
 
@@ -125,25 +138,6 @@ def _dtype(directory: Path, config: Any, device: torch.device) -> torch.dtype:
     if parameters <= _FP32_PARAMETERS or own.itemsize > 2:
         return torch.float32
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
-
-
-def _longest(config: Any, runner: Runner, parameters: EngineParameters, limit: int) -> int:
-    """Tokens per slot: what model, memory (``limit`` bytes) and parameters allow; unless they are
-    asked for, at most ``_DEFAULT_LENGTH``. Logs the KV cache's size."""
-    possible, asked = _exact_length(config, runner.windowed), parameters.max_sequence_tokens
-    if asked > possible:
-        raise SettingsError(f"max_sequence_tokens is {asked}; the model allows {possible}")
-    length = asked or min(possible, _DEFAULT_LENGTH)
-    per_token = runner.slots.bytes_per_token * parameters.max_batch
-    fits = min(length, limit // per_token)
-    if fits < (asked or 2):
-        raise SettingsError(
-            f"max_sequence_tokens {length} in {parameters.max_batch} slots needs "
-            f"{length * per_token} bytes of KV cache; {limit} are allowed: lower max_batch"
-        )
-    size = fits * per_token / 2**20
-    _log.info("KV cache: %d slots of %d tokens, up to %.0f MiB", parameters.max_batch, fits, size)
-    return fits
 
 
 def _exact_length(config: Any, windowed: bool) -> int:

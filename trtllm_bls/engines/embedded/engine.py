@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
-from trtllm_bls.engines.embedded.batcher import Batcher
+from trtllm_bls.engines.embedded.batcher import Batcher, Event, Sequence, Submission
 from trtllm_bls.engines.embedded.checkpoint import load
 from trtllm_bls.engines.embedded.guides import GUIDE, GUIDE_TYPE, Guides
-from trtllm_bls.engines.embedded.sequence import Event, Sequence, Submission
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.parameters import EngineParameters
-from trtllm_bls.types import EngineCapacity, EngineRequest
+from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 
 _QUEUE_SIZE = 1024  # where the parameter leaves it to the engine
 
@@ -121,7 +120,11 @@ class EmbeddedEngine:
     def _run(self) -> None:
         """The engine's thread: a step after the other while there is work."""
         torch.set_num_threads(self._runner.threads)  # torch keeps it per thread
-        while self._has_work():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._batcher.num_present)
+                if self._closing:
+                    break
             try:
                 self._batcher.step()
             except Exception:  # a mistake of ours; the engine lives on
@@ -132,12 +135,6 @@ class EmbeddedEngine:
         self._deliver()
         self._runner.close()
 
-    def _has_work(self) -> bool:
-        """Wait until there is something to do; false when that is to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._batcher.num_present)
-            return not self._closing
-
     def _deliver(self) -> None:
         """Hand the step's events over, one wake-up per event loop."""
         events, self._batcher.events = self._batcher.events, []
@@ -146,12 +143,20 @@ class EmbeddedEngine:
             loops.setdefault(owner.loop, []).append((owner, event))
         for loop, batch in loops.items():
             try:
-                loop.call_soon_threadsafe(_deliver_all, batch)
+                loop.call_soon_threadsafe(_put, batch)
             except RuntimeError:  # the loop is closed: nobody will read
                 for owner, _ in batch:
                     owner.cancelled = True
 
 
-def _deliver_all(batch: list[tuple[Submission, Event]]) -> None:
+def _put(batch: list[tuple[Submission, Event]]) -> None:
+    """Hand events to their readers, on their loop."""
     for owner, event in batch:
-        owner.deliver(event)
+        if isinstance(event, EngineChunk):
+            owner.chunks.put([event])
+            owner.unfinished -= event.final
+        else:
+            owner.chunks.fail(event)
+            owner.unfinished = 0
+        if not owner.unfinished:
+            owner.ended.set()

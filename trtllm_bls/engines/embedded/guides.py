@@ -137,10 +137,17 @@ class Guides:
     def _guide(self, request: EngineRequest, grammar: tuple[str, str]) -> GrammarMatcher:
         matcher = self._known.get(grammar)
         if matcher is None:
+            tokenizer = self._tokenizer
             try:
-                matcher = self._known[grammar] = self._compiled(grammar)
+                matcher = tried(self._file, self._vocab_size, self._seconds, *grammar)
             except TimeoutError as error:
                 raise InvalidRequest(GUIDE, str(error)) from None
+            if matcher is None:
+                try:
+                    matcher = compiled(tokenizer, *grammar)
+                except ValueError as error:
+                    matcher = str(error)
+            self._known[grammar] = matcher
         self._known.move_to_end(grammar)
         if len(self._known) > _CACHED:
             self._known.popitem(last=False)
@@ -152,16 +159,6 @@ class Guides:
             ends.add(request.end_id)
         other = self._tokenizer.eos_token
         return GrammarMatcher(matcher.deep_copy(), self._vocab_size, ends, other)
-
-    def _compiled(self, grammar: tuple[str, str]) -> LLMatcher | str:
-        tokenizer = self._tokenizer
-        problem = tried(self._file, self._vocab_size, self._seconds, *grammar)
-        if problem is not None:
-            return problem
-        try:
-            return compiled(tokenizer, *grammar)
-        except ValueError as error:
-            return str(error)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
