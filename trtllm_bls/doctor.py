@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ import psutil
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
-from tritonclient.grpc import InferenceServerClient, model_config_pb2
+from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from trtllm_bls.client import Tls
@@ -69,7 +69,7 @@ from trtllm_bls.parameters.cpp_backend import (
     parse_version,
 )
 from trtllm_bls.parameters.declaration import suggestion
-from trtllm_bls.parameters.model_config import read_config, values_of
+from trtllm_bls.parameters.model_config import dtype_of, instances_of, read_config, values_of
 from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings import ServeSettings, TlsConnection, option, options_of, setting
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
@@ -90,8 +90,8 @@ def installed(package: str) -> str | None:
 def serve_ports() -> dict[str, int]:
     """The ports that ``serve`` takes unless told otherwise, by option."""
     names = [each.name for each in fields(ServeSettings) if each.name.endswith("_port")]
-    defaults = {option(name): getattr(ServeSettings, name) for name in names}
-    return {flag: port for flag, port in defaults.items() if port is not None}
+    ports = {option(name): getattr(ServeSettings, name) for name in names}
+    return {flag: port for flag, port in ports.items() if port is not None}
 
 
 def _release(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
@@ -126,102 +126,41 @@ class Subject:
     packages: Callable[[str], str | None] = installed
     shared_memory: Path = Path("/dev/shm")
     ports: Mapping[str, int] = field(default_factory=serve_ports)
-    # Of configurations and engines, once those have been asked for.
-    unreadable: list[SettingsError] = field(default_factory=list, init=False)
 
-    @cached_property
-    def configs(self) -> dict[str, Any]:
-        """The configuration (Triton's ``ModelConfig``) of each model that can be read."""
-        found = {}
+    def __post_init__(self) -> None:
+        self.unreadable: list[SettingsError] = []  # configurations and engines
+        self.configs: dict[str, Any] = {}  # Triton's ``ModelConfig`` of each model
         for path in sorted(self.repository.glob("*/config.pbtxt")) if self.repository else ():
             try:
-                found[path.parent.name] = read_config(path)
+                self.configs[path.parent.name] = read_config(path)
             except SettingsError as error:
                 self.unreadable.append(error)
-        return found
-
-    def values(self, model: str) -> dict[str, str]:
-        """A model's parameters; none where there is no such model."""
-        return values_of(self.configs[model]) if model in self.configs else {}
-
-    @property
-    def llm_api_models(self) -> list[str]:
-        """The models in which TensorRT-LLM's LLM API runs."""
-        return [name for name in self.configs if self.values(name).get("engine") == "llm_api"]
-
-    @property
-    def cpp_models(self) -> list[str]:
-        """The models that TensorRT-LLM's C++ backend runs."""
-        return [name for name, config in self.configs.items() if config.backend == CPP_BACKEND]
-
-    @property
-    def known_models(self) -> dict[str, Model]:
-        """Our models and those of the C++ backend, with the tensors that each should have."""
-        text, found = {model.name: model for model in MODELS}, {}
-        if self.cpp_models:  # as the ensemble hands it on
-            text = self._of_release(self.target)
-        for name, config in self.configs.items():
-            if config.backend == CPP_BACKEND:
-                found[name] = self._of_release(name)[ENGINE.name]
-            elif self.values(name).get("tensors") == "llmapi":
-                found[name] = replace(LLMAPI, name=BLS.name)  # whose parameters it has
-            elif self.values(name).get("engine") == "llm_api":
-                found[name] = ENGINE
-            elif name in text and (config.backend == "python" or config.platform == "ensemble"):
-                found[name] = text[name]
-        return found
-
-    def _of_release(self, engine: str) -> dict[str, Model]:
-        logits = self.engines[engine].logits if engine in self.engines else "FP32"
-        return models_for(self.release or LAST, logits)
-
-    @property
-    def target(self) -> str:
-        """The name of the target model."""
-        return self.values(BLS.name).get("tensorrt_llm_model_name") or ENGINE.name
-
-    @property
-    def draft(self) -> str:
-        """The name of the draft model; empty where there is none."""
-        return self.values(BLS.name).get("tensorrt_llm_draft_model_name", "")
-
-    @cached_property
-    def engines(self) -> dict[str, EngineDir]:
-        """Engines by model, of the options or of the repository's configurations."""
-        draft = self.draft or "the draft"
-        directories = {
-            name: Path(path)
-            for name in self.cpp_models
-            if (path := self.values(name).get("gpt_model_path")) and "${" not in path
-        }
-        directories |= {self.target: self.engine_dir} if self.engine_dir else {}
-        directories |= {draft: self.draft_engine_dir} if self.draft_engine_dir else {}
-        found = {}
+        self.cpp_models = [n for n, c in self.configs.items() if c.backend == CPP_BACKEND]
+        text = self.values(BLS.name)
+        self.target = text.get("tensorrt_llm_model_name") or ENGINE.name
+        self.draft = text.get("tensorrt_llm_draft_model_name", "")  # empty where there is none
+        self.tokenizer = self.tokenizer_dir or self.directory(BLS.name, "tokenizer_dir")
+        directories = {}
+        for name in self.cpp_models:
+            named = self.values(name).get("gpt_model_path")
+            if named and "${" not in named:
+                directories[name] = Path(named)
+        if self.engine_dir:
+            directories[self.target] = self.engine_dir
+        if self.draft_engine_dir:
+            directories[self.draft or "the draft"] = self.draft_engine_dir
+        self.engines: dict[str, EngineDir] = {}  # by model, of the options or of the repository
         for name, directory in directories.items():
             try:
                 engine = read_engine(f"{name}: engine", directory, check=True)
                 engine.release()  # raises where there is no such release
-                found[name] = engine
+                self.engines[name] = engine
             except SettingsError as error:
                 self.unreadable.append(error)
-        return found
 
-    @property
-    def tokenizer(self) -> Path | None:
-        """The directory of the target's tokenizer."""
-        return self.tokenizer_dir or self.directory(BLS.name, "tokenizer_dir")
-
-    @property
-    def tokens(self) -> Tokenizer | None:
-        """That tokenizer; ``None`` where there is none that can be loaded, which a check tells."""
-        with suppress(SetupError):
-            return _loaded(self.tokenizer) if self.tokenizer else None
-        return None
-
-    @property
-    def draft_tokenizer(self) -> Path | None:
-        """The directory of the draft's tokenizer, where the repository names it."""
-        return self.directory(BLS.name, "draft_tokenizer_dir")
+    def values(self, model: str) -> dict[str, str]:
+        """A model's parameters; none where there is no such model."""
+        return values_of(self.configs[model]) if model in self.configs else {}
 
     def directory(self, model: str, key: str) -> Path | None:
         """A directory that a model's parameter names; ``None`` where it names none."""
@@ -229,6 +168,40 @@ class Subject:
         if not named or "${" in named:
             return None
         return Path(os.path.abspath((self.repository or Path()) / named))
+
+    @property
+    def llm_api_models(self) -> list[str]:
+        """The models in which TensorRT-LLM's LLM API runs."""
+        return [name for name in self.configs if self.values(name).get("engine") == "llm_api"]
+
+    @property
+    def known_models(self) -> dict[str, Model]:
+        """Our models and those of the C++ backend, with the tensors that each should have."""
+
+        def of_release(engine: str) -> dict[str, Model]:
+            logits = self.engines[engine].logits if engine in self.engines else "FP32"
+            return models_for(self.release or LAST, logits)
+
+        # As the ensemble hands it on.
+        text = of_release(self.target) if self.cpp_models else {each.name: each for each in MODELS}
+        found = {}
+        for name, config in self.configs.items():
+            if config.backend == CPP_BACKEND:
+                found[name] = of_release(name)[ENGINE.name]
+            elif self.values(name).get("tensors") == "llmapi":
+                found[name] = replace(LLMAPI, name=BLS.name)  # whose parameters it has
+            elif name in self.llm_api_models:
+                found[name] = ENGINE
+            elif name in text and (config.backend == "python" or config.platform == "ensemble"):
+                found[name] = text[name]
+        return found
+
+    @property
+    def tokens(self) -> Tokenizer | None:
+        """The target's tokenizer; ``None`` where none can be loaded, which a check tells."""
+        with suppress(SetupError):
+            return _loaded(self.tokenizer) if self.tokenizer else None
+        return None
 
     @property
     def backend_version(self) -> str:
@@ -270,6 +243,7 @@ class Finding:
 
 
 Findings = Iterator[Finding]
+fault, warn = partial(Finding, "error"), partial(Finding, "warn")
 
 
 @dataclass(frozen=True)
@@ -342,49 +316,48 @@ def proxies(subject: Subject) -> Findings:
     missing = [host for host in _LOOPBACK if host not in direct]
     if named and missing and "*" not in direct:
         what = f"{', '.join(named)} without no_proxy for {' and '.join(missing)}"
-        yield Finding("warn", what, f"set no_proxy={','.join([*filter(None, direct), *missing])}")
+        yield warn(what, f"set no_proxy={','.join([*filter(None, direct), *missing])}")
 
 
 @check("Python and packages are as this package needs them")
 def packages(subject: Subject) -> Findings:
     """`pip install --no-deps` leaves what a container has, which may be too old."""
-    for needs, requirement in _requirements(subject.packages):
-        version = subject.packages(requirement.name)
-        if version is None:
-            yield Finding("error", f"no {requirement.name}", f"pip install '{requirement}'")
-        elif not requirement.specifier.contains(version, prereleases=True):
-            what = f"{requirement.name} {version}, {needs} needs {requirement.specifier}"
-            mend = "install trtllm-bls into an environment of its own, or take a newer container"
-            if needs == "httpcore":  # which the Containerfile adds beside the image's h11
-                mend = "install another httpcore: --build-arg HTTPCORE=1.0.9 of the Containerfile"
-            yield Finding("error", what, mend)
+    # `serve` has the OpenAI API wherever uvicorn is installed.
+    extra = "openai" if subject.packages("uvicorn") else ""
+    # Of httpx and httpcore too: the Containerfile adds them without their dependencies.
+    for needs in (DISTRIBUTION, "httpx", "httpcore"):
+        listed = importlib.metadata.requires(needs) if installed(needs) else None
+        for requirement in map(Requirement, listed or ()):
+            if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+                continue
+            version = subject.packages(requirement.name)
+            if version is None:
+                yield fault(f"no {requirement.name}", f"pip install '{requirement}'")
+            elif not requirement.specifier.contains(version, prereleases=True):
+                what = f"{requirement.name} {version}, {needs} needs {requirement.specifier}"
+                mend = "an environment of its own, or take a newer container"
+                mend = f"install trtllm-bls into {mend}"
+                if needs == "httpcore":  # which the Containerfile adds beside the image's h11
+                    another = "--build-arg HTTPCORE=1.0.9 of the Containerfile"
+                    mend = f"install another httpcore: {another}"
+                yield fault(what, mend)
 
 
-@check("the server here runs models on this Python and its numpy", lambda s: s.server or _finds())
+def _server(subject: Subject) -> Any:
+    """The server that is named, or else is found here."""
+    with suppress(SetupError):
+        return subject.server or find_server(None)
+    return None
+
+
+@check("the server here runs models on this Python and its numpy", _server)
 def server_python(subject: Subject) -> Findings:
     """A stub for this version of Python, which can read the numpy that it will import."""
     installation = find_server(subject.server)
     if not installation.stub(PYTHON).is_file():
         what = f"{installation.root} has no Python backend for Python {PYTHON}"
-        yield Finding("error", what, "install trtllm-bls with the Python of the container")
+        yield fault(what, "install trtllm-bls with the Python of the container")
     check_numpy(installation, embedded_numpy())
-
-
-def _finds() -> bool:
-    with suppress(SetupError):
-        return bool(find_server(None))
-    return False
-
-
-def _requirements(packages: Callable[[str], str | None]) -> Iterator[tuple[str, Requirement]]:
-    """Who needs what: this package, and what the Containerfile adds without its dependencies."""
-    # `serve` has the OpenAI API wherever uvicorn is installed.
-    extra = "openai" if packages("uvicorn") else ""
-    for name in (DISTRIBUTION, "httpx", "httpcore"):
-        with suppress(importlib.metadata.PackageNotFoundError):  # then it has no list
-            for requirement in map(Requirement, importlib.metadata.requires(name) or []):
-                if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                    yield name, requirement
 
 
 @check(
@@ -397,14 +370,10 @@ def pins(subject: Subject) -> Findings:
     pinned = RELEASES.get(str(parse_version(release)), {}).get("transformers")
     if present and pinned and _numbers(present, 2) != _numbers(pinned, 2):
         what = f"transformers {present} beside tensorrt-llm {release}, made with {pinned}"
-        mend = f"pip install transformers=={pinned} before building engines here"
-        yield Finding("warn", what, mend)
+        yield warn(what, f"pip install transformers=={pinned} before building engines here")
 
 
 # --- parameters and engines: what TensorRT-LLM would ignore or refuse later -------------------
-
-
-_ALWAYS = Version(0, 9)  # what every release demands has a line of its own
 
 
 def _speculates(subject: Subject) -> bool:
@@ -415,9 +384,8 @@ def _speculates(subject: Subject) -> bool:
 @check("configurations and engine directories can be read", lambda s: s.repository or s.engine_dir)
 def readable(subject: Subject) -> Findings:
     """A file that cannot be read hides everything else."""
-    models, _ = subject.configs, subject.engines
-    if subject.repository and not models and not subject.unreadable:
-        yield Finding("error", f"{subject.repository}: no model in it", "name the model repository")
+    if subject.repository and not subject.configs and not subject.unreadable:
+        yield fault(f"{subject.repository}: no model in it", "name the model repository")
     yield from map(Finding.of, subject.unreadable)
 
 
@@ -429,7 +397,7 @@ def placeholders(subject: Subject) -> Findings:
         left = [k for k, v in (subject.values(model) | fields_of_it).items() if "${" in v]
         if left:
             mend = "fill them in or remove them; trtllm-bls configure --from does"
-            yield Finding("error", f"{model}: placeholders in {', '.join(left)}", mend)
+            yield fault(f"{model}: placeholders in {', '.join(left)}", mend)
 
 
 @check("every parameter is known and has a value that can be read", lambda s: s.configs)
@@ -453,10 +421,9 @@ def llm_api(subject: Subject) -> Findings:
     """As the model reads them when it loads; a release's arguments only where one is installed."""
     for model in subject.llm_api_models:
         values = subject.values(model)
-        count = max((group.count for group in subject.configs[model].instance_group), default=1)
         file = values.get("model_yaml")
         try:
-            gpus_of(values.get("gpu_device_ids", ""), 0, count)
+            gpus_of(values.get("gpu_device_ids", ""), 0, instances_of(subject.configs[model]))
             config = ModelYaml.read((subject.repository or Path()) / file) if file else ModelYaml()
             config.load_processors()
         except SettingsError as error:
@@ -468,7 +435,7 @@ def llm_api(subject: Subject) -> Findings:
             known = {n for name, f in release.model_fields.items() for n in (name, f.alias or name)}
             for key in sorted(config.arguments.keys() - known):
                 what = f"model.yaml: the TensorRT-LLM that is installed has no argument {key}"
-                yield Finding("error", what, suggestion(key, known))
+                yield fault(what, suggestion(key, known))
 
 
 @check("Triton can load every model", lambda s: s.configs)
@@ -478,22 +445,21 @@ def layout(subject: Subject) -> Findings:
     for model, config in subject.configs.items():
         if config.name not in ("", model) and "${" not in config.name:
             what = f"{model}: its configuration is of {config.name}"
-            yield Finding("error", what, "give directory and configuration one name")
+            yield fault(what, "give directory and configuration one name")
         versions = [d for d in (subject.repository / model).iterdir() if d.name.isdigit()]
         if not versions:
             what = f"{model}: no version directory"
-            yield Finding("error", what, "make one named 1; it may be empty without a model.py")
+            yield fault(what, "make one named 1; it may be empty without a model.py")
         elif config.backend == "python" and not any((d / "model.py").is_file() for d in versions):
-            yield Finding("error", f"{model}: no model.py", "copy it from this package's models")
+            yield fault(f"{model}: no model.py", "copy it from this package's models")
         engine = subject.engines.get(model)
         most = engine.max_batch_size if engine else None
         if model in subject.known_models and config.max_batch_size < 1:
-            what = f"{model}: max_batch_size is {config.max_batch_size}"
             mend = f"every tensor has a batch dimension; set {most or 1} or so"
-            yield Finding("error", what, mend)
+            yield fault(f"{model}: max_batch_size is {config.max_batch_size}", mend)
         elif most and config.max_batch_size > most:
             what = f"{model}: max_batch_size is {config.max_batch_size}, the engine's is {most}"
-            yield Finding("error", what, f"set at most {most}, or build a larger engine")
+            yield fault(what, f"set at most {most}, or build a larger engine")
 
 
 @check("every model that another one calls is there", lambda s: s.configs)
@@ -508,11 +474,11 @@ def wiring(subject: Subject) -> Findings:
         called[BLS.name] = [subject.target, subject.draft]
     if told.get("draft_source") == "model" and not subject.draft:
         what = f"{BLS.name}: draft_source is model, tensorrt_llm_draft_model_name is empty"
-        yield Finding("error", what, "name the draft model, or set draft_source to off")
+        yield fault(what, "name the draft model, or set draft_source to off")
     for model, others in called.items():
         for name in filter(None, others):
             if name not in subject.configs and "${" not in name:
-                yield Finding("error", f"{model}: calls {name}, which is not there", "add it")
+                yield fault(f"{model}: calls {name}, which is not there", "add it")
 
 
 @check("every tensor is declared", lambda s: s.known_models)
@@ -520,18 +486,15 @@ def tensors(subject: Subject) -> Findings:
     """Triton refuses a request with an input that is not, and of another type."""
     for model, table in subject.known_models.items():
         config = subject.configs[model]
-        kinds = {
-            tensor.name: model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
-            for tensor in (*config.input, *config.output)
-        }
+        kinds = {tensor.name: dtype_of(tensor) for tensor in (*config.input, *config.output)}
         rows = {tensor.name: tensor.dtype for tensor in (*table.inputs, *table.outputs)}
         for name, kind in rows.items():
             if kinds.get(name, kind) != kind:
                 what = f"{model}.{name} is declared {kinds[name]}, it is {kind}"
-                yield Finding("error", what, f"declare it TYPE_{kind}")
+                yield fault(what, f"declare it TYPE_{kind}")
         if missing := [name for name in rows if name not in kinds]:
             what = f"{model}: does not declare {', '.join(missing)}"
-            yield Finding("error", what, "write it again with trtllm-bls configure")
+            yield fault(what, "write it again with trtllm-bls configure")
 
 
 @check("every parameter that the release demands is there", lambda s: s.cpp_models)
@@ -540,14 +503,17 @@ def demanded_parameters(subject: Subject) -> Findings:
     release = subject.release or LAST
     for model in subject.cpp_models:
         values = subject.values(model)
+        # What every release demands has a line of its own.
         needed = {"gpt_model_path": "DIRECTORY", "gpt_model_type": "inflight_fused_batching"}
         for name, value in needed.items():
             if not values.get(name):
-                yield Finding("error", f"{model}: {name} is missing", f"set {name}={value}")
-        late = {n: key.demanded for n, key in keys_of(release).items() if n not in values}
-        if lacks := [n for n, since in late.items() if since and _ALWAYS < since <= release]:
+                yield fault(f"{model}: {name} is missing", f"set {name}={value}")
+        demanded = {n: key.demanded for n, key in keys_of(release).items() if key.demanded}
+        known = {*values, *needed}
+        absent = [n for n, since in demanded.items() if since <= release and n not in known]
+        if absent:
             mend = "add them, with an empty value where nothing is meant"
-            yield Finding("error", f"{model}: no {', '.join(lacks)}", mend)
+            yield fault(f"{model}: no {', '.join(absent)}", mend)
 
 
 @check("backend and engines are of one release", lambda s: s.engines)
@@ -558,7 +524,7 @@ def versions(subject: Subject) -> Findings:
         built, release = engine.version, engine.release()
         if release is None:
             what = f"{model}: config.json of {engine.path} names no release"
-            yield Finding("warn", what, "build it with a released trtllm-build")
+            yield warn(what, "build it with a released trtllm-build")
         elif backend and _numbers(built, 3) != _numbers(backend, 3):
             level: Level = "warn" if _numbers(built, 2) == _numbers(backend, 2) else "error"
             what = f"{model}: its engine is of {built}, the backend of {backend}"
@@ -579,13 +545,12 @@ def decoupled(subject: Subject) -> Findings:
         told = subject.values(model).get("decoupled")
         if told is not None and is_true(told) != streams:
             what = f"{model}: is {'' if streams else 'not '}decoupled, whatever its parameter says"
-            yield Finding("error", what, "only model_transaction_policy counts; set it, or none")
+            yield fault(what, "only model_transaction_policy counts; set it, or none")
         if streams and model in (PREPROCESSING.name, POSTPROCESSING.name):
-            mend = "it answers once; leave the policy out"
-            yield Finding("error", f"{model}: is decoupled", mend)
+            yield fault(f"{model}: is decoupled", "it answers once; leave the policy out")
     if policies.get(BLS.name, True) and not policies.get(subject.target, True):
         mend = "set model_transaction_policy { decoupled: true }"
-        yield Finding("error", f"{subject.target}: is not decoupled", mend)
+        yield fault(f"{subject.target}: is not decoupled", mend)
 
 
 @check("requests without drafts run to their end", lambda s: s.engines)
@@ -597,10 +562,10 @@ def one_step_drafts(subject: Subject) -> Findings:
             continue
         if model != subject.target:
             mend = "build it without a speculative_decoding_mode"
-            yield Finding("error", f"{model}: drafts one token only ({EXTERNAL_DRAFTS})", mend)
+            yield fault(f"{model}: drafts one token only ({EXTERNAL_DRAFTS})", mend)
         elif not is_true(subject.values(model).get("one_step_requests", "")):
             mend = f"set {model}.one_step_requests=true; trtllm-bls configure writes it"
-            yield Finding("error", f"{model}: requests without drafts answer one token", mend)
+            yield fault(f"{model}: requests without drafts answer one token", mend)
 
 
 @check("the engines were built for what their parameters ask", lambda s: s.configs and s.engines)
@@ -612,7 +577,7 @@ def built_for(subject: Subject) -> Findings:
         guides = values.get(GUIDES[1])
         if guides and not Path(guides).is_file():
             what = f"{model}.{GUIDES[1]}: {guides} is not there"
-            yield Finding("error", what, "make it as docs/engines.md#guided-decoding says")
+            yield fault(what, "make it as docs/engines.md#guided-decoding says")
 
 
 @check("ranks can be started", lambda s: any(e.ranks > 1 for e in s.engines.values()))
@@ -622,10 +587,10 @@ def ranks(subject: Subject) -> Findings:
     if not any(shutil.which(program, path=path) for program in ("mpirun", "srun")):
         counts = [f"{name}: {e.ranks} ranks" for name, e in subject.engines.items() if e.ranks > 1]
         what = f"{', '.join(counts)}, neither mpirun nor srun here"
-        yield Finding("error", what, "serve it in the container")
+        yield fault(what, "serve it in the container")
 
 
-@check("the server here has every backend", lambda s: s.configs and (s.server or _finds()))
+@check("the server here has every backend", lambda s: s.configs and _server(s))
 def backends(subject: Subject) -> Findings:
     """Triton would end with a line of its own."""
     with suppress(SetupError):  # told by the check of the server's Python
@@ -635,7 +600,7 @@ def backends(subject: Subject) -> Findings:
             if name and "${" not in name and not (there / name).is_dir():
                 image = image_of(subject.release) if subject.release else None
                 mend = f"serve it from {image or 'the container that has it'}"
-                yield Finding("error", f"{model}: no backend {name} in {there}", mend)
+                yield fault(f"{model}: no backend {name} in {there}", mend)
 
 
 @check("the target can verify drafts, and the draft can make them", _speculates)
@@ -655,23 +620,20 @@ def logits_types(subject: Subject) -> Findings:
     """Triton refuses drafts' logits of another type than the target's input."""
     draft, target = subject.engines.get(subject.draft), subject.engines.get(subject.target)
     if draft and target and draft.logits != target.logits:
-        what = f"the draft's logits are {draft.logits}, the target takes {target.logits}"
         mend = "build both with one --logits_dtype, or leave use_draft_logits off"
-        yield Finding("warn", what, mend)
+        yield warn(f"the draft's logits are {draft.logits}, the target takes {target.logits}", mend)
 
 
 @check("a stalled engine is told from a slow one", lambda s: BLS.name in s.configs)
 def time_limits(subject: Subject) -> Findings:
     """The limit of a silence has to be the shorter one."""
-    told = parameters_of(BLS.name)
-    defaults = {key: parameter.default for key, parameter in told.items()}
-    values = defaults | {key: value for key, value in subject.values(BLS.name).items() if value}
+    values, declared = subject.values(BLS.name), parameters_of(BLS.name)
     keys = "engine_stall_seconds", "request_timeout_seconds"
     with suppress(ValueError):  # told by the check of parameters
-        stall, timeout = (float(values[key] or 0) for key in keys)
+        stall, timeout = (float(values.get(key) or declared[key].in_file) for key in keys)
         if timeout and stall > timeout:
             what = f"{keys[0]} {stall:g} is longer than {keys[1]} {timeout:g}"
-            yield Finding("warn", what, f"a stalled engine is seen as a timeout; lower {keys[0]}")
+            yield warn(what, f"a stalled engine is seen as a timeout; lower {keys[0]}")
 
 
 @check("each engine has memory for its KV cache", lambda s: len(s.cpp_models) > 1)
@@ -688,7 +650,7 @@ def memory_shares(subject: Subject) -> Findings:
         if len(models) > 1:
             what = f"{' and '.join(models)} share GPUs and want 80 % or more of what is free each"
             mend = "set kv_cache_free_gpu_mem_fraction to 0.45 each, or gpu_device_ids apart"
-            yield Finding("error", what, mend)
+            yield fault(what, mend)
 
 
 # --- addresses: who listens there, and whether it serves this repository ----------------------
@@ -715,19 +677,18 @@ def engine_port(subject: Subject) -> Findings:
     host, _, port = url.rpartition(":")
     here = host in _LOCAL
     if not host or not port.isdecimal() or "/" in host:
-        yield Finding("error", f"engine_url {url}: is no address", "write HOST:PORT")
+        yield fault(f"engine_url {url}: is no address", "write HOST:PORT")
         return
     names = _listeners(url)
     if here and not names and subject.url and subject.url.rpartition(":")[0] in _LOCAL:
         what = f"engine_url {url}: nobody listens there, and a server runs at {subject.url}"
-        mend = "name that port; `serve` does so by itself (--grpc-port)"
-        yield Finding("warn", what, mend)
+        yield warn(what, "name that port; `serve` does so by itself (--grpc-port)")
     if not here and (problem := _unreachable(url)):
         mend = "name the gRPC port of the server that has the engine"
-        yield Finding("error", f"engine_url {url}: {problem}", mend)
+        yield fault(f"engine_url {url}: {problem}", mend)
     if set(names) - {_SERVER}:
         what = f"engine_url {url}: {' and '.join(names)} listens there, not {_SERVER}"
-        yield Finding("error", what, "stop it, or serve on another --grpc-port")
+        yield fault(what, "stop it, or serve on another --grpc-port")
 
 
 def _engines_elsewhere(subject: Subject) -> list[tuple[str, EngineKind]]:
@@ -745,9 +706,9 @@ def engine_addresses(subject: Subject) -> Findings:
     for address, kind in _engines_elsewhere(subject):
         if problem := _unreachable(address):
             mend = "start it (trtllm-serve MODEL --grpc), or mend the address"
-            yield Finding("error", f"engine at {address}: {problem}", mend)
+            yield fault(f"engine at {address}: {problem}", mend)
         elif kind is EngineKind.TRTLLM and (problem := _service_problem(address)):
-            yield Finding("error", f"engine at {address}: {problem}", "see its own log")
+            yield fault(f"engine at {address}: {problem}", "see its own log")
 
 
 def _unreachable(address: str) -> str:
@@ -782,7 +743,7 @@ def ports(subject: Subject) -> Findings:
         names = _listeners(f"localhost:{port}")
         if names:
             what = f"port {port} is taken by {' and '.join(names)}"
-            yield Finding("warn", what, f"if that is not your server, choose another with {flag}")
+            yield warn(what, f"if that is not your server, choose another with {flag}")
 
 
 def _listeners(url: str) -> list[str]:
@@ -801,15 +762,15 @@ def server(subject: Subject) -> Findings:
         try:
             name = client.get_server_metadata(client_timeout=_ANSWER_S).name
             if name != "triton":
-                yield Finding("error", f"{subject.url}: {name} answers", "name Triton's gRPC port")
+                yield fault(f"{subject.url}: {name} answers", "name Triton's gRPC port")
                 return
             for model in sorted(subject.configs) or [BLS.name, subject.target]:
                 if not client.is_model_ready(model, client_timeout=_ANSWER_S):
                     what, mend = f"{subject.url}: {model} is not ready", "see the server's log"
-                    yield Finding("error", what, mend)
+                    yield fault(what, mend)
         except InferenceServerException as error:
             what = f"{subject.url}: no answer from Triton ({error.message()})"
-            yield Finding("error", what, "start the server, or name its gRPC port with --url")
+            yield fault(what, "start the server, or name its gRPC port with --url")
 
 
 @check("the server serves this repository", lambda s: s.url and s.repository)
@@ -824,7 +785,7 @@ def same_repository(subject: Subject) -> Findings:
                 if differing:
                     what = f"{subject.url}: {model} has other values of {', '.join(differing)}"
                     mend = "is it another server, or one with other options, or an older one?"
-                    yield Finding("warn", what, mend)
+                    yield warn(what, mend)
 
 
 def _client(subject: Subject) -> Any:
@@ -849,8 +810,9 @@ _loaded = cache(load_tokenizer)  # it takes seconds
 @check("tokenizers can be loaded", lambda s: s.tokenizer)
 def tokenizer(subject: Subject) -> None:
     """By the packages that are installed here."""
-    for directory in filter(None, (subject.tokenizer, subject.draft_tokenizer)):
-        _loaded(directory)
+    for directory in (subject.tokenizer, subject.directory(BLS.name, "draft_tokenizer_dir")):
+        if directory:
+            _loaded(directory)
 
 
 @check("all models have one tokenizer, and it can chat", lambda s: s.tokens)
@@ -861,10 +823,10 @@ def one_tokenizer(subject: Subject) -> Findings:
         directory = subject.directory(model, "tokenizer_dir")
         if directory and _loaded(directory).fingerprint != subject.tokens.fingerprint:
             what = f"{model}: the tokenizer in {directory} is another than {subject.tokenizer}"
-            yield Finding("error", what, "name one tokenizer in all models")
+            yield fault(what, "name one tokenizer in all models")
     if not subject.tokens.chat_template:
         what = f"{subject.tokenizer}: no chat template"
-        yield Finding("warn", what, "messages and /v1/chat/completions need one; text does not")
+        yield warn(what, "messages and /v1/chat/completions need one; text does not")
 
 
 @check("engines and tokenizers have one vocabulary", lambda s: s.tokens and s.engines)
@@ -877,10 +839,9 @@ def vocabulary(subject: Subject) -> Findings:
         size = engine.vocab_size or tokens
         if tokens > size:
             what = f"{model}: {tokens - size} added tokens are beyond its embeddings"
-            yield Finding("warn", what, "requests that use them are refused; " + mend)
+            yield warn(what, "requests that use them are refused; " + mend)
         elif size - tokens > _MOST_PADDING:
-            what = f"{model}: {size} embeddings for the tokenizer's {tokens} tokens"
-            yield Finding("warn", what, mend)
+            yield warn(f"{model}: {size} embeddings for the tokenizer's {tokens} tokens", mend)
 
 
 @check("target and draft have one vocabulary", lambda s: len(s.engines) > 1)
@@ -890,12 +851,11 @@ def draft_vocabulary(subject: Subject) -> Findings:
     for model, engine in subject.engines.items():
         if target and target.vocab_size and engine.vocab_size not in (None, target.vocab_size):
             what = f"{model} has {engine.vocab_size} embeddings, the target {target.vocab_size}"
-            mend = "take a draft of the same family, or leave draft logits off"
-            yield Finding("warn", what, mend)
-    drafts = subject.draft_tokenizer
+            yield warn(what, "take a draft of the same family, or leave draft logits off")
+    drafts = subject.directory(BLS.name, "draft_tokenizer_dir")
     if subject.tokens and drafts and _loaded(drafts).fingerprint != subject.tokens.fingerprint:
         what = f"the tokenizer in {drafts} has another token table"
-        yield Finding("error", what, "the draft is not used; take one of the target's family")
+        yield fault(what, "the draft is not used; take one of the target's family")
 
 
 # --- the command line -------------------------------------------------------------------------
