@@ -68,8 +68,6 @@ class Answer:
         self.begun = self.done = self.must_cancel = False
         self._request = request
         self._engine_works_on = False
-        # Tokens that a chunk has at least; ``None``: a sequence has one chunk, at its end.
-        self._interval = request.stream_interval if request.stream else None
         self._sequences = [
             SequenceText(request, rules, detokenizer, index)
             for index, detokenizer in enumerate(detokenizers)
@@ -94,7 +92,11 @@ class Answer:
             fed[chunk.sequence_index] = sequence
             self.begun = True
             if sequence.ending is not None and not chunk.final:
-                self._note_early_end(sequence.ending.finish_reason)
+                # Will the engine end by itself? It counts to ``max_tokens``, too. It knows the end
+                # ids, unless the request has ``min_tokens``: then it was sent one end id alone.
+                reason = sequence.ending.finish_reason
+                unknown = reason is FinishReason.END_ID and self._request.sampling.min_tokens
+                self._engine_works_on |= reason is FinishReason.STOP or bool(unknown)
         return self._emitted(fed.values())
 
     def end(self, reason: FinishReason) -> list[TextChunk]:
@@ -104,24 +106,15 @@ class Answer:
             sequence.feed(EngineChunk(token_ids=(), final=True, finish_reason=reason))
         return self._emitted(unended)
 
-    def _note_early_end(self, reason: FinishReason) -> None:
-        """A sequence ended before the engine said so; note whether the engine will by itself.
-
-        An engine counts to ``max_tokens`` itself. It knows the end ids too, unless the request has
-        ``min_tokens``: then it was sent one end id alone.
-        """
-        unknown = reason is FinishReason.END_ID and bool(self._request.sampling.min_tokens)
-        self._engine_works_on |= reason is FinishReason.STOP or unknown
-
     def _emitted(self, sequences: Iterable[SequenceText]) -> list[TextChunk]:
         emitted = []
         for sequence in sequences:
             if sequence.ending is not None:
                 self.done = all([each.ending is not None for each in self._sequences])
                 self.must_cancel = self.done and self._engine_works_on
-            elif self._interval is None:
+            elif not self._request.stream:
                 continue
-            chunk = sequence.emit(self._interval or 0)
+            chunk = sequence.emit(self._request.stream_interval)
             if chunk is not None:
                 emitted.append(chunk)
         return emitted
@@ -155,27 +148,24 @@ class SequenceText:
         self._drafted: list[tuple[int, int]] = []  # characters of the completion, begin and end
         self._released = 0  # characters of the completion that may leave
         # Not emitted yet: text, how many tokens came, and whether context logits did.
-        self._text = [] if not rules.echo_ids else [self._echo()]
+        self._text: list[str] = []
         self._new_tokens = 0
         self._new_context = False
         self._accumulated = ""
         # Whether each token's place in the text has to be known.
         self._by_token = bool(request.return_tokens or request.return_drafted or self._matcher)
+        if rules.echo_ids and request.return_tokens:
+            for token in rules.echo_ids:
+                text, data = detokenizer.feed_one(token)
+                self._text.append(text)
+                self._scores.tokens.append(TokenText(token, data, None))
+        elif rules.echo_ids:
+            self._text.append(detokenizer.feed(rules.echo_ids))
 
     @property
     def completion_tokens(self) -> int:
         """Tokens generated so far."""
         return self._criteria.generated
-
-    def _echo(self) -> str:
-        ids = self._rules.echo_ids
-        if not self._request.return_tokens:
-            return self._detokenizer.feed(ids)
-        fed = [self._detokenizer.feed_one(token) for token in ids]
-        self._scores.tokens += [
-            TokenText(token, data, None) for token, (_, data) in zip(ids, fed, strict=True)
-        ]
-        return "".join([text for text, _ in fed])
 
     def feed(self, chunk: EngineChunk) -> None:
         """Add a chunk; what follows the end is ignored."""
@@ -195,7 +185,10 @@ class SequenceText:
             if reason is None and chunk.final:
                 reason = self._why_engine_ended(chunk)
             if reason is not None:
-                stop = self._flush()
+                # What was held back leaves, up to a stop that completes in it.
+                stop = self._cut(self._detokenizer.flush())
+                if stop is None and self._matcher is not None:
+                    self._release(self._matcher.flush())
         if stop is not None:
             reason = FinishReason.STOP
         if self._scores.waiting:
@@ -222,7 +215,10 @@ class SequenceText:
         if self._metrics is not None:
             chunk.metrics = self._metrics
         if self._drafted:
-            chunk.drafted = self._drafted_parts(len(text))
+            begin, end = self._released - len(text), self._released
+            inside = [(max(a, begin), min(b, end)) for a, b in self._drafted if a < end]
+            chunk.drafted = tuple([(a - begin, b - begin) for a, b in inside])
+            self._drafted = [part for part in self._drafted if part[1] > end]
         if self._rules.accumulate:
             self._accumulated += text
             chunk.text = self._accumulated
@@ -240,22 +236,35 @@ class SequenceText:
     def _feed_by_token(self, chunk: EngineChunk) -> tuple[str | None, FinishReason | None]:
         """Add the chunk token by token, to know which one completes a stop and when each one's text
         leaves. Returns the stop that completed, and why the sequence ends by its ids."""
-        accepted = self._accepted(chunk) if self._request.return_drafted else 0
+        request, token_text, accepted = self._request, None, 0
+        if request.return_drafted and chunk.speculation is not None and chunk.speculation.rounds:
+            # The chunk of a round has the accepted draft tokens before the target's own token. Its
+            # figures count all rounds so far. An engine that speculates by itself has no rounds of
+            # ours and tells the sum at its end.
+            before = self._speculation.accepted if self._speculation is not None else 0
+            accepted = chunk.speculation.accepted - before
         for position, token in enumerate(chunk.token_ids):
             kept, reason = self._criteria.feed((token,))
             if not kept:
                 return None, reason
-            if self._request.return_tokens:
+            log_prob = chunk.log_probs[position] if chunk.log_probs is not None else None
+            if request.return_tokens:
                 text, data = self._detokenizer.feed_one(token)
+                best = chunk.top_log_probs[position] if chunk.top_log_probs else ()
+                token_text = TokenText(token, data, log_prob, best)
             else:
-                text, data = self._detokenizer.feed(kept), b""
+                text = self._detokenizer.feed(kept)
             begin = self._released + (self._matcher.held if self._matcher is not None else 0)
             end = begin + len(text)
             stop = self._cut(text)
             if position < accepted and text:
                 self._drafted.append((begin, end))
-            # A token without text of its own leaves with the next character.
-            self._add_scores(chunk, position, end if text else end + 1, data)
+            logits = chunk.generation_logits
+            row = logits[position] if logits is not None else None
+            if log_prob is not None or row is not None or token_text is not None:
+                # A token without text of its own leaves with the next character.
+                leaves = end if text else end + 1
+                self._scores.waiting.append((leaves, log_prob, row, token_text))
             if stop is not None or reason is not None:
                 return stop, reason
         return None, None
@@ -269,37 +278,20 @@ class SequenceText:
         self._release(text)
         return stop
 
-    def _flush(self) -> str | None:
-        """Release what is held back, up to a stop that completes in it; that stop."""
-        stop = self._cut(self._detokenizer.flush())
-        if stop is None and self._matcher is not None:
-            self._release(self._matcher.flush())
-        return stop
-
     def _release(self, text: str) -> None:
         self._released += len(text)
         self._text.append(text)
 
-    # --- drafts -------------------------------------------------------------------------------
-
-    def _accepted(self, chunk: EngineChunk) -> int:
-        """How many of the chunk's tokens, its first ones, are accepted draft tokens.
-
-        The chunk of a round has them before the target's own token. Its figures count all rounds so
-        far, so the number is what they have grown by since the last chunk. An engine that
-        speculates by itself has no rounds of ours and tells the sum at its end.
-        """
-        if chunk.speculation is None or not chunk.speculation.rounds:
-            return 0
-        before = self._speculation.accepted if self._speculation is not None else 0
-        return chunk.speculation.accepted - before
-
-    def _drafted_parts(self, characters: int) -> tuple[tuple[int, int], ...]:
-        """Where accepted draft tokens are in the text that leaves now, of so many characters."""
-        begin, end = self._released - characters, self._released
-        inside = [(max(a, begin) - begin, min(b, end) - begin) for a, b in self._drafted if a < end]
-        self._drafted = [part for part in self._drafted if part[1] > end]
-        return tuple(inside)
+    def _note_figures(self, chunk: EngineChunk) -> None:
+        if chunk.context_logits is not None and self._context_logits is None:
+            self._context_logits, self._new_context = chunk.context_logits, True
+        exposed = self._rules.expose_kv_cache_metrics
+        if chunk.metrics is not None:
+            self._metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
+        if exposed and self._cached_tokens is None:
+            self._cached_tokens = chunk.cached_tokens
+        if chunk.speculation is not None:
+            self._speculation = chunk.speculation
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -327,29 +319,6 @@ class SequenceText:
             speculation=self._speculation,
             cached_tokens=self._cached_tokens,
         )
-
-    # --- scores and figures -------------------------------------------------------------------
-
-    def _note_figures(self, chunk: EngineChunk) -> None:
-        if chunk.context_logits is not None and self._context_logits is None:
-            self._context_logits, self._new_context = chunk.context_logits, True
-        exposed = self._rules.expose_kv_cache_metrics
-        if chunk.metrics is not None:
-            self._metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
-        if exposed and self._cached_tokens is None:
-            self._cached_tokens = chunk.cached_tokens
-        if chunk.speculation is not None:
-            self._speculation = chunk.speculation
-
-    def _add_scores(self, chunk: EngineChunk, position: int, end: int, data: bytes) -> None:
-        log_prob = chunk.log_probs[position] if chunk.log_probs is not None else None
-        logits = chunk.generation_logits[position] if chunk.generation_logits is not None else None
-        token = None
-        if self._request.return_tokens:
-            best = chunk.top_log_probs[position] if chunk.top_log_probs else ()
-            token = TokenText(chunk.token_ids[position], data, log_prob, best)
-        if log_prob is not None or logits is not None or token is not None:
-            self._scores.waiting.append((end, log_prob, logits, token))
 
 
 class _Scores:
