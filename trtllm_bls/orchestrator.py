@@ -27,12 +27,11 @@ from trtllm_bls.errors import (
     Overloaded,
     Unsupported,
 )
-from trtllm_bls.prompts import Prompt, PromptMaker
+from trtllm_bls.prompts import PromptMaker
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import (
     MOST_CHARACTERS,
     Ending,
-    EngineCapacity,
     EngineRequest,
     FinishReason,
     Outcome,
@@ -180,18 +179,16 @@ class Orchestrator:
         self, request: TextRequest, record: _RequestRecord, on_prompt: Callable[[int], None]
     ) -> None:
         self._check(request)
-        sequences = request.num_return_sequences
-        seconds = self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
-        answer: Answer | None = None
         stream: ChunkStream | None = None
-        time_limit = timeout(seconds)
+        time_limit = timeout(
+            self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
+        )
         try:
-            async with time_limit, self.admission.acquire(sequences):
-                capacity = await self._engine.capacity()
-                prompt = await self._prompt(request, capacity)
-                asked, answer = self._prepared(request, prompt, capacity)
-                on_prompt(len(prompt.ids))
-                record.begin(asked, answer)
+            async with time_limit, self.admission.acquire(request.num_return_sequences):
+                asked, answer = await self._prepared(request)
+                on_prompt(len(asked.input_ids))
+                record.asked, record.answer = asked, answer
+                record.note_begin()
                 stream = self._engine.generate(asked)
                 await self._drive(stream, answer, record)
         except (asyncio.CancelledError, Exception) as error:
@@ -199,13 +196,14 @@ class Orchestrator:
             reason = FinishReason.TIMEOUT if timed_out else FinishReason.ERROR
             if isinstance(error, asyncio.CancelledError):
                 reason = FinishReason.CANCELLED
-            if answer is not None and (timed_out or (request.stream and answer.begun)):
+            so_far = record.answer
+            if so_far is not None and (timed_out or (request.stream and so_far.begun)):
                 arrived = stream.take() if stream is not None else []
-                for chunk in (*answer.feed(arrived), *answer.end(reason)):
+                for chunk in (*so_far.feed(arrived), *so_far.end(reason)):
                     record.send(chunk)
             elif timed_out:  # before the prompt's tokens were counted
                 ending = Ending(finish_reason=reason, prompt_tokens=0, completion_tokens=0)
-                for index in range(sequences):
+                for index in range(request.num_return_sequences):
                     record.send(TextChunk(text="", sequence_index=index, ending=ending))
             if not timed_out:
                 raise
@@ -248,20 +246,18 @@ class Orchestrator:
             limits.check("max_timeout_seconds", "timeout_ms", request.timeout_s, "s")
         limits.check_guide(request.extras)
 
-    async def _prompt(self, request: TextRequest, capacity: EngineCapacity) -> Prompt:
+    async def _prepared(self, request: TextRequest) -> tuple[EngineRequest, Answer]:
+        """What is asked of the engine, and what its chunks will become."""
+        capacity = await self._engine.capacity()
         longest = capacity.max_prompt_tokens
         if capacity.max_sequence_tokens is not None:  # at least one new token has to fit
             room = capacity.max_sequence_tokens - 1
             longest = room if longest is None else min(longest, room)
         if request.text_ids is None and self.prompts.is_long(request):
             # On the event loop, tokenising a long text would hold up every other stream.
-            return await asyncio.to_thread(self.prompts.make, request, longest, _give_way)
-        return self.prompts.make(request, longest)
-
-    def _prepared(
-        self, request: TextRequest, prompt: Prompt, capacity: EngineCapacity
-    ) -> tuple[EngineRequest, Answer]:
-        """What is asked of the engine, and what its chunks will become."""
+            prompt = await asyncio.to_thread(self.prompts.make, request, longest, _give_way)
+        else:
+            prompt = self.prompts.make(request, longest)
         defaults, limits = self._defaults, self._defaults.limits
         if request.sampling != _GREEDY:
             request = _with_seed(request)
@@ -371,25 +367,20 @@ class _RequestRecord(RequestTimes):
         super().__init__()
         self.sink = sink
         self._request = request
-        self._asked: EngineRequest | None = None
-        self._answer: Answer | None = None
+        self.asked: EngineRequest | None = None  # once the engine is given the request
+        self.answer: Answer | None = None
         self._endings: list[Ending] = []
-
-    def begin(self, asked: EngineRequest, answer: Answer) -> None:
-        """The engine is about to be given the request."""
-        self._asked, self._answer = asked, answer
-        self.note_begin()
 
     @property
     def waits(self) -> bool:
         """Whether no token has come yet. An answer that the engine gives in one piece shows none
         before its end, so its request runs as soon as the engine was given it."""
-        return self._asked is None or (self._asked.streaming and not self.tokens)
+        return self.asked is None or (self.asked.streaming and not self.tokens)
 
     @property
     def tokens(self) -> int:
         """Tokens of the answer so far."""
-        return self._answer.completion_tokens if self._answer is not None else 0
+        return self.answer.completion_tokens if self.answer is not None else 0
 
     def send(self, chunk: TextChunk) -> None:
         """Pass a chunk on."""
@@ -411,7 +402,7 @@ class _RequestRecord(RequestTimes):
             outcome=outcome,
             reason=reason,
             error=str(error)[:MOST_CHARACTERS] if isinstance(error, Exception) else None,
-            prompt_tokens=len(self._asked.input_ids) if self._asked is not None else 0,
+            prompt_tokens=len(self.asked.input_ids) if self.asked is not None else 0,
             completion_tokens=tokens,
             sequences=request.num_return_sequences,
             # A request that is speculated has one sequence.

@@ -99,7 +99,12 @@ class PromptMaker:
         A prompt of more than ``max_prompt_tokens`` is refused. ``give_way`` is called after each
         word, so that other threads get the interpreter's lock.
         """
-        end_ids = self.end_ids(request)
+        tokenizer = self._tokenizer
+        end_ids = tokenizer.end_ids  # the model's, unless the request names one; -1: none
+        if request.end_id is not None:
+            end_ids = () if request.end_id < 0 else (request.end_id,)
+        if request.stop_token_ids:
+            end_ids = tuple(dict.fromkeys((*end_ids, *request.stop_token_ids)))
         stops: tuple[TokenIds, ...] = ()
         bad_sequences: tuple[TokenIds, ...] = ()
         engine_stops: tuple[TokenIds, ...] = ()
@@ -110,17 +115,31 @@ class PromptMaker:
             found = (*filter(None, stops), *((token,) for token in end_ids[1:]))
             engine_stops = tuple(dict.fromkeys(found))
         ids = self._ids(request, max_prompt_tokens)
-        table = request.prompt_table_extra_id
+        extras = request.extras
+        if request.prompt_table_extra_id is not None:
+            # The id of the request's prompt table at each token that stands for a row of it.
+            # TensorRT-LLM asks for it where KV blocks are reused, since such a token alone does
+            # not say of which table it is.
+            first, table = tokenizer.first_table_id, request.prompt_table_extra_id
+            rows = np.array([table if token >= first else 0 for token in ids], dtype=np.uint64)
+            extras = {**extras, "prompt_table_extra_ids": rows}
+        predicted: TokenIds = ()
+        if request.prediction:
+            if len(request.prediction) > MAX_PREDICTION_CHARS:
+                number = f"{len(request.prediction)} characters"
+                problem = f"{number}; at most {MAX_PREDICTION_CHARS} are allowed"
+                raise InvalidRequest("prediction", problem)
+            predicted = tuple(tokenizer.encode(request.prediction, False, "prediction"))
         return Prompt(
             ids=ids,
             end_ids=end_ids,
-            pad_id=self._tokenizer.pad_id if request.pad_id is None else request.pad_id,
+            pad_id=tokenizer.pad_id if request.pad_id is None else request.pad_id,
             stop_sequences=stops,
             engine_stops=engine_stops,
             bad_sequences=bad_sequences,
             embedding_bias=bias,
-            extras=request.extras if table is None else self._extras(request, table, ids),
-            prediction=self._prediction(request.prediction) if request.prediction else (),
+            extras=extras,
+            prediction=predicted,
         )
 
     def _words(
@@ -157,89 +176,49 @@ class PromptMaker:
             ),
         )
 
-    def end_ids(self, request: TextRequest) -> TokenIds:
-        """The ids that end the answer.
-
-        The request's ``end_id`` if it names one (-1 = none), else all of the model's; and its
-        ``stop_token_ids``.
-        """
-        ends = self._tokenizer.end_ids
-        if request.end_id is None and not request.stop_token_ids:
-            return ends
-        if request.end_id is not None:
-            ends = () if request.end_id < 0 else (request.end_id,)
-        return tuple(dict.fromkeys((*ends, *request.stop_token_ids)))
-
     def _adds_special(self, request: TextRequest) -> bool:
         asked = request.add_special_tokens
         return self._add_special_tokens if asked is None else asked
 
-    def _prediction(self, text: str) -> TokenIds:
-        if len(text) > MAX_PREDICTION_CHARS:
-            problem = f"{len(text)} characters; at most {MAX_PREDICTION_CHARS} are allowed"
-            raise InvalidRequest("prediction", problem)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False, field="prediction"))
-
-    def _extras(self, request: TextRequest, table: int, ids: PromptIds) -> Mapping[str, Array]:
-        """The request's, and the id of its prompt table at each token that stands for a row of it.
-
-        TensorRT-LLM asks for it where KV blocks are reused, since such a token alone does not say
-        of which table it is.
-        """
-        first = self._tokenizer.first_table_id
-        rows = np.array([table if token >= first else 0 for token in ids], dtype=np.uint64)
-        return {**request.extras, "prompt_table_extra_ids": rows}
-
     def _ids(self, request: TextRequest, most: int | None) -> PromptIds:
-        if request.prompt_ids is not None:
-            return self._given_ids(request.prompt_ids, most)
-        if (request.text is None) == (request.messages is None):
+        given, messages = request.prompt_ids, request.messages
+        ids: PromptIds
+        if given is not None:
+            field, ids, nothing = "prompt_ids", given, "is empty; send at least one token"
+        elif (request.text is None) == (messages is None):
             raise InvalidRequest("text_input", "send either text_input or messages, exactly one")
-        field = "text_input" if request.messages is None else "messages"
-        if request.messages is not None:
-            text = self._tokenizer.render_chat(
-                _parsed("messages", request.messages),
-                request.chat,
-                None if request.chat.tools is None else _parsed("tools", request.chat.tools),
-            )
         else:
+            field, nothing = "text_input", "the tokenizer makes no token of it"
             text = request.text or ""
-        if not text:
-            raise InvalidRequest(field, "is empty; send at least one character")
-        if request.messages is not None:
-            ids = self._tokenizer.encode_chat(text)
-        else:
-            ids = request.text_ids or self._tokenizer.encode(
-                text, self._adds_special(request), field
-            )
+            if messages is not None:
+                field, tools = "messages", request.chat.tools
+                text = self._tokenizer.render_chat(
+                    _parsed(field, messages, '[{"role": "user", "content": "..."}]'),
+                    request.chat,
+                    None if tools is None else _parsed("tools", tools, "a list of functions"),
+                )
+            if not text:
+                raise InvalidRequest(field, "is empty; send at least one character")
+            if messages is not None:
+                ids = self._tokenizer.encode_chat(text)
+            else:
+                ids = request.text_ids or self._tokenizer.encode(
+                    text, self._adds_special(request), field
+                )
         if not ids:
-            raise InvalidRequest(field, "the tokenizer makes no token of it")
+            raise InvalidRequest(field, nothing)
         if most is not None and len(ids) > most:
-            raise _too_long(field, len(ids), most)
-        return ids
-
-    def _given_ids(self, ids: TokenIds, most: int | None) -> TokenIds:
-        field, size = "prompt_ids", self._tokenizer.model_vocab_size
-        if not ids:
-            raise InvalidRequest(field, "is empty; send at least one token")
-        if most is not None and len(ids) > most:
-            raise _too_long(field, len(ids), most)
-        wrong = next((token for token in ids if not 0 <= token < size), None)
+            takes = f"the model takes at most {most} so that one new token fits"
+            raise PromptTooLong(field, f"{len(ids)} tokens; {takes}")
+        size = self._tokenizer.model_vocab_size
+        wrong = next((token for token in given or () if not 0 <= token < size), None)
         if wrong is not None:
             raise InvalidRequest(field, f"{wrong} is not a token id; they are 0 to {size - 1}")
         return ids
 
 
-def _too_long(field: str, tokens: int, most: int) -> PromptTooLong:
-    takes = f"the model takes at most {most} so that one new token fits"
-    return PromptTooLong(field, f"{tokens} tokens; {takes}")
-
-
-_EXAMPLES = {"messages": '[{"role": "user", "content": "..."}]', "tools": "a list of functions"}
-
-
-def _parsed(field: str, text: str) -> Any:
+def _parsed(field: str, text: str, example: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(field, f"not JSON ({error}); send {_EXAMPLES[field]}") from None
+        raise InvalidRequest(field, f"not JSON ({error}); send {example}") from None
