@@ -3,7 +3,7 @@ and how many run at once (``Admission``).
 
 The wire checks the size of what has arrived; the orchestrator and the engine's service check what
 is asked for. Each refusal names the field, its value, the limit and the parameter that sets it
-(``parameters/models.py``). Knows nothing of Triton or of engines.
+(``parameters``). Knows nothing of Triton or of engines.
 """
 
 from __future__ import annotations

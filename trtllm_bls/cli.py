@@ -15,7 +15,7 @@ from trtllm_bls.settings import ServeSettings, options_of
 
 _ELSEWHERE = {
     "chat": "trtllm_bls.commands.chat:main",
-    "configure": "trtllm_bls.configure:command",
+    "configure": "trtllm_bls.configure.command:command",
     "conformance": "trtllm_bls.doctor:conformance",
     "doctor": "trtllm_bls.doctor:command",
     "drain": "trtllm_bls.commands.drain:command",

@@ -58,7 +58,14 @@ from trtllm_bls.launcher.checks import (
     embedded_numpy,
     find_server,
 )
-from trtllm_bls.parameters import EngineKind, EngineParameters, is_true, parameters_of, parse_engine
+from trtllm_bls.parameters import (
+    EngineKind,
+    EngineParameters,
+    is_true,
+    parameters_of,
+    parse_engine,
+    suggestion,
+)
 from trtllm_bls.parameters import check as check_ours
 from trtllm_bls.parameters.cpp_backend import (
     GUIDES,
@@ -68,7 +75,6 @@ from trtllm_bls.parameters.cpp_backend import (
     keys_of,
     parse_version,
 )
-from trtllm_bls.parameters.declaration import suggestion
 from trtllm_bls.parameters.model_config import dtype_of, instances_of, read_config, values_of
 from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings import ServeSettings, TlsConnection, option, options_of, setting

@@ -22,8 +22,7 @@ import click
 
 from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.parameters import BlsParameters, EngineChoice, parse_engine
-from trtllm_bls.parameters.engine_choice import ENGINE
+from trtllm_bls.parameters import ENGINE_CHOICE, BlsParameters, EngineChoice, parse_engine
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 _PORT, _POSITIVE = click.IntRange(0, 65535), click.IntRange(1)
@@ -412,7 +411,7 @@ class ServeSettings:
         try:
             return parse_engine(self.engine) if self.engine is not None else None
         except ValueError:
-            raise SettingsError(f"--engine {self.engine!r}: use {ENGINE.expected}") from None
+            raise SettingsError(f"--engine {self.engine!r}: use {ENGINE_CHOICE.expected}") from None
 
     @property
     def engine_is_elsewhere(self) -> bool:

@@ -16,8 +16,7 @@ from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import command, workdir
 from trtllm_bls.launcher.checks import Installation
 from trtllm_bls.launcher.ports import Ports
-from trtllm_bls.parameters import Parameters, parameters_of
-from trtllm_bls.parameters.declaration import TEXT, parameter
+from trtllm_bls.parameters import TEXT, Parameters, parameter, parameters_of
 from trtllm_bls.python_backend.request_server import SENDERS
 from trtllm_bls.settings import Override, ServeSettings
 

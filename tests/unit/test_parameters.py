@@ -16,28 +16,26 @@ from trtllm_bls.configure.pbtxt import PARAMETERS
 from trtllm_bls.contract import MODELS
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters import (
+    DIRECTORY,
     DRAFT_MODEL_DIR,
+    FILE,
+    FLAG,
     GRPC_URL,
     MAX_STREAMS,
     MODEL_DIR,
+    NUMBER,
+    TEXT,
     THREADS,
     BlsParameters,
     EngineParameters,
+    Kind,
     Parameters,
     check,
-    is_true,
-    parameters_of,
-)
-from trtllm_bls.parameters.declaration import (
-    DIRECTORY,
-    FILE,
-    FLAG,
-    NUMBER,
-    TEXT,
-    Kind,
     choice,
     count,
+    is_true,
     parameter,
+    parameters_of,
 )
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model, Tensor
-from trtllm_bls.parameters import is_true, parameters_in, parameters_of
-from trtllm_bls.parameters.declaration import Parameter
-from trtllm_bls.parameters.models import EngineFacts
+from trtllm_bls.parameters import EngineFacts, Parameter, is_true, parameters_in, parameters_of
 
 MAX_BATCH_SIZE = 64
 PREFERRED_BATCH_SIZE = 16  # requests to the orchestrator in one ``execute``, while more wait
@@ -138,7 +136,7 @@ _INTRODUCTION = """\
 # Parameters
 
 For people who look up what a model can be told at load. `make generate` writes this page from
-`trtllm_bls/parameters/models.py`; do not edit it.
+`trtllm_bls/parameters/__init__.py`; do not edit it.
 
 A parameter stands in its model's `config.pbtxt`. There are three ways to set it. The first that
 applies wins:

@@ -13,8 +13,15 @@ import click
 from click.core import ParameterSource
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters import BlsParameters, Parameters, parameters_in, share_of
-from trtllm_bls.parameters.declaration import DIRECTORY, FILE, check_in
+from trtllm_bls.parameters import (
+    DIRECTORY,
+    FILE,
+    BlsParameters,
+    Parameters,
+    check_in,
+    parameters_in,
+    share_of,
+)
 from trtllm_bls.settings import (
     ProcessCount,
     ServeSettings,

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.declaration import TRITON_KEYS, check_in, parameters_in, suggestion
-from trtllm_bls.parameters.models import EngineFacts
+from trtllm_bls.parameters import TRITON_KEYS, EngineFacts, check_in, parameters_in, suggestion
 
 
 class Version(NamedTuple):

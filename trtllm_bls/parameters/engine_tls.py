@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.models import BlsParameters
+from trtllm_bls.parameters import BlsParameters
 
 
 def engine_tls(parameters: BlsParameters) -> ssl.SSLContext | None:

@@ -15,8 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from doubles.scripted import Script
 from doubles.speaking import SpeakingEngine
-from trtllm_bls.parameters import Parameters
-from trtllm_bls.parameters.declaration import DIRECTORY, TEXT, parameter
+from trtllm_bls.parameters import DIRECTORY, TEXT, Parameters, parameter
 from trtllm_bls.python_backend.request_server import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.triton_log import log_to_triton

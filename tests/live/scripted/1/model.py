@@ -24,8 +24,16 @@ from tests import helpers
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.engines.llm_api import open_llm
 from trtllm_bls.errors import EngineError
-from trtllm_bls.parameters import EngineParameters, Parameters
-from trtllm_bls.parameters.declaration import FLAG, NUMBER, TEXT, count, none_if_zero, parameter
+from trtllm_bls.parameters import (
+    FLAG,
+    NUMBER,
+    TEXT,
+    EngineParameters,
+    Parameters,
+    count,
+    none_if_zero,
+    parameter,
+)
 from trtllm_bls.python_backend.request_server import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.triton_log import log_to_triton
