@@ -21,8 +21,7 @@ from openai.types import Batch, Completion, FileObject, Image, Model, Moderation
 
 from tests.helpers.embedded_steps import answers, checkpoint
 from tests.helpers.tools import ping_and_set_tree
-from trtllm_bls.chat_parsing.forced import forced_calls
-from trtllm_bls.chat_parsing.formats import FORCED, TOOL_FORMATS
+from trtllm_bls.chat_parsing.formats import FORCED, TOOL_FORMATS, forced_calls
 from trtllm_bls.chat_parsing.parser import Arguments, ChatParser, ToolCall
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.engines.embedded import EmbeddedEngine

@@ -11,8 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 
 from tests.helpers.tools import ping_and_set_tree
-from trtllm_bls.chat_parsing.forced import forced_calls
-from trtllm_bls.chat_parsing.formats import FORCED, REASONING_TAGS, TOOL_FORMATS, formats_of
+from trtllm_bls.chat_parsing.formats import (
+    FORCED,
+    REASONING_TAGS,
+    TOOL_FORMATS,
+    forced_calls,
+    formats_of,
+)
 from trtllm_bls.chat_parsing.parser import (
     Arguments,
     ChatParser,

@@ -6,9 +6,11 @@ a pattern matches in a text must not depend on what follows that match.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -205,3 +207,48 @@ def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
     tools = (name for name, each in TOOL_FORMATS.items() if re.search(each.mark, template, re.S))
     tags = (name for name, each in REASONING_TAGS.items() if (each.mark or each.end) in template)
     return next(tools, None), next(tags, None)
+
+
+def forced_calls(
+    tools: Sequence[Mapping[str, Any]], name: str | None = None, *, parallel: bool = True
+) -> str:
+    """The JSON schema of what ``FORCED`` parses, for guided decoding: one or more calls of the tool
+    called ``name``, or of any tool.
+
+    ``tools``: as in OpenAI's API, with one of that name. ``parallel``: several calls are allowed.
+    """
+    calls, parameters = [], {}
+    for function in (tool["function"] for tool in tools):
+        name_of = function["name"]
+        if name not in (None, name_of):
+            continue
+        place = f"#/$defs/{name_of}"
+        # Arguments are an object, also where the schema does not say so. References inside it start
+        # at its own root, which is moved.
+        given = {"type": "object", **(function.get("parameters") or {"properties": {}})}
+        parameters[name_of] = _moved(given, place)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name_of}, "arguments": {"$ref": place}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": parameters}
+    if name is not None or not parallel:
+        schema["maxItems"] = 1
+    return json.dumps(schema)
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """The schema, its references to itself rewritten to start at ``root``."""
+    if isinstance(schema, Mapping):
+        moved = {key: _moved(value, root) for key, value in schema.items()}
+        reference = moved.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            moved["$ref"] = root + reference[1:]
+        return moved
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    return schema

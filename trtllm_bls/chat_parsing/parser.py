@@ -6,31 +6,20 @@ guided decoding holds to calls (``FORCED``): such text is the beginning of a cal
 
 from __future__ import annotations
 
+import ast
+import json
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 import regex
 
-from trtllm_bls.chat_parsing.calls import (
-    CallReader,
-    GemmaCall,
-    PythonCall,
-    Reader,
-    XmlCall,
-    compiled,
-)
 from trtllm_bls.chat_parsing.formats import ReasoningTags, ToolFormat
-
-_READERS: dict[str, type[Reader]] = {
-    "json": CallReader,
-    "xml": XmlCall,
-    "python": PythonCall,
-    "gemma": GemmaCall,
-}
 
 
 @dataclass(frozen=True)
@@ -68,6 +57,12 @@ Event: TypeAlias = Content | Reasoning | ToolCall | Arguments
 
 
 @cache
+def _compiled(pattern: str) -> Any:
+    """The pattern for ``regex``, whose own cache costs more than a match."""
+    return regex.compile(pattern)
+
+
+@cache
 def _any_of(markers: tuple[str, ...]) -> Any:
     return regex.compile("|".join(map(regex.escape, markers)) or "(?!)")
 
@@ -99,7 +94,6 @@ class ChatParser:
         self._reasoning = reasoning
         self._schemas = schemas
         self._most_calls = sys.maxsize if most_calls is None else most_calls
-        self._calls_alone = tools is not None and not tools.begin
         self._new_id = new_id
         self._num_calls = 0
         self._call: Reader | None = None
@@ -135,7 +129,7 @@ class ChatParser:
         begun = self._call is not None and self._call.begun
         if self._step == ChatParser._reason:
             self._add_text(Reasoning, self._buffer)
-        elif self._calls_alone:
+        elif self._tools.bare == "" and not self._tools.begin:
             # A cut call of the only tool: its name is known without the text.
             if not self.has_calls and len(self._schemas or ()) == 1:
                 self._begin(None, *(self._schemas or ()))
@@ -193,7 +187,7 @@ class ChatParser:
         """After a marker or a call: begin the next call, or return to content."""
         tools, text = self._tools, self._buffer.lstrip()
         self._hold(len(self._buffer) - len(text))
-        found = compiled(tools.header).match(text, partial=True)
+        found = _compiled(tools.header).match(text, partial=True)
         if found is not None and not found.partial:
             self._open(found)
             return True
@@ -222,15 +216,16 @@ class ChatParser:
             self._step = ChatParser._reason if thinks else ChatParser._read_content
             self._held, self._strips = "", True
         else:
-            begin = partial(self._begin, groups.get("id"))
-            self._call = _READERS[tools.written](tools, name, self._schemas, begin, self._more)
+            self._call = _READERS[tools.written](tools, name, groups.get("id"), self._schemas)
             self._step = ChatParser._read_call
+            self._tell(self._call)
 
     def _read_call(self) -> bool:
         call = self._call
         assert call is not None
         used = call.feed(self._buffer)
         self._hold(used)
+        self._tell(call)
         if call.broken and not call.begun:
             self._give_up()
         elif call.done or call.broken:
@@ -279,14 +274,381 @@ class ChatParser:
             self._kinds.add(kind)
             self._events.append(kind(separator + solid))
 
+    def _tell(self, call: Reader) -> None:
+        """Add the events of what is certain of the call."""
+        if call.begun and call.index is None:
+            call.index = self._num_calls
+            self._begin(call.id, str(call.name))
+        if call.index is not None and call.given:
+            self._events.append(Arguments(call.index, call.given))
+            call.given = ""
+
     def _begin(self, call_id: str | None, name: str) -> None:
         call_id = call_id or self._new_id()[-self._tools.id_length :]
         self._events.append(ToolCall(self._num_calls, call_id, name))
         self._num_calls += 1
 
-    def _more(self, text: str) -> None:
-        self._events.append(Arguments(self._num_calls - 1, text))
-
     def _drain_events(self) -> list[Event]:
         events, self._events = self._events, []
         return [event for event in events if getattr(event, "index", 0) < self._most_calls]
+
+
+# --- readers of one call while the model writes it: JSON, XML tags, Python, Gemma's notation ------
+
+# Generators that get one character by each ``send``.
+_Reading: TypeAlias = Generator[None, str, None]
+_ReadingText: TypeAlias = Generator[None, str, str]
+
+
+class Reader(ABC):
+    """Reads one call, from its arguments on; from its name on if ``name`` is ``None``.
+
+    ``begun``: this is a call, and its name is known. ``given``: JSON of its arguments that nobody
+    has taken yet. ``done``: the call is complete. ``broken``: the text is no call, or only the
+    beginning of one. ``index``: its place in the answer, from when it is told on. ``schemas``: by
+    name, the parameters of the tools that may be called; ``None``: they are not known.
+    """
+
+    _known_by_name = True  # what follows the name of a call is its arguments, whatever it is
+
+    def __init__(
+        self,
+        tools: ToolFormat,
+        name: str | None,
+        call_id: str | None,
+        schemas: Mapping[str, Any] | None,
+    ) -> None:
+        self._tools, self._schemas = tools, schemas
+        self.name, self.id = name, call_id
+        self.begun = name is not None and self._known_by_name
+        self.done = self.broken = False
+        self.given = ""
+        self.index: int | None = None
+
+    @abstractmethod
+    def feed(self, text: str) -> int:
+        """Read more text; returns how many of its characters belong to the call."""
+
+
+class CharReader(Reader):
+    """A reader that looks at each character once, as a generator."""
+
+    @cached_property
+    def _reading(self) -> _Reading:
+        reading = self._read()
+        next(reading)
+        return reading
+
+    def feed(self, text: str) -> int:
+        used = 0
+        for used, char in enumerate(text, 1):  # noqa: B007
+            try:
+                self._reading.send(char)
+            except StopIteration:
+                self.done = True
+                break
+            except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
+                self.broken = True
+                break
+        return used
+
+    @abstractmethod
+    def _read(self) -> _Reading:
+        """Read the call. Raises ``ValueError``, or what parsers raise, where it is none."""
+
+
+class _Span:
+    """Finds the end of an object, list or string of JSON or Python, character by character.
+
+    ``depth``: brackets that are open before the first character.
+    """
+
+    def __init__(self, quotes: str = '"', depth: int = 0) -> None:
+        self._quotes, self._depth = quotes, depth
+        self._quote = ""
+        self._escaped = False
+
+    def feed(self, char: str) -> bool:
+        """Whether this character is the last one."""
+        if self._quote:
+            if self._escaped or char == "\\":
+                self._escaped = not self._escaped
+            elif char == self._quote:
+                self._quote = ""
+                return self._depth == 0
+        elif char in self._quotes:
+            self._quote = char
+        elif char in "([{":
+            self._depth += 1
+        elif char in ")]}":
+            self._depth -= 1
+            return self._depth == 0
+        return False
+
+
+_ARGUMENTS, _OTHER_KEYS = ("arguments", "parameters"), ("name", "type", "id")
+
+
+class JsonCall(CharReader):
+    """Reads ``{"name": …, "arguments": {…}}``; if ``name`` is given, the arguments alone.
+
+    Where a call has no marker, an object with other keys, or without arguments, is no call.
+    """
+
+    _has_arguments = False
+
+    def _read(self) -> _Reading:
+        char = yield
+        if self.name is not None:
+            yield from self._value(char, passes=True)
+            return
+        after = ","
+        while after == ",":
+            char = yield from _next_solid()
+            if char == "}":
+                break
+            if char != '"':
+                raise ValueError("no key")
+            key = json.loads((yield from self._value(char)))
+            after = yield from self._member(key)
+        if not self.begun or after not in ",}":
+            raise ValueError("no call")
+        if not self._has_arguments:
+            self.given = "{}"
+
+    def _member(self, key: str) -> _ReadingText:
+        """Read what follows a key; returns the character after the value."""
+        strict, of_arguments = self._tools.bare == "{", key in _ARGUMENTS
+        if self._has_arguments if of_arguments else strict and key not in _OTHER_KEYS:
+            raise ValueError(key)
+        if (yield from _next_solid()) != ":":
+            raise ValueError("no colon")
+        char, after = (yield from _next_solid()), ""
+        if of_arguments:
+            self._has_arguments = True
+            self.begun = self.name is not None
+        passes = of_arguments and char in "{["
+        if char in '{["':
+            text = yield from self._value(char, passes)
+        else:
+            text = char
+            while (after := (yield)) not in ",}":
+                text += after
+        if key == "name":
+            name = json.loads(text)
+            if not isinstance(name, str) or not name or self.name is not None:
+                raise ValueError("no name")
+            self.name, self.begun = name, self._has_arguments or not strict
+        elif of_arguments and not passes:
+            # Arguments that are no object: some models write their JSON as a string.
+            value = json.loads(text)
+            found = value if isinstance(value, str) else text.strip()
+            self.given += found if value is not None and found.strip() else "{}"
+        return after or (yield from _next_solid())
+
+    def _value(self, char: str, passes: bool = False) -> _ReadingText:
+        """Read an object, list or string that begins with ``char``; ``passes``: into arguments."""
+        span, text = _Span(), ""
+        while True:
+            text += char
+            if passes:
+                self.given += char
+            if span.feed(char):
+                return text
+            char = yield
+
+
+def _next_solid() -> _ReadingText:
+    """The next character that is not white space."""
+    while (char := (yield)).isspace():
+        pass
+    return char
+
+
+class XmlCall(Reader):
+    """Reads arguments in tags, for example ``<parameter=key>value</parameter>``, and the end.
+
+    The schemas tell strings from other values; a string is passed on while it is written, another
+    value once it is whole.
+    """
+
+    _before = "{"  # what precedes the next key
+    _kinds: Collection[str] | None = None  # JSON types of the value being read; none at a key
+    _value = ""  # that value so far, unless it streams
+
+    def feed(self, text: str) -> int:
+        left = text
+        while left and not self.done:
+            if self._kinds is None:
+                key_or_end = rf"\s*(?:{self._tools.key}|{self._tools.end})"
+                found = _compiled(key_or_end).match(left, partial=True)
+                if found is not None and found.partial:
+                    break
+                if found is None or found["key"] is None:  # also where the model forgot the end
+                    self.given += "{}" if self._before == "{" else "}"
+                    self.done = True
+                else:
+                    schema = _mapping(_mapping(self._schemas).get(str(self.name)))
+                    value = _mapping(schema.get("properties")).get(found["key"])
+                    is_string = found.groupdict().get("string")
+                    told = {"true": {"string"}, "false": {"number"}}.get(is_string)
+                    self._kinds, self._value = told or _kinds(value), ""
+                    self.given += f"{self._before}{_dumped(found['key'])}: "
+                    self.given += '"' * _streams(self._kinds)
+                    self._before = ", "
+                left = left[found.end() if found else 0 :]
+            else:
+                end = _compiled(self._tools.value_end).search(left, partial=True)
+                self._value += left[: end.start()]
+                left = left[end.start() if end.partial else end.end() :]
+                if _streams(self._kinds):
+                    self.given += _dumped(self._value)[1:-1] + '"' * (not end.partial)
+                    self._value = ""
+                elif not end.partial:
+                    self.given += _json_of(self._value, self._kinds)
+                if end.partial:
+                    break
+                self._kinds = None
+        return len(text) - len(left)
+
+
+def _streams(kinds: Collection[str]) -> bool:
+    """Whether a value of these types is a string, whatever it looks like."""
+    return "string" in kinds and "null" not in kinds
+
+
+class PythonCall(CharReader):
+    """Reads ``key=value, …)`` with Python's literals; it is given once it is complete."""
+
+    _known_by_name = False
+
+    def _read(self) -> _Reading:
+        name, text = str(self.name), ""
+        if self._schemas is not None and name not in self._schemas:
+            raise ValueError("no tool")
+        span = _Span("\"'", depth=1)
+        while not span.feed(char := (yield)):
+            text += char
+        self.given = _dumped(_keywords(text))
+        self.begun = True
+
+
+_QUOTE = '<|"|>'
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class GemmaCall(CharReader):
+    """Reads ``{key:<|"|>text<|"|>,key:[1,true]}``: keys bare, texts between quotes of their own."""
+
+    _opened = ""  # brackets
+    _word = ""  # what stands bare since the last bracket, comma or colon
+    _comma = ""  # what comes before the next key or item
+    _is_key = False
+
+    def _read(self) -> _Reading:
+        while True:
+            char = yield
+            if char == "<" and not self._word.strip():
+                yield from self._text()
+            elif char in "{[":
+                self._give(char)
+                self._opened, self._is_key = self._opened + char, char == "{"
+            elif char in ",]}" or (char == ":" and self._is_key):
+                self._end_word(char)
+                if not self._opened:
+                    return
+            else:
+                self._word += char
+
+    def _text(self) -> _Reading:
+        """Read a text, from behind its first character on, and the quote that ends it."""
+        for expected in _QUOTE[1:]:
+            if (yield) != expected:
+                raise ValueError("no quote")
+        self._give('"')
+        seen = ""
+        while seen != _QUOTE:
+            seen += yield
+            while not _QUOTE.startswith(seen):
+                self.given += _dumped(seen[0])[1:-1]
+                seen = seen[1:]
+        self.given += '"'
+
+    def _end_word(self, char: str) -> None:
+        """Give a bare key or value, of which there is none after a text, and what ends it."""
+        if word := self._word.strip():
+            self._give(_dumped(word) if char == ":" else _json_of(word, {"number"}))
+        self._word, self._is_key = "", char == "," and self._opened[-1] == "{"
+        if char == ",":
+            self._comma = ", "
+        elif char == ":":
+            self.given += ": "
+        elif char != _CLOSING[self._opened[-1]]:
+            raise ValueError("another bracket is open")
+        else:
+            self.given += char
+            self._opened, self._comma = self._opened[:-1], ""
+
+    def _give(self, text: str) -> None:
+        self.given += self._comma + text
+        self._comma = ""
+
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Takes ``true``, ``false`` and ``null`` as literals; other names raise ``KeyError``."""
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(_JSON_NAMES[node.id])
+
+
+def _keywords(text: str) -> dict[str, Any]:
+    """The arguments by name. Raises ``ValueError`` for others, and what ``ast`` raises."""
+    with warnings.catch_warnings():  # about escapes that Python does not know
+        warnings.simplefilter("ignore")
+        call = ast.parse(f"f({text})", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+        raise ValueError("arguments without names")
+    return {str(k.arg): ast.literal_eval(_JsonNames().visit(k.value)) for k in call.keywords}
+
+
+def _json_of(text: str, kinds: Collection[str]) -> str:
+    """The value as JSON of one of these types; of none, all but objects and lists are strings."""
+    if "string" in kinds and text.strip() != "null":
+        return _dumped(text)
+    if kinds or text.lstrip()[:1] in ("{", "["):
+        for read in (json.loads, ast.literal_eval):
+            try:
+                return _dumped(read(text.strip()))
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                continue
+    return _dumped(text)
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _kinds(schema: object) -> set[str]:
+    """The JSON types that a schema names. The client wrote the schema, so it may hold anything."""
+    branches = [schema]
+    for key in ("anyOf", "oneOf"):
+        further = _mapping(schema).get(key)
+        branches += further if isinstance(further, list) else []
+    named = [_mapping(branch).get("type") for branch in branches]
+    types = [kind for kinds in named for kind in (kinds if isinstance(kinds, list) else [kinds])]
+    return {kind for kind in types if isinstance(kind, str)}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+_READERS: dict[str, type[Reader]] = {
+    "json": JsonCall,
+    "xml": XmlCall,
+    "python": PythonCall,
+    "gemma": GemmaCall,
+}

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from trtllm_bls.chat_parsing.forced import forced_calls
 from trtllm_bls.chat_parsing.formats import (
     FORCED,
     REASONING_TAGS,
     TOOL_FORMATS,
     ReasoningTags,
     ToolFormat,
+    forced_calls,
     formats_of,
 )
 from trtllm_bls.chat_parsing.parser import ChatParser
