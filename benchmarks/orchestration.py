@@ -52,7 +52,7 @@ from speculation import summary
 
 from tests.helpers.processes import free_ports
 from trtllm_bls.launcher import ServerFailed, TritonServer
-from trtllm_bls.launcher.command import SENDING_THREADS
+from trtllm_bls.launcher.preparation import SENDING_THREADS
 from trtllm_bls.settings import Override, ServeSettings
 
 MODEL = repository.ROOT / "assets" / "demo" / "target"

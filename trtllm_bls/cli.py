@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from trtllm_bls import __version__
 from trtllm_bls.errors import TrtllmBlsError
@@ -21,7 +22,7 @@ _ELSEWHERE = {
     "drain": "trtllm_bls.commands.drain:command",
     "dynamo": "trtllm_bls.openai.dynamo:command",
     "generate": "trtllm_bls.commands.streaming:main",
-    "health": "trtllm_bls.health.command:command",
+    "health": "trtllm_bls.health:command",
     "new": "trtllm_bls.configure.new:command",
     "openai": "trtllm_bls.openai.command:main",
     "recipe": "trtllm_bls.configure.recipe:command",
@@ -50,10 +51,13 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except TrtllmBlsError as error:
-            from trtllm_bls.launcher.terminal import show_error
-
             show_error(Console(stderr=True), error)
             ctx.exit(1)
+
+
+def show_error(console: Console, error: TrtllmBlsError) -> None:
+    """One line that says what to do."""
+    console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -21,9 +21,7 @@ import pytest
 from tests.helpers.fake_grpc_server import Abort, Fail, FakeGrpcServer, Hold, Step, Until, text
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import ConnectionFailed
-from trtllm_bls.health.command import look
-from trtllm_bls.health.probe import Probe
-from trtllm_bls.health.processes import ServerProcesses
+from trtllm_bls.health import Probe, ServerProcesses, look
 from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.watch import Pace, Watch
 from trtllm_bls.status import ProcessStatus, StatusDirectory

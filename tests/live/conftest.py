@@ -27,7 +27,7 @@ from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from tests.helpers.ticking_models import TICKER, write_model
 from trtllm_bls.errors import EngineError
 from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.command import SENDING_THREADS
+from trtllm_bls.launcher.preparation import SENDING_THREADS
 from trtllm_bls.settings import Override, ServeSettings
 from trtllm_bls.tokenizer import load_tokenizer
 

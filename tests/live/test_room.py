@@ -20,7 +20,7 @@ from tests.helpers.server_settings import ROOT
 from tests.live.conftest import echo_settings
 from trtllm_bls.client import Client
 from trtllm_bls.errors import ClientError
-from trtllm_bls.health.processes import ServerProcesses
+from trtllm_bls.health import ServerProcesses
 from trtllm_bls.launcher import TritonServer
 
 pytestmark = pytest.mark.live

@@ -21,7 +21,7 @@ from tests.helpers.server_settings import DEMO, free_ports
 from trtllm_bls.configure.engine import models_for
 from trtllm_bls.contract import ENSEMBLE
 from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.terminal import announcement
+from trtllm_bls.launcher.serve import announcement
 from trtllm_bls.parameters.cpp_backend import Version
 
 PROMPT = "The answer of the engine is"

@@ -31,7 +31,7 @@ from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.waiting import until
 from trtllm_bls import __version__
 from trtllm_bls.cli import main
-from trtllm_bls.launcher.health_endpoint import SERVER_METRICS
+from trtllm_bls.launcher.watch import SERVER_METRICS
 from trtllm_bls.parameters import STATUS_DIR
 from trtllm_bls.settings import ServeSettings
 

@@ -22,7 +22,7 @@ from tests.helpers.waiting import until
 from trtllm_bls.admission import Admission
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineUnavailable, Overloaded, SettingsError
-from trtllm_bls.launcher.process import Scratch
+from trtllm_bls.launcher.preparation import Scratch
 from trtllm_bls.openai.exchange import RunningRequests
 from trtllm_bls.python_backend.request_server import Call
 from trtllm_bls.services.lifecycle import Lifecycle

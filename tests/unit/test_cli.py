@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from trtllm_bls import __version__
-from trtllm_bls.cli import main
+from trtllm_bls.cli import main, show_error
 from trtllm_bls.launcher import ServerFailed
 from trtllm_bls.launcher.logs import parse
-from trtllm_bls.launcher.terminal import Terminal, show_error
+from trtllm_bls.launcher.serve import Terminal
 from trtllm_bls.settings import ServeSettings
 
 COMMANDS = main.list_commands(click.Context(main))

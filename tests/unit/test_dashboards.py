@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from trtllm_bls.errors import CancelCause
-from trtllm_bls.launcher.health_endpoint import SERVER_METRICS
+from trtllm_bls.launcher.watch import SERVER_METRICS
 from trtllm_bls.services.request_reports import METRICS
 from trtllm_bls.types import Outcome
 

@@ -20,7 +20,7 @@ from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
 from trtllm_bls.errors import SettingsError, SetupError, Unsupported
-from trtllm_bls.launcher import command, workdir
+from trtllm_bls.launcher import preparation
 from trtllm_bls.parameters import EngineKind, check, parse_engine
 from trtllm_bls.services.deployment import Deployment
 from trtllm_bls.settings import ServeSettings
@@ -145,8 +145,12 @@ def test_an_address_is_no_models_name(key: str) -> None:
 def test_serve_runs_no_engine_where_there_is_one_elsewhere(tmp_path: Path) -> None:
     """What needs one is left out; the orchestrator is told of the other."""
     settings = ServeSettings(engine=ELSEWHERE, model=DEMO / "target")
-    served = workdir.prepare_models(tmp_path, REPOSITORY, settings, with_draft=True)
-    assert workdir.model_names(served) == ("postprocessing", "preprocessing", "tensorrt_llm_bls")
+    served = preparation.prepare_models(tmp_path, REPOSITORY, settings, with_draft=True)
+    assert preparation.model_names(served) == (
+        "postprocessing",
+        "preprocessing",
+        "tensorrt_llm_bls",
+    )
     text = (served / "tensorrt_llm_bls" / "config.pbtxt").read_text()
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert config.parameters["engine"].string_value == ELSEWHERE
@@ -154,8 +158,8 @@ def test_serve_runs_no_engine_where_there_is_one_elsewhere(tmp_path: Path) -> No
 
 def test_serve_keeps_its_models_where_the_engine_is_one_of_them(tmp_path: Path) -> None:
     settings = ServeSettings(engine="triton:tensorrt_llm")
-    served = workdir.prepare_models(tmp_path, REPOSITORY, settings, with_draft=False)
-    assert {"ensemble", "tensorrt_llm"} <= set(workdir.model_names(served))
+    served = preparation.prepare_models(tmp_path, REPOSITORY, settings, with_draft=False)
+    assert {"ensemble", "tensorrt_llm"} <= set(preparation.model_names(served))
 
 
 def test_an_engine_elsewhere_needs_a_tokenizer_and_nothing_more(tmp_path: Path) -> None:
@@ -163,9 +167,9 @@ def test_an_engine_elsewhere_needs_a_tokenizer_and_nothing_more(tmp_path: Path) 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((DEMO / "target" / name).read_bytes())
     settings = ServeSettings(engine=ELSEWHERE, model=tmp_path)
-    assert list(command.model_directories(settings).values()) == [str(tmp_path)]
+    assert list(preparation.model_directories(settings).values()) == [str(tmp_path)]
     with pytest.raises(SetupError):
-        command.model_directories(ServeSettings(model=tmp_path))
+        preparation.model_directories(ServeSettings(model=tmp_path))
     with pytest.raises(SettingsError, match="needs --model, for its tokenizer"):
         ServeSettings(engine=ELSEWHERE)
     with pytest.raises(SettingsError, match="takes no --draft-model"):

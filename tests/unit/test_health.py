@@ -26,12 +26,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
-from trtllm_bls.health.processes import ServerProcesses, find_server
-from trtllm_bls.health.verdict import Observed, Verdict, evaluate
-from trtllm_bls.launcher import health_endpoint
-from trtllm_bls.launcher.health_endpoint import HealthEndpoint, HealthState
+from trtllm_bls.health import Observed, ServerProcesses, Verdict, evaluate, server_process
+from trtllm_bls.launcher import watch as watch_module
 from trtllm_bls.launcher.process import BackOff
-from trtllm_bls.launcher.watch import ProblemLog, Watch, engine_load
+from trtllm_bls.launcher.watch import (
+    HealthEndpoint,
+    HealthState,
+    ProblemLog,
+    Watch,
+    engine_load,
+)
 
 SECONDS = 20
 STALL_S = 10.0
@@ -138,7 +142,7 @@ def test_a_stopped_stub_is_noticed_at_the_second_look(children: Tree) -> None:
 
 def test_no_server_is_found_where_none_listens() -> None:
     """A port of another program is not a server's."""
-    assert find_server(1) is None
+    assert server_process(1) is None
 
 
 # --- the endpoint ---------------------------------------------------------------------------
@@ -198,7 +202,7 @@ def test_clients_that_say_nothing_do_not_use_up_threads(
 ) -> None:
     """Each connection has a thread of ``serve``: above a bound they are closed at once."""
     _, url = endpoint
-    monkeypatch.setattr(health_endpoint, "_MOST_CONNECTIONS", threading.active_count() + 3)
+    monkeypatch.setattr(watch_module, "_MOST_CONNECTIONS", threading.active_count() + 3)
     address = urlsplit(url)
     silent = [socket.create_connection((address.hostname, address.port)) for _ in range(9)]
     for one in silent:
@@ -206,7 +210,7 @@ def test_clients_that_say_nothing_do_not_use_up_threads(
     assert [one.recv(1) for one in silent[3:]] == [b""] * 6
     for one in silent:
         one.close()
-    until(lambda: threading.active_count() < health_endpoint._MOST_CONNECTIONS)
+    until(lambda: threading.active_count() < watch_module._MOST_CONNECTIONS)
     assert get(f"{url}/live")[0] == 200
 
 

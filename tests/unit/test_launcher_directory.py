@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher import workdir
+from trtllm_bls.launcher import preparation
 from trtllm_bls.launcher.checks import PYTHON, Installation
 from trtllm_bls.settings import Override, ServeSettings, auto_processes
 
@@ -44,20 +44,20 @@ def parameters(repository: Path, model: str) -> dict[str, str]:
 def override(directory: Path, repository: Path, *overrides: Override) -> Path:
     directory.mkdir(exist_ok=True)
     settings = ServeSettings(overrides=overrides)
-    return workdir.prepare_models(directory, repository, settings, with_draft=False)
+    return preparation.prepare_models(directory, repository, settings, with_draft=False)
 
 
 def test_models_are_read_from_the_repository(repository: Path) -> None:
     """Directories with a configuration or a version; other files are none of our business."""
-    assert workdir.model_names(repository) == ("bls", "ensemble")
+    assert preparation.model_names(repository) == ("bls", "ensemble")
 
 
 def test_an_empty_repository_is_an_error(tmp_path: Path) -> None:
     """A server without models would come up ready and answer nothing."""
     with pytest.raises(SetupError, match=r"no model in it"):
-        workdir.model_names(tmp_path)
+        preparation.model_names(tmp_path)
     with pytest.raises(SetupError, match="gone: no such directory"):
-        workdir.model_names(tmp_path / "gone")
+        preparation.model_names(tmp_path / "gone")
 
 
 def test_without_overrides_the_repository_is_served_as_it_is(
@@ -65,7 +65,7 @@ def test_without_overrides_the_repository_is_served_as_it_is(
 ) -> None:
     """No copy, so that edits and error messages speak of the user's own files."""
     assert (
-        workdir.prepare_models(tmp_path, repository, ServeSettings(), with_draft=False)
+        preparation.prepare_models(tmp_path, repository, ServeSettings(), with_draft=False)
         == repository
     )
 
@@ -94,7 +94,7 @@ def test_a_draft_model_is_a_second_engine(repository: Path, tmp_path: Path) -> N
     """It is the engine's model under another name, which the orchestrator's parameters have."""
     for name in ("tensorrt_llm", "tensorrt_llm_bls"):
         shutil.copytree(repository / "bls", repository / name)
-    served = workdir.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True)
+    served = preparation.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True)
     assert parameters(served, "tensorrt_llm_draft")["is_draft"] == "true"
     assert (
         'name: "tensorrt_llm_draft"' in (served / "tensorrt_llm_draft" / "config.pbtxt").read_text()
@@ -110,7 +110,8 @@ def test_a_repository_with_its_own_draft_model_is_left_alone(
 ) -> None:
     """Nothing is added where there is a draft model, or no embedded engine to copy."""
     assert (
-        workdir.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True) == repository
+        preparation.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True)
+        == repository
     )
 
 
@@ -137,7 +138,7 @@ def test_a_parameter_that_our_model_does_not_have_is_refused(
 ) -> None:
     """In one line that says what would do, before anything starts."""
     with pytest.raises(SettingsError) as caught:
-        workdir.prepare_models(
+        preparation.prepare_models(
             tmp_path, REPOSITORY, ServeSettings(overrides=(override,)), with_draft=False
         )
     assert str(caught.value).startswith(f"--set {override}: ")
@@ -189,11 +190,15 @@ def test_a_draft_model_gets_an_engine_of_its_own(tmp_path: Path) -> None:
     for model in ("tensorrt_llm", "tensorrt_llm_bls"):
         (models / model / "1").mkdir(parents=True)
         (models / model / "config.pbtxt").write_text(f'name: "{model}"\n')
-    assert workdir.prepare_models(tmp_path, models, ServeSettings(), with_draft=True) == models
+    assert preparation.prepare_models(tmp_path, models, ServeSettings(), with_draft=True) == models
     (models / "tensorrt_llm" / "1" / "model.py").write_text("# embedded\n")
-    assert workdir.prepare_models(tmp_path, models, ServeSettings(), with_draft=False) == models
-    served = workdir.prepare_models(tmp_path, models, ServeSettings(), with_draft=True)
-    assert workdir.model_names(served) == ("tensorrt_llm", "tensorrt_llm_bls", "tensorrt_llm_draft")
+    assert preparation.prepare_models(tmp_path, models, ServeSettings(), with_draft=False) == models
+    served = preparation.prepare_models(tmp_path, models, ServeSettings(), with_draft=True)
+    assert preparation.model_names(served) == (
+        "tensorrt_llm",
+        "tensorrt_llm_bls",
+        "tensorrt_llm_draft",
+    )
     assert parameters(served, "tensorrt_llm_draft") == {"is_draft": "true"}
     named = parameters(served, "tensorrt_llm_bls")["tensorrt_llm_draft_model_name"]
     assert named == "tensorrt_llm_draft"
@@ -215,7 +220,7 @@ def test_instances_and_streaming_are_settings(bls: Path, tmp_path: Path) -> None
     """They change the orchestrator's configuration and no other model's."""
     before = config_of(bls, "ensemble")
     settings = ServeSettings(bls_instances=3, decoupled=True)
-    served = workdir.prepare_models(tmp_path, bls, settings, with_draft=False)
+    served = preparation.prepare_models(tmp_path, bls, settings, with_draft=False)
     config = config_of(served, "tensorrt_llm_bls")
     assert [group.count for group in config.instance_group] == [3]
     assert config.model_transaction_policy.decoupled
@@ -227,7 +232,7 @@ def test_unary_requests_instead_of_streams(bls: Path, tmp_path: Path) -> None:
     file = bls / "tensorrt_llm_bls" / "config.pbtxt"
     file.write_text(file.read_text() + "model_transaction_policy { decoupled: true }\n")
     settings = ServeSettings(decoupled=False)
-    served = workdir.prepare_models(tmp_path, bls, settings, with_draft=False)
+    served = preparation.prepare_models(tmp_path, bls, settings, with_draft=False)
     assert not config_of(served, "tensorrt_llm_bls").model_transaction_policy.decoupled
 
 
@@ -245,7 +250,9 @@ def test_engines_answer_unary_requests_too(tmp_path: Path) -> None:
     for models, unary in ((cpp, True), (REPOSITORY, True), (other, False)):
         workdir_of = tmp_path / models.parent.name / "work"
         workdir_of.mkdir(parents=True)
-        served = workdir.prepare_models(workdir_of, models, ServeSettings(decoupled=False), False)
+        served = preparation.prepare_models(
+            workdir_of, models, ServeSettings(decoupled=False), False
+        )
         config = config_of(served, "tensorrt_llm")
         assert config.model_transaction_policy.decoupled != unary
         excluded = config.parameters["exclude_input_in_output"].string_value
@@ -291,7 +298,7 @@ def test_our_own_repository_has_automatic_processes(
     for asked, expected in ((None, count), ("auto", count), (3, 3)):
         settings = ServeSettings(bls_instances=asked, overrides=overrides)
         (directory := tmp_path / str(asked)).mkdir()
-        served = workdir.prepare_models(directory, REPOSITORY, settings, with_draft=False)
+        served = preparation.prepare_models(directory, REPOSITORY, settings, with_draft=False)
         groups = config_of(served, "tensorrt_llm_bls").instance_group
         assert [group.count for group in groups] == [expected]
 
@@ -303,10 +310,10 @@ def test_a_repository_of_others_keeps_its_processes(bls: Path, tmp_path: Path) -
         file.read_text() + "instance_group { count: 7 kind: KIND_CPU }\n"
         'parameters { key: "engine_affinity" value { string_value: "true" } }\n'
     )
-    assert workdir.prepare_models(tmp_path, bls, ServeSettings(), with_draft=False) == bls
-    assert workdir.instances_of(bls, ServeSettings()) == (None, "")
+    assert preparation.prepare_models(tmp_path, bls, ServeSettings(), with_draft=False) == bls
+    assert preparation.instances_of(bls, ServeSettings()) == (None, "")
     asked = ServeSettings(bls_instances="auto", max_streams=4096)
-    assert workdir.instances_of(bls, asked)[0] == 1
+    assert preparation.instances_of(bls, asked)[0] == 1
 
 
 def test_a_repository_without_the_orchestrator_has_no_instances_of_it(
@@ -315,7 +322,7 @@ def test_a_repository_without_the_orchestrator_has_no_instances_of_it(
     """The line names the option that was given."""
     settings = ServeSettings(bls_instances="auto")
     with pytest.raises(SettingsError, match=r"^--bls-instances: no model 'tensorrt_llm_bls' in"):
-        workdir.prepare_models(tmp_path, repository, settings, with_draft=False)
+        preparation.prepare_models(tmp_path, repository, settings, with_draft=False)
 
 
 @pytest.mark.parametrize("name", ["with blank", "größe", "a;b", "$HOME"])
@@ -325,9 +332,9 @@ def test_a_path_that_triton_cannot_pass_on_is_linked(
     """It starts models through a shell, without quotes."""
     odd = repository.parent.rename(tmp_path / name) / repository.name
     (tmp_path / "work").mkdir()
-    served = workdir.prepare_models(tmp_path / "work", odd, ServeSettings(), with_draft=False)
-    assert workdir.is_plain(served)
-    assert workdir.model_names(served) == workdir.model_names(odd)
+    served = preparation.prepare_models(tmp_path / "work", odd, ServeSettings(), with_draft=False)
+    assert preparation.is_plain(served)
+    assert preparation.model_names(served) == preparation.model_names(odd)
 
 
 def test_a_checkpoint_beyond_ascii_is_linked(tmp_path: Path) -> None:
@@ -335,10 +342,10 @@ def test_a_checkpoint_beyond_ascii_is_linked(tmp_path: Path) -> None:
     odd = tmp_path / "größe"
     odd.mkdir()
     (odd / "config.json").write_text("{}")
-    linked = workdir.link_checkpoint(tmp_path, "model", str(odd))
+    linked = preparation.link_checkpoint(tmp_path, "model", str(odd))
     assert str(linked.resolve()).isascii()
     assert (linked / "config.json").read_text() == "{}"
-    assert workdir.link_checkpoint(tmp_path, "other", str(tmp_path)) == tmp_path
+    assert preparation.link_checkpoint(tmp_path, "other", str(tmp_path)) == tmp_path
 
 
 def test_an_unreadable_configuration_is_named(repository: Path, tmp_path: Path) -> None:
@@ -358,7 +365,7 @@ def test_the_python_backend_gets_our_stub_and_our_package(tmp_path: Path) -> Non
     for file in (python / "libtriton_python.so", python / "triton_python_backend_stub"):
         file.write_text("theirs")
     (stubs / "triton_python_backend_stub").write_text("ours")
-    linked = workdir.link_backends(tmp_path, server)
+    linked = preparation.link_backends(tmp_path, server)
     assert (linked / "python" / "libtriton_python.so").read_text() == "theirs"
     assert (linked / "python" / "triton_python_backend_stub").read_text() == "ours"
     assert (linked / "python" / "trtllm_bls" / "errors.py").is_file()
@@ -369,6 +376,6 @@ def test_only_libpython_is_put_before_the_servers_libraries(tmp_path: Path) -> N
     """Its own directory may hold other builds of what the server brings."""
     (tmp_path / "libssl.so").touch()
     (tmp_path / "libpython.so").write_text("python")
-    linked = workdir.link_libpython(tmp_path, tmp_path / "libpython.so")
+    linked = preparation.links(tmp_path / "lib", [tmp_path / "libpython.so"])
     assert [file.name for file in linked.iterdir()] == ["libpython.so"]
     assert (linked / "libpython.so").read_text() == "python"

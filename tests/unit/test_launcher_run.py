@@ -13,14 +13,14 @@ import pytest
 
 from trtllm_bls.checkpoint_dir import DEMO, REPOSITORY
 from trtllm_bls.errors import SetupError
-from trtllm_bls.launcher import command, workdir
+from trtllm_bls.launcher import preparation
 from trtllm_bls.launcher.checks import Installation
 from trtllm_bls.launcher.ports import Ports
 from trtllm_bls.parameters import TEXT, Parameters, parameter, parameters_of
 from trtllm_bls.python_backend.request_server import SENDERS
 from trtllm_bls.settings import Override, ServeSettings
 
-BLS = workdir.BLS
+BLS = preparation.BLS
 PORTS = Ports("127.0.0.1", "127.0.0.1", "127.0.0.1", 8000, 8001, 8002)
 
 
@@ -30,11 +30,11 @@ PORTS = Ports("127.0.0.1", "127.0.0.1", "127.0.0.1", 8000, 8001, 8002)
 def options(settings: ServeSettings, **more: Any) -> list[str]:
     server = Installation(Path("/triton"))
     places = (Path("/models"), Path("/be"), "mine_")
-    return command.server_command(server, settings, PORTS, *places, **more)
+    return preparation.server_command(server, settings, PORTS, *places, **more)
 
 
 def environment(settings: ServeSettings, **inherited: str) -> dict[str, str]:
-    return command.server_environment(settings, PORTS, Path("/run/lib"), inherited)
+    return preparation.server_environment(settings, PORTS, Path("/run/lib"), inherited)
 
 
 def test_every_address_is_bound_to_the_host() -> None:
@@ -83,11 +83,11 @@ def test_which_python_models_only_send(
         shipped = (REPOSITORY / BLS / "1" / "model.py").read_bytes()
         (version / "model.py").write_bytes(shipped if isinstance(code, str) else code)
     (version.parent / "config.pbtxt").write_text(config)
-    assert workdir.sends_only(tmp_path) is expected
+    assert preparation.sends_only(tmp_path) is expected
 
 
 def test_our_own_repository_only_sends() -> None:
-    assert workdir.sends_only(REPOSITORY)
+    assert preparation.sends_only(REPOSITORY)
 
 
 def test_shared_memory_carries_the_servers_own_prefix() -> None:
@@ -152,19 +152,19 @@ def test_an_engine_elsewhere_does_not_show_the_servers_own_certificate(tmp_path:
 
 def test_the_demo_is_the_default_only_where_nothing_was_named(tmp_path: Path) -> None:
     """A named model is never joined by the demo's draft, nor a named repository by its model."""
-    assert command.model_directories(ServeSettings()) == {
+    assert preparation.model_directories(ServeSettings()) == {
         "TRTLLM_BLS_MODEL_DIR": str(DEMO / "target"),
         "TRTLLM_BLS_DRAFT_MODEL_DIR": str(DEMO / "draft"),
     }
     named = ServeSettings(model=DEMO / "draft")
-    assert command.model_directories(named) == {"TRTLLM_BLS_MODEL_DIR": str(DEMO / "draft")}
-    assert command.model_directories(ServeSettings(model_repository=tmp_path)) == {}
+    assert preparation.model_directories(named) == {"TRTLLM_BLS_MODEL_DIR": str(DEMO / "draft")}
+    assert preparation.model_directories(ServeSettings(model_repository=tmp_path)) == {}
 
 
 def test_our_own_repository_and_demo_come_with_the_package() -> None:
     """In a checkout they are the checkout's own; a relative tokenizer_dir leads to the demo."""
-    assert command.model_repository(ServeSettings()) == REPOSITORY
-    assert "tensorrt_llm_bls" in workdir.model_names(REPOSITORY)
+    assert preparation.model_repository(ServeSettings()) == REPOSITORY
+    assert "tensorrt_llm_bls" in preparation.model_names(REPOSITORY)
     assert (REPOSITORY / "../assets/demo/target").resolve() == DEMO / "target"
 
 
@@ -183,7 +183,7 @@ def test_control_apis_are_closed_unless_asked_for(option: str) -> None:
 def test_a_missing_checkpoint_names_its_option(tmp_path: Path) -> None:
     """Before anything starts."""
     with pytest.raises(SetupError, match=r"--draft-model .*gone: no such directory"):
-        command.model_directories(ServeSettings(draft_model=tmp_path / "gone"))
+        preparation.model_directories(ServeSettings(draft_model=tmp_path / "gone"))
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused_before_anything_starts(
@@ -191,6 +191,6 @@ def test_a_directory_that_is_no_checkpoint_is_refused_before_anything_starts(
 ) -> None:
     """Unless the repository is the user's, whose models may read what they like."""
     with pytest.raises(SetupError, match=r"has no config\.json"):
-        command.model_directories(ServeSettings(model=tmp_path))
+        preparation.model_directories(ServeSettings(model=tmp_path))
     theirs = ServeSettings(model=tmp_path, model_repository=tmp_path)
-    assert command.model_directories(theirs) == {"TRTLLM_BLS_MODEL_DIR": str(tmp_path)}
+    assert preparation.model_directories(theirs) == {"TRTLLM_BLS_MODEL_DIR": str(tmp_path)}

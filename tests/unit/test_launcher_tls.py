@@ -18,11 +18,9 @@ from tests.helpers.fake_grpc_server import FakeGrpcServer, text
 from trtllm_bls.cli import main
 from trtllm_bls.client import Tls
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.health.command import look
-from trtllm_bls.health.probe import Probe
+from trtllm_bls.health import Probe, look
 from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.certificates import own_tls
-from trtllm_bls.launcher.ports import choose
+from trtllm_bls.launcher.ports import choose, own_tls
 from trtllm_bls.parameters.engine_tls import trusting
 from trtllm_bls.settings import Override, ServeSettings
 

@@ -27,7 +27,7 @@ import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from trtllm_bls.http.browsers import browser_problem
+from trtllm_bls.http import browser_problem
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -359,7 +359,7 @@ class BodyReader:
 
 @dataclass(frozen=True)
 class BrowserGuard:
-    """Middleware of a server that listens on this machine alone; ``browsers`` has the rule."""
+    """Middleware of a server on this machine alone; ``browser_problem`` has the rule."""
 
     app: ASGIApp
     hosts: tuple[str, ...]

@@ -20,7 +20,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from trtllm_bls.errors import SetupError
-from trtllm_bls.health.processes import SHARED_MEMORY, free_shared_memory
+from trtllm_bls.health import SHARED_MEMORY, free_shared_memory
 from trtllm_bls.settings import raise_open_files
 
 PYTHON = "{}.{}".format(*sys.version_info[:2])

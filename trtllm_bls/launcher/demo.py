@@ -16,8 +16,8 @@ from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.client import Client
 from trtllm_bls.commands.shared import Reply
 from trtllm_bls.launcher.http_process import chat_curl
+from trtllm_bls.launcher.serve import Terminal
 from trtllm_bls.launcher.server import TritonServer
-from trtllm_bls.launcher.terminal import Terminal
 from trtllm_bls.settings import ServeSettings
 
 PROMPTS = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))["demo"]
@@ -45,8 +45,18 @@ async def ask(
     url: str, asked: Sequence[str], max_tokens: int, console: Console
 ) -> tuple[Reply, ...]:
     """Stream each prompt's answer to the console, then a line of figures for each."""
+    answers = []
     async with Client(url) as client:
-        answers = tuple([await _answer(client, prompt, max_tokens, console) for prompt in asked])
+        for prompt in asked:
+            console.print(Text(f"\n{prompt}", style="bold"), soft_wrap=True)  # log lines may follow
+            answers.append(reply := Reply(max_tokens))
+            async with client.stream(
+                text_input=prompt, max_tokens=max_tokens, return_num_output_tokens=True
+            ) as stream:
+                async for event in stream:
+                    reply.add(event)
+                    console.out(event.text, end="", highlight=False)
+            console.print("\n")
     for prompt, answer in zip(asked, answers, strict=True):
         found, told = answer.figures(), "no text came back"
         if answer.arrivals:
@@ -55,17 +65,4 @@ async def ask(
                 f"s, the first after {found['ttft_ms']:.0f} ms; ended: {found['ended']}"
             )
         console.print(Text(f"{prompt!r}: {told}", style="green" if answer.text else "red"))
-    return answers
-
-
-async def _answer(client: Client, prompt: str, max_tokens: int, console: Console) -> Reply:
-    console.print(Text(f"\n{prompt}", style="bold"), soft_wrap=True)  # log lines may follow
-    reply = Reply(max_tokens)
-    async with client.stream(
-        text_input=prompt, max_tokens=max_tokens, return_num_output_tokens=True
-    ) as stream:
-        async for event in stream:
-            reply.add(event)
-            console.out(event.text, end="", highlight=False)
-    console.print("\n")
-    return reply
+    return tuple(answers)

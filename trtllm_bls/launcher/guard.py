@@ -1,4 +1,4 @@
-"""The server's parent: nothing of the server outlives it. Run as a script, never imported.
+"""The server's parent: nothing of the server outlives it. Run as a script.
 
     python -I -S guard.py '{"command": [...], "workdir": ..., "status": ...,
                             "shared_memory": ..., "mark": "NAME=value", "drain": 30, "grace": 40}'
@@ -30,10 +30,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-HAND_OVER_POLL_SECONDS = OTHERS_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOP, KILL = b"s", b"k"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,7 +57,12 @@ def main(
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned stubs become our children
     # A guard that is stopped (SIGSTOP) would not see that the launcher has died.
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
-    wake = _wake_on_signals()
+    # Becomes readable, with the signal's number, at SIGCHLD or a request to stop.
+    wake, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
     control, devnull = os.dup(0), os.open(os.devnull, os.O_RDWR)
     server = subprocess.Popen(
         command,
@@ -72,20 +78,15 @@ def main(
     launcher = select.poll()
     launcher.register(control, 0)  # reports the end of file alone
     launcher_died = bool(launcher.poll(0))
-    if launcher_died:
-        _end_others(mark, time.monotonic() + drain)
+    deadline = time.monotonic() + drain
+    while launcher_died and (others := marked(mark)):
+        if time.monotonic() >= deadline:
+            for other in others:
+                with suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
     remove_traces(Path(workdir) if launcher_died else None, shared_memory)
     return code if code >= 0 else 128 - code
-
-
-def _wake_on_signals() -> int:
-    """A descriptor that becomes readable, with the signal's number, at SIGCHLD or a stop."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
-    return reader
 
 
 def _watch(
@@ -118,7 +119,7 @@ def _watch(
             if not told and (files.handed_over or now >= begun + drain / 2):
                 server.terminate()
                 told = True
-            left = begun + grace - now if told else HAND_OVER_POLL_SECONDS
+            left = begun + grace - now if told else POLL_SECONDS
         ready = dict(poll.poll(None if left is None else left * 1000))
         commands = b""
         if control in ready:
@@ -141,8 +142,10 @@ def _watch(
 
 def _kill_children() -> None:
     """Kill and reap every process that the server left; orphans have become ours."""
+    ours = b"%d" % os.getpid()
     while True:
-        for child in _children(os.getpid()):
+        # "pid (name) state ppid ...", where the name may be any bytes
+        for child in _processes("stat", lambda stat: stat.rpartition(b")")[2].split()[1] == ours):
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
@@ -151,32 +154,18 @@ def _kill_children() -> None:
             return
 
 
-def _end_others(mark: str, deadline: float) -> None:
-    """Wait until no process has ``mark`` in its environment; kill those left at ``deadline``."""
-    while others := marked(mark):
-        if time.monotonic() >= deadline:
-            for other in others:
-                with suppress(ProcessLookupError):
-                    os.kill(other, signal.SIGKILL)
-        time.sleep(OTHERS_POLL_SECONDS)
-
-
 def marked(mark: str) -> list[int]:
     """The processes, except this one, whose environment has ``mark`` (``NAME=value``)."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or belongs to another user
-            if os.fsencode(mark) in entry.read_bytes().split(b"\0"):
-                found.append(int(entry.parent.name))
+    found = _processes("environ", lambda variables: os.fsencode(mark) in variables.split(b"\0"))
     return [process for process in found if process != os.getpid()]
 
 
-def _children(parent: int) -> list[int]:
+def _processes(file: str, matches: Callable[[bytes], bool]) -> list[int]:
+    """The processes whose ``file`` in /proc has such content."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # gone meanwhile
-            # "pid (name) state ppid ...", where the name may be any bytes
-            if int(entry.read_bytes().rpartition(b")")[2].split()[1]) == parent:
+    for entry in Path("/proc").glob(f"[0-9]*/{file}"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if matches(entry.read_bytes()):
                 found.append(int(entry.parent.name))
     return found
 

@@ -23,20 +23,19 @@ from pathlib import Path
 import psutil
 
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher.certificates import client_context, curl_tls, own_tls
-from trtllm_bls.launcher.ports import ask
-from trtllm_bls.launcher.process import (
-    GRACE_MARGIN,
-    PRIVATE,
-    BackOff,
-    describe_exit,
-    relay_lines,
-)
+from trtllm_bls.launcher.ports import ask, curl_tls, own_tls
+from trtllm_bls.launcher.preparation import BLS
+from trtllm_bls.launcher.process import GRACE_MARGIN, BackOff, describe_exit, start_child
 from trtllm_bls.launcher.server import TritonServer
-from trtllm_bls.launcher.workdir import BLS
 from trtllm_bls.openai.keys import VARIABLE, read_keys
-from trtllm_bls.settings import ServeSettings, auto_processes, listen
+from trtllm_bls.parameters.engine_tls import trusting
+from trtllm_bls.settings import ServeSettings, auto_processes, listen, option
 
+# Those of ``serve`` that this program has, too, with the same meaning.
+_SAME_OPTIONS = (
+    *("host", "tls_cert", "tls_key", "tls_client_ca", "exit_timeout", "api_keys_file"),
+    *("tool_parser", "reasoning_parser", "max_body_bytes"),
+)
 _POLL_S = 0.05
 _START_S = 120.0
 _LOOK_S = 0.5
@@ -48,12 +47,11 @@ def check(settings: ServeSettings) -> bool:
 
     Call it before the models load, which takes long.
     """
-    if any(
-        find_spec(package) is None for package in ("uvicorn", "starlette", "msgspec", "httptools")
-    ):
-        needs = {"--tls-cert": settings.tls_cert, "--http-keys": settings.http_keys}
-        for name in (name for name, value in needs.items() if value):
-            raise SettingsError(f"{name}: HTTP needs pip install 'trtllm-bls[openai]' for it")
+    if not all(map(find_spec, ("uvicorn", "starlette", "msgspec", "httptools"))):
+        for name in ("tls_cert", "http_keys"):
+            if getattr(settings, name):
+                needs = "HTTP needs pip install 'trtllm-bls[openai]' for it"
+                raise SettingsError(f"{option(name)}: {needs}")
         return False
     if settings.http_keys and not read_keys(settings.api_keys_file):
         raise SettingsError(f"--http-keys: there are no keys; add --api-keys-file or {VARIABLE}")
@@ -104,40 +102,34 @@ class HttpProcess:
         self.url = f"{scheme}://{server.host}:{settings.openai_port}" if with_api else None
         self.curl = chat_curl(self.url, settings) if self.url else ""
         self._probe_url = f"{self.url}/health" if with_api else server.public_http_url + "/v2"
-        tls = own_tls(settings)
+        self._context, chain, key = None, None, None
+        if (tls := own_tls(settings)) is not None and settings.tls_cert is not None:
+            self._context = trusting(settings.tls_cert)
+            chain, key = tls.certificate_chain, tls.private_key
+            if chain is not None:
+                self._context.load_cert_chain(chain, key)
         front = {
             "port": settings.http_port,
             # With client certificates, and none for us, Triton's gRPC port is closed to us.
-            "grpc": ""
-            if tls and settings.tls_client_ca and not tls.private_key
-            else server.grpc_url,
+            "grpc": "" if settings.tls_client_ca and not key else server.grpc_url,
             "http": server.http_url,
             "metrics": server.metrics_url,
             "alone": not with_api,
             "keys": settings.http_keys,
             "tls_pin": str(settings.tls_cert or ""),
-            "tls_cert": str((tls and tls.certificate_chain) or ""),
-            "tls_key": str((tls and tls.private_key) or ""),
+            "tls_cert": str(chain or ""),
+            "tls_key": str(key or ""),
         }
         workers = settings.openai_workers
         if workers == "auto" and not with_api:  # it reads no parameters then
             workers, _ = auto_processes(settings.max_streams, remembers=False)
-        options = {
-            "host": settings.host,
-            "port": settings.openai_port,
-            "tls-cert": settings.tls_cert,
-            "tls-key": settings.tls_key,
-            "tls-client-ca": settings.tls_client_ca,
-            "model-repository": server.repository,
-            "workers": workers,
-            "exit-timeout": settings.exit_timeout,
-            "api-keys-file": settings.api_keys_file,
-            "tool-parser": settings.tool_parser,
-            "reasoning-parser": settings.reasoning_parser,
-            "max-body-bytes": settings.max_body_bytes,
-            "in-front-of": json.dumps(front),
+        options = {option(name): getattr(settings, name) for name in _SAME_OPTIONS} | {
+            "--port": settings.openai_port,
+            "--model-repository": server.repository,
+            "--workers": workers,
+            "--in-front-of": json.dumps(front),
         }
-        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
         given += [f"--allowed-host={name}" for name in settings.allowed_hosts]
         given += [f"--allow-origin={origin}" for origin in settings.allowed_origins]
         given += [f"--served-model-name={name}" for name in model_names(settings)]
@@ -145,27 +137,21 @@ class HttpProcess:
         given += ["--expose"] if settings.expose else []
         self._command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
         self._command += given
-        self._environment = server.environment
-        self._server, self._on_problem = server, on_problem
-        self._on_line = on_line
-        self._context = client_context(settings)
-        self._limit = settings.exit_timeout + GRACE_MARGIN
+        self._server, self._on_problem, self._on_line = server, on_problem, on_line
         self._closing = threading.Event()
         self._keeping = threading.Thread(target=self._keep, name="http", daemon=True)
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
+        process, _ = start_child(
             self._command,
-            env=self._environment,
+            self._server.environment,
+            self._on_line,
+            "http-log",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the launcher's to pass on
-            umask=PRIVATE,
         )
-        assert process.stderr
-        relay_lines(process.stderr, self._on_line, "http-log")
         return process
 
     def keep(self) -> None:
@@ -199,7 +185,7 @@ class HttpProcess:
             self._keeping.join()
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._limit)
+            self._process.wait(self._server.settings.exit_timeout + GRACE_MARGIN)
         self._end()
 
     def _end(self) -> None:

@@ -25,13 +25,13 @@ from urllib.parse import quote
 import psutil
 
 from trtllm_bls.errors import SetupError
-from trtllm_bls.health.probe import Probe
-from trtllm_bls.launcher import checks, command, workdir
-from trtllm_bls.launcher.certificates import own_tls
+from trtllm_bls.health import Probe
+from trtllm_bls.launcher import checks, preparation
 from trtllm_bls.launcher.checks import PACKAGE, Installation, find_server
 from trtllm_bls.launcher.logs import LogBook, LogLine
-from trtllm_bls.launcher.ports import Ports, ask, choose, reachable
-from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, Scratch, describe_exit
+from trtllm_bls.launcher.ports import Ports, ask, choose, own_tls, reachable
+from trtllm_bls.launcher.preparation import BLS, Scratch
+from trtllm_bls.launcher.process import GRACE_MARGIN, GuardedProcess, describe_exit
 from trtllm_bls.parameters import DRAFT_MODEL_DIR, ENGINE_TRANSPORT, MODEL_DIR, STATUS_DIR
 from trtllm_bls.settings import ServeSettings
 from trtllm_bls.status import CANARY_ID
@@ -162,7 +162,14 @@ class TritonServer:
         Raises ``SetupError``: ``ServerFailed`` with the last log lines if it started but
         did not get ready, ``Stopped`` if it was asked to stop meanwhile.
         """
-        server = self._checked_installation()
+        checks.check_platform()
+        checks.check_environment(sys.prefix, PACKAGE)
+        own_tls(self.settings)
+        server = find_server(self.settings.server)
+        checks.check_numpy(server, checks.embedded_numpy())
+        checks.check_open_files(self.settings.max_streams)
+        if warning := checks.check_shared_memory():
+            self._listener.warning(warning)
         for attempt in itertools.count(1):
             try:
                 self._launch(server)
@@ -236,58 +243,45 @@ class TritonServer:
             self.discard()
             self._stop_requests = 0
 
-    def _checked_installation(self) -> Installation:
-        checks.check_platform()
-        checks.check_environment(sys.prefix, PACKAGE)
-        own_tls(self.settings)
-        server = find_server(self.settings.server)
-        checks.check_numpy(server, checks.embedded_numpy())
-        checks.check_open_files(self.settings.max_streams)
-        if warning := checks.check_shared_memory():
-            self._listener.warning(warning)
-        return server
-
     def _launch(self, server: Installation) -> None:
-        ports = choose(self.settings, self.behind_http)
-        repository = command.model_repository(self.settings)
+        settings = self.settings
+        ports = choose(settings, self.behind_http)
+        repository = preparation.model_repository(settings)
+        self._book = book = LogBook()
+
+        def on_line(raw: str) -> None:
+            self._listener.log(book.add(raw))
+            self._logged.set()
+
         scratch = Scratch()
         try:
             directory = scratch.workdir
-            libraries = workdir.link_libpython(directory, checks.libpython())
-            environment = command.server_environment(self.settings, ports, libraries, os.environ)
+            libraries = preparation.links(directory / "lib", [checks.libpython()])
+            environment = preparation.server_environment(settings, ports, libraries, os.environ)
             environment[CANARY_ID] = scratch.canary_id
             for variable in (MODEL_DIR, DRAFT_MODEL_DIR):
                 if variable in environment:
-                    linked = workdir.link_checkpoint(directory, variable, environment[variable])
+                    linked = preparation.link_checkpoint(directory, variable, environment[variable])
                     environment[variable] = str(linked)
             checks.check_server(server, environment)
-            backends = workdir.link_backends(directory, server)
-            served = workdir.prepare_models(
-                directory,
-                repository,
-                self.settings,
-                with_draft=DRAFT_MODEL_DIR in environment,
+            backends = preparation.link_backends(directory, server)
+            served = preparation.prepare_models(
+                directory, repository, settings, with_draft=DRAFT_MODEL_DIR in environment
             )
             scratch.keep_status(
-                environment.get(STATUS_DIR) or workdir.parameter(served, workdir.BLS, "status_dir")
+                environment.get(STATUS_DIR) or preparation.parameter(served, BLS, "status_dir")
             )
             environment[STATUS_DIR] = str(scratch.status)
-            if why := workdir.instances_of(repository, self.settings)[1]:
-                self._listener.say(f"{workdir.BLS}: {why}")
-            self.models = workdir.model_names(served)
-            if sends_only := workdir.sends_only(served):
+            if why := preparation.instances_of(repository, settings)[1]:
+                self._listener.say(f"{BLS}: {why}")
+            self.models = preparation.model_names(served)
+            if sends_only := preparation.sends_only(served):
                 environment[ENGINE_TRANSPORT] = "grpc"
-            order = command.server_command(
-                server, self.settings, ports, served, backends, scratch.region_prefix, sends_only
+            order = preparation.server_command(
+                server, settings, ports, served, backends, scratch.region_prefix, sends_only
             )
-            self._book = book = LogBook()
-
-            def on_line(raw: str) -> None:
-                self._listener.log(book.add(raw))
-                self._logged.set()
-
             self._process = GuardedProcess(
-                order, environment, scratch, self.settings.exit_timeout, on_line
+                order, environment, scratch, settings.exit_timeout, on_line
             )
         except BaseException:
             scratch.remove()
