@@ -78,9 +78,9 @@ class Room:
         self._since: dict[object, float] = {}
         self._average_s = 0.0  # how long a request has its place
 
-    def check(self, model: str, body: bytes) -> None:
-        """Raises ``Overloaded`` if Triton would refuse the request in ``body``."""
-        if len(self._since) >= self._places and self._needs_place(model, body):
+    def check(self) -> None:
+        """Raises ``Overloaded`` if Triton would refuse another request."""
+        if len(self._since) >= self._places:
             why = f"requests running and waiting: {self._places}, as many as may"
             limit, seconds = "max_queued_requests", max(1, math.ceil(self._average_s))
             told = f"{why} (parameter {limit}); try again in about {seconds} s"
@@ -88,17 +88,13 @@ class Room:
             self._on_refused(error)
             raise error
 
-    def enter(self, model: str, body: bytes, request: object) -> None:
-        if self._needs_place(model, body):
-            self._since[request] = time.monotonic()
+    def enter(self, request: object) -> None:
+        self._since[request] = time.monotonic()
 
     def leave(self, request: object) -> None:
         """The model has sent its last response, or the request was cancelled."""
         if since := self._since.pop(request, None):
             self._average_s += 0.2 * (time.monotonic() - since - self._average_s)
-
-    def _needs_place(self, model: str, body: bytes) -> bool:
-        return model == _LIMITED and _TO_STOP not in body
 
 
 class TritonHttp:
@@ -118,7 +114,7 @@ class TritonHttp:
         is_allowed: Callable[[bytes], object] | None = None,
         room: Room | None = None,
     ) -> None:
-        self._room = room or Room(math.inf, lambda error: None)
+        self._room = room
         self._grpc = GrpcChannel(grpc, tls=tls) if grpc else None
         self._bodies = bodies or BodyReader()
         self._is_allowed = is_allowed
@@ -151,9 +147,7 @@ class TritonHttp:
         await _send_error(send, error)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asks = self._is_allowed
-        if scope["path"].startswith("/v2/health"):
-            asks = None
+        asks = self._is_allowed if not scope["path"].startswith("/v2/health") else None
         if asks is not None and not asks(header(scope, b"authorization")):
             problem = "no valid API key; send Authorization: Bearer KEY"
             raise Refused(401, problem, {"www-authenticate": "Bearer"})
@@ -161,12 +155,27 @@ class TritonHttp:
         if called is None or scope["method"] != "POST":
             await self._pass_on(scope, receive, send)
             return
+        model, request = called[1], None
         # Triton reads 001 as 1: one spelling, or what is known of a model would be kept for each.
         version = str(int(called[2])) if called[2] else ""
-        request = None
         async with self._bodies.read(scope, receive) as body:
+            room = self._room if model == _LIMITED and _TO_STOP not in body else None
             try:
-                request = await self._request(called[1], version, body, scope)
+                if self._grpc is None:
+                    raise LeftToTriton
+                if room is not None:
+                    room.check()
+                declared = await self._inputs(self._grpc, model, version)
+                if room is not None:
+                    room.check()  # others may have entered meanwhile
+                traceparent = header(scope, b"traceparent").decode("latin-1")
+
+                def written() -> bytes:
+                    message = infer_request(body, model, declared, version, traceparent)
+                    return bytes(message.SerializeToString())
+
+                is_long = len(body) > _LONG_BODY
+                request = await asyncio.to_thread(written) if is_long else written()
             except LeftToTriton:
                 await self._pass_on(scope, receive, send, body)
             except Overloaded as error:
@@ -174,36 +183,33 @@ class TritonHttp:
             except GrpcError as error:
                 raise _error_of_call(error) from error
         if request is not None and self._grpc is not None:
-            stream = called[3] == "generate_stream"
-            write = scope.get(BODY_WRITE)
-            exchange = _Exchange(self._room.leave)
-            self._room.enter(called[1], body, exchange)
+            exchange = _Exchange(room.leave if room is not None else lambda exchange: None)
+            if room is not None:
+                room.enter(exchange)
+            stream, write = called[3] == "generate_stream", scope.get(BODY_WRITE)
             await exchange.run(self._grpc, request, receive, send, stream, write)
 
-    async def _request(self, name: str, version: str, body: bytes, scope: Scope) -> bytes:
-        """The message of a ``generate``, or why there is none: an error that ``_answer`` knows."""
-        if self._grpc is None:
-            raise LeftToTriton
-        self._room.check(name, body)
+    async def _inputs(self, channel: GrpcChannel, model: str, version: str) -> dict[str, Any]:
+        """What the model declares, by name. Raises ``GrpcError``."""
+
+        async def ask() -> dict[str, Any]:
+            asked = service_pb2.ModelMetadataRequest(name=model, version=version)
+            method = _SERVICE + "ModelMetadata"
+            answer = await channel.unary(method, asked.SerializeToString(), _TIMEOUT_SECONDS)
+            inputs = service_pb2.ModelMetadataResponse.FromString(answer).inputs
+            return {tensor.name: tensor for tensor in inputs}
+
         now = asyncio.get_running_loop().time()
-        asked_at, asking = self._declared.get((name, version), (-math.inf, None))
+        asked_at, asking = self._declared.get((model, version), (-math.inf, None))
         if asking is None or now - asked_at > _METADATA_SECONDS:
-            asking = asyncio.create_task(_declared(self._grpc, name, version))
-            self._declared[name, version] = now, asking
+            asking = asyncio.create_task(ask())
+            self._declared[model, version] = now, asking
         try:
             # A caller that leaves meanwhile does not end the question, which others wait for too.
-            declared = asking.result() if asking.done() else await asyncio.shield(asking)
+            return asking.result() if asking.done() else await asyncio.shield(asking)
         except GrpcError:
-            self._declared.pop((name, version), None)
+            self._declared.pop((model, version), None)
             raise
-        self._room.check(name, body)  # others may have entered meanwhile
-        traceparent = header(scope, b"traceparent").decode("latin-1")
-        arguments = (body, name, declared, version, traceparent)
-        if len(body) > _LONG_BODY:
-            request = await asyncio.to_thread(infer_request, *arguments)
-        else:
-            request = infer_request(*arguments)
-        return bytes(request.SerializeToString())
 
     async def _pass_on(
         self, scope: Scope, receive: Receive, send: Send, generate: bytes | None = None
@@ -229,7 +235,13 @@ class TritonHttp:
         url = self._http.base_url.copy_with(raw_path=path)
         request = httpx.Request(scope["method"], url, headers=headers, content=content)
         working = asyncio.create_task(self._relay(request, send, generate is not None))
-        watching = asyncio.create_task(_until_gone(receive, body_read, working))
+
+        async def cancel_without_caller() -> None:
+            await body_read.wait()  # until then the body's end shows that the caller left
+            await _until_gone(receive)
+            working.cancel()
+
+        watching = asyncio.create_task(cancel_without_caller())
         try:
             await asyncio.wait({working})
             if not working.cancelled():
@@ -289,23 +301,9 @@ class TritonHttp:
         body_read.set()
 
 
-async def _until_gone(
-    receive: Receive, body_read: asyncio.Event, working: asyncio.Task[None]
-) -> None:
-    """Cancel ``working`` when the caller leaves; before its body is read, that shows there."""
-    await body_read.wait()
+async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    working.cancel()
-
-
-async def _declared(channel: GrpcChannel, name: str, version: str) -> dict[str, Any]:
-    """Ask Triton for the model's inputs. Raises ``GrpcError``."""
-    asked = service_pb2.ModelMetadataRequest(name=name, version=version)
-    method = _SERVICE + "ModelMetadata"
-    answer = await channel.unary(method, asked.SerializeToString(), _TIMEOUT_SECONDS)
-    inputs = service_pb2.ModelMetadataResponse.FromString(answer).inputs
-    return {tensor.name: tensor for tensor in inputs}
 
 
 class _Exchange:
@@ -391,30 +389,27 @@ class _Exchange:
             await self._changed.wait()
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _until_gone(receive)
         self._gone = True
         self._changed.set()
 
     def _on_messages(self, messages: list[bytes]) -> None:
         try:
-            self._read(messages)
+            for message in messages:
+                reply = service_pb2.ModelStreamInferResponse.FromString(message)
+                if self._over:
+                    return
+                if reply.error_message:
+                    self._fail(_error_of_model(reply.error_message))
+                    return
+                response = reply.infer_response
+                self._over = is_final(response)
+                if response.outputs or not self._over:
+                    self._arrived.append(response_json(response))
         except Exception as error:  # the call would end without telling, and its caller wait
             log.exception("a response cannot be written as JSON")
             self._fail(Refused(500, f"a response cannot be written as JSON: {error!r}"))
-
-    def _read(self, messages: list[bytes]) -> None:
-        for message in messages:
-            reply = service_pb2.ModelStreamInferResponse.FromString(message)
-            if self._over:
-                return
-            if reply.error_message:
-                self._fail(_error_of_model(reply.error_message))
-                return
-            response = reply.infer_response
-            self._over = is_final(response)
-            if response.outputs or not self._over:
-                self._arrived.append(response_json(response))
+            return
         if len(self._arrived) > _MOST_WAITING:
             self._gone = True
         if self._over:

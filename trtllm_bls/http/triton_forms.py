@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from math import isfinite, prod
@@ -27,7 +27,6 @@ _READ_BY_TRITON = frozenset(
 )
 _FINAL = "triton_final_response"
 _MOST_PARAMETERS = 1000
-_INT64 = range(-(2**63), 2**63)
 _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode
 
 
@@ -60,12 +59,18 @@ def infer_request(
         raise LeftToTriton from error
     if not isinstance(members, _Members):
         raise LeftToTriton
-    request = service_pb2.ModelInferRequest(model_name=model, model_version=version)
-    given = set()
-    for key, value in _flat(members):
-        if key in given:
+    flat: list[tuple[str, Any]] = []
+    for key, value in members:
+        if key != "parameters":
+            flat.append((key, value))
+        elif isinstance(value, _Members):
+            flat += value
+        else:
             raise LeftToTriton
-        given.add(key)
+    if len({key for key, _ in flat}) < len(flat):
+        raise LeftToTriton
+    request = service_pb2.ModelInferRequest(model_name=model, model_version=version)
+    for key, value in flat:
         if key in inputs:
             _add_input(request, inputs[key], value)
         elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
@@ -83,20 +88,10 @@ def infer_request(
     return request
 
 
-def _flat(members: _Members) -> Iterator[tuple[str, Any]]:
-    for key, value in members:
-        if key != "parameters":
-            yield key, value
-        elif isinstance(value, _Members):
-            yield from value
-        else:
-            raise LeftToTriton
-
-
 def _set_parameter(parameter: Any, value: Any) -> None:
     if isinstance(value, bool):
         parameter.bool_param = value
-    elif isinstance(value, int) and value in _INT64:
+    elif isinstance(value, int) and -(2**63) <= value < 2**63:
         parameter.int64_param = value
     elif isinstance(value, float):
         parameter.double_param = value
@@ -107,9 +102,16 @@ def _set_parameter(parameter: Any, value: Any) -> None:
 
 
 def _add_input(request: Any, declared: Any, value: Any) -> None:
+    """Add a tensor; the innermost open dimension takes what the others leave."""
     values = value if isinstance(value, list) and not isinstance(value, _Members) else [value]
-    content = _packed(declared, values)
-    shape = _fitted(declared.shape, len(values))
+    content, count, dims = _packed(declared, values), len(values), declared.shape
+    fixed = prod(dim for dim in dims if dim >= 0)
+    shape = [1 if dim < 0 else dim for dim in dims]
+    open_dims = [place for place, dim in enumerate(dims) if dim < 0]
+    if open_dims and fixed and count % fixed == 0:
+        shape[open_dims[-1]] = count // fixed
+    elif count != fixed:
+        raise LeftToTriton
     request.inputs.add(name=declared.name, datatype=declared.datatype, shape=shape)
     request.raw_input_contents.append(content)
 
@@ -141,18 +143,6 @@ def _encoded(text: str) -> bytes:
         raise LeftToTriton from error
 
 
-def _fitted(dims: Sequence[int], count: int) -> list[int]:
-    """The shape of ``count`` values: the innermost open dimension takes what the others leave."""
-    fixed = prod(dim for dim in dims if dim >= 0)
-    shape = [1 if dim < 0 else dim for dim in dims]
-    open_dims = [place for place, dim in enumerate(dims) if dim < 0]
-    if open_dims and fixed and count % fixed == 0:
-        shape[open_dims[-1]] = count // fixed
-    elif count != fixed:
-        raise LeftToTriton
-    return shape
-
-
 def is_final(response: Any) -> bool:
     """Whether the ``ModelInferResponse`` is the last of its request."""
     return _FINAL in response.parameters and bool(response.parameters[_FINAL].bool_param)
@@ -170,7 +160,18 @@ def response_json(response: Any) -> bytes:
         if key != _FINAL:
             members[key] = getattr(parameter, parameter.WhichOneof("parameter_choice"))
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
-        values = _unpacked(output.datatype, content)
+        values: list[Any] = []
+        if output.datatype != "BYTES":
+            numbers = np.frombuffer(content, _numpy_type(output.datatype)).tolist()
+            # JSON has no infinity. RapidJSON writes nothing in its place, which no client can read.
+            values = [number if isfinite(number) else None for number in numbers]
+        else:
+            place = 0
+            while place < len(content):
+                (size,) = struct.unpack_from("<I", content, place)
+                place += 4 + size
+                # Bytes that are not UTF-8 are passed on as they are, as Triton does.
+                values.append(content[place - size : place].decode("utf-8", "surrogateescape"))
         members[output.name] = values[0] if len(values) == 1 else values
     return _written(members)
 
@@ -182,17 +183,3 @@ def error_json(message: str) -> bytes:
 
 def _written(members: Mapping[str, Any]) -> bytes:
     return _encode(members).encode("utf-8", "surrogateescape")
-
-
-def _unpacked(datatype: str, content: bytes) -> list[Any]:
-    if datatype != "BYTES":
-        values = np.frombuffer(content, _numpy_type(datatype)).tolist()
-        # JSON has no infinity. RapidJSON writes nothing in its place, which no client can read.
-        return [value if isfinite(value) else None for value in values]
-    texts, place = [], 0
-    while place < len(content):
-        (size,) = struct.unpack_from("<I", content, place)
-        place += 4 + size
-        # Bytes that are not UTF-8 are passed on as they are, as Triton does.
-        texts.append(content[place - size : place].decode("utf-8", "surrogateescape"))
-    return texts
