@@ -8,29 +8,24 @@ model, which can also work while the target verifies: it then continues after th
 it were accepted (*early*), which is of use only if that comes true. Where guessing does not pay,
 the target decodes plainly, in one stream that is left as soon as guessing may pay again.
 
-The states, and what leads from one to the next:
-
-    READY       nothing is under way            next() -> VERIFYING, DRAFTING, DECODING, ENDED
-    DRAFTING    the draft model continues       drafted() -> GUESSED or READY
-    GUESSED     a guess is at hand              next() -> VERIFYING
-    VERIFYING   the target checks the guess     verified() -> READY or EARLY
-                                                refused() -> READY
-    EARLY       all of it came true, so the     next() -> DRAFTING, or as from READY
-                early draft may be of use
-    DECODING    the target streams plainly      decoded() ... stopped() -> READY
-    ENDED       the answer is complete
-
 ``next`` says what to do as one action; whoever does it reports with the method of that action and
-asks again. The draft model's work goes on only where the action says so. A first token waits for no
-draft model: it is asked for as plain decoding would. Times are loop seconds, handed in. Knows no
-engine; ``engines.routing`` performs the actions.
+asks again. What follows what:
+
+    report                       the next action
+    drafted, a guess             Verify
+    verified, all came true      AskDraft without a request, if a draft was begun early
+    any other, and at first      AskDraft, Verify of a guess from a text, Decode; or End, once the
+                                 answer is complete
+
+The draft model's work goes on only where the action says so. A first token waits for no draft
+model: it is asked for as plain decoding would. Times are loop seconds, handed in. Knows no engine;
+``engines.routing`` performs the actions.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -46,18 +41,6 @@ from trtllm_bls.types import (
     FinishReason,
     SpeculationStats,
 )
-
-
-class State(Enum):
-    """See the top of this file."""
-
-    READY = auto()
-    DRAFTING = auto()
-    GUESSED = auto()
-    VERIFYING = auto()
-    EARLY = auto()
-    DECODING = auto()
-    ENDED = auto()
 
 
 @dataclass(frozen=True)
@@ -128,7 +111,6 @@ class SpeculativeRounds:
         *,
         has_draft_model: bool,
     ) -> None:
-        self.state = State.READY
         self.stats = SpeculationStats()
         # The answers that may be drafted from, and that this one is to join.
         self.memory = shared.memory(request.tenant, options.memory_tokens)
@@ -161,17 +143,14 @@ class SpeculativeRounds:
         """The next action, which begins ``now``."""
         self._begun = now
         if self._progress.finish is not None:
-            self.state = State.ENDED
             return End()
-        if self.state is State.GUESSED:
+        if self._guess is not None:
             return self._verify(now)
-        if self.state is State.EARLY:
-            if count := self._model_length(now):
-                self.state = State.DRAFTING
-                self._asked = count + 1  # the target's own token comes first
-                return AskDraft(None)
-            self._drop_early()
         self._asked = self._model_length(now)
+        if self._early and self._asked:
+            self._asked += 1  # the target's own token comes first
+            return AskDraft(None)
+        self._drop_early()
         self._guess = self._look_up(now)
         if self._guess is not None:
             return self._verify(now)
@@ -179,7 +158,6 @@ class SpeculativeRounds:
             return self._decode(now)
         if self._progress.generated == 0:
             return self._verify(now)
-        self.state = State.DRAFTING
         return AskDraft(self._progress.ask_draft((), self._asked))
 
     def _drop_early(self) -> None:
@@ -196,7 +174,6 @@ class SpeculativeRounds:
         if self._overhead_since is not None:
             self._overhead_since += waited
         early, self._early = self._early, False
-        self.state = State.READY
         if isinstance(outcome, DraftFailure):
             self._give_up_draft(outcome.why, now)
             return
@@ -211,7 +188,6 @@ class SpeculativeRounds:
         elif outcome.token_ids and self.stats.drafted:  # the first also read the prompt
             self._shared.draft_times.add(len(outcome.token_ids), waited)
         self._guess = _Guess(self._fitting(outcome, count), DraftSource.MODEL)
-        self.state = State.GUESSED
 
     def _give_up_draft(self, why: str, now: float) -> None:
         """Draft no more in this request; drafting only ever saves time, so nothing else fails."""
@@ -275,7 +251,6 @@ class SpeculativeRounds:
         """Verify the guess; without one, ask for a single token."""
         if self._overhead_since is not None:
             self._shared.overhead_times.add(0, now - self._overhead_since)
-        self.state = State.VERIFYING
         draft = self._guess.draft if self._guess else None
         if draft is None or not draft.token_ids:
             return Verify(self._progress.ask_target(1))
@@ -293,24 +268,30 @@ class SpeculativeRounds:
         """The target's answer to ``Verify``; the part of it that belongs to the answer."""
         guess, self._guess = self._guess, None
         drafted = guess.draft.token_ids if guess else ()
-        later = self._progress.generated > 0  # the first also reads the prompt
+        progress, shared = self._progress, self._shared
+        later = progress.generated > 0  # the first also reads the prompt
         shows_end = guess is not None and guess.draft.logits is not None and bool(drafted)
-        accepted, kept = self._progress.take_round(
+        accepted, kept = progress.take_round(
             drafted, chunk.token_ids, chunk.finish_reason, shows_end=shows_end
         )
         self._overhead_since = now
         if later:
-            shared = self._shared
             times = shared.overlapped_times if self._early else shared.verify_times
             times.add(len(drafted), now - self._begun)
-        if guess is not None:
-            self._count(guess, accepted)
-        self.state = State.READY
-        if self._early and accepted == len(drafted):
-            self.state = State.EARLY
-        else:
+        if drafted:
+            self._add(rounds=1, drafted=len(drafted), accepted=accepted)
+        source = guess and guess.source
+        if source is DraftSource.NGRAM:
+            self._add(ngram_drafted=len(drafted))
+        elif source is DraftSource.PREDICTION:
+            self._add(predicted=len(drafted), predicted_accepted=accepted)
+        elif source is DraftSource.MODEL:
+            # Where it proposed no token, its guess was the end.
+            right = accepted if drafted else int(progress.finish is FinishReason.END_ID)
+            self._lengths.add_round(len(drafted) or 1, right, progress.generated)
+        if accepted < len(drafted):
             self._drop_early()
-        return self._progress.chunk(chunk, kept, self.stats)
+        return progress.chunk(chunk, kept, self.stats)
 
     def refused(self, now: float) -> None:
         """The target takes no drafts; were it broken, plain decoding would say so now."""
@@ -318,21 +299,6 @@ class SpeculativeRounds:
         self._ngrams_used = False
         self._give_up_draft("refused", now)
         self._drop_early()
-        self.state = State.READY
-
-    def _count(self, guess: _Guess, accepted: int) -> None:
-        drafted, generated = len(guess.draft.token_ids), self._progress.generated
-        if not drafted:  # the end itself was the guess
-            ended = self._progress.finish is FinishReason.END_ID
-            self._lengths.add_round(1, int(ended), generated)
-            return
-        self._add(rounds=1, drafted=drafted, accepted=accepted)
-        if guess.source is DraftSource.NGRAM:
-            self._add(ngram_drafted=drafted)
-        elif guess.source is DraftSource.PREDICTION:
-            self._add(predicted=drafted, predicted_accepted=accepted)
-        else:
-            self._lengths.add_round(drafted, accepted, generated)
 
     def _add(self, **counts: int) -> None:
         sums = {name: getattr(self.stats, name) + count for name, count in counts.items()}
@@ -353,7 +319,6 @@ class SpeculativeRounds:
             streaming = self._request.streaming
         elif not self._model_given_up and pause > 0:
             count = progress.plain_tokens(pause)
-        self.state = State.DECODING
         self._overhead_since = None
         self._watch = Stopwatch(now if progress.generated else None)
         request = progress.ask_target(count, streaming=streaming)
@@ -387,7 +352,6 @@ class SpeculativeRounds:
         seconds = self._watch.seconds_per_token()
         if seconds is not None:
             self._shared.plain_times.add(0, seconds)
-        self.state = State.READY
 
     # --- the answer ---------------------------------------------------------------------------
 
