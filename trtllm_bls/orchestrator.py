@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -417,6 +417,19 @@ class _RequestRecord(RequestTimes):
         if streamed and self.responses and gaps > 0:
             stats.inter_token_s = (self._last_at - self._first_at) / gaps
         return stats
+
+
+async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for all rows of a batch. If one fails, cancel the others and wait until they have ended.
+
+    ``gather`` alone does not wait: once a row has failed, it forgets the others.
+    """
+    try:
+        await asyncio.gather(*rows)
+    finally:
+        for row in rows:
+            row.cancel(CancelCause.BATCH.value)
+        await asyncio.wait(rows)
 
 
 def has_expired(limit: Timeout) -> bool:

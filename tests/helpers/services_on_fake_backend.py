@@ -91,7 +91,7 @@ def engine_service(
 def text_service(
     engine: Any, *, decoupled: bool = True, other: Tokenizer | None = None, llmapi: bool = False
 ) -> Iterator[Bench]:
-    service = TextService(orchestrator(engine, other=other), decoupled=decoupled, llmapi=llmapi)
+    service = TextService(orchestrator(engine, other=other), llmapi=llmapi)
     with serving(
         engine, service.handle, decoupled=decoupled, prepare_batch=service.prepare_batch
     ) as bench:

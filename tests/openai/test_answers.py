@@ -25,7 +25,7 @@ from tests.openai.conftest import SAYS, Connect
 from trtllm_bls import __version__
 from trtllm_bls.orchestrator import Defaults
 from trtllm_bls.parameters import STATUS_DIR
-from trtllm_bls.services.engine_steps import tell_longest
+from trtllm_bls.services.engine_service import tell_longest
 from trtllm_bls.status import StatusDirectory
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 

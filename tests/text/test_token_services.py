@@ -18,7 +18,7 @@ from tests.helpers.scripted_text import (
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.prompts import MAX_WORD_CHARS, MAX_WORDS, PromptMaker
-from trtllm_bls.services.tokens import Postprocessor, Preprocessor
+from trtllm_bls.services.text_service import Postprocessor, Preprocessor
 from trtllm_bls.tokenizer import load_tokenizer
 
 

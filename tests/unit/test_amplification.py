@@ -20,7 +20,7 @@ from tests.helpers.scripted_text import Collected, orchestrator, saying, tokeniz
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import TrtllmBlsError
 from trtllm_bls.orchestrator import Defaults
-from trtllm_bls.services.tokens import Postprocessor, Preprocessor
+from trtllm_bls.services.text_service import Postprocessor, Preprocessor
 from trtllm_bls.types import EngineCapacity
 from trtllm_bls.wire.server import engine_requests, text_requests
 

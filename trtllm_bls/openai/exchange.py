@@ -23,8 +23,7 @@ from trtllm_bls.http.guard import BODY_WRITE, ClientGone, header
 from trtllm_bls.openai.builder import ResponseBuilder
 from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.openai.messages import PATH, error_answer
-from trtllm_bls.orchestrator import Orchestrator
-from trtllm_bls.services.batch import run_rows
+from trtllm_bls.orchestrator import Orchestrator, run_rows
 from trtllm_bls.types import TextChunk, TextRequest
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")

@@ -50,6 +50,7 @@ from trtllm_bls.errors import (
     EngineUnavailable,
     InvalidRequest,
     TrtllmBlsError,
+    Unsupported,
     printable,
     to_wire,
 )
@@ -253,8 +254,9 @@ class RequestServer:
 class Call:
     """One Triton request and its answer; ``arrays`` are its inputs, once they have been read.
 
-    ``wanted``: the outputs asked for, which are all if the caller named none. ``send``, ``fail``,
-    ``finish`` and ``ready`` are called on the event loop. The first three never wait.
+    ``wanted``: the outputs asked for, which are all if the caller named none. ``decoupled``: any
+    number of responses may be sent; otherwise exactly one. ``send``, ``fail``, ``finish`` and
+    ``ready`` are called on the event loop. The first three never wait.
     """
 
     _numbers = itertools.count(1)
@@ -271,6 +273,7 @@ class Call:
         self._open_calls = open_calls
         self._sender = request.get_response_sender()
         self._senders = senders
+        self.decoupled = decoupled
         # The least that ends a call. A model that is not decoupled owes one response.
         self._bare_end: _Response = None if decoupled else {}
         self.wanted: frozenset[str] = frozenset(request.requested_output_names())
@@ -322,6 +325,23 @@ class Call:
         if self.sequences:
             self.sequences = 0
             self._put(self._bare_end)
+
+    def check_one_response(self, *, sequences: int, **given: int) -> None:
+        """Raises ``Unsupported`` where a model that is not decoupled would need several responses.
+
+        Of ``given``, named as the caller sent them, the first says whether the request is to
+        stream, the second how many rows it has.
+        """
+        if self.decoupled:
+            return
+        (flag, streams), (prompt, rows) = given.items()
+        once = "this deployment is not decoupled and answers once per request"
+        if streams:
+            raise Unsupported(flag, f"true: {once}; send false, or deploy it decoupled")
+        if rows > 1:
+            raise Unsupported(prompt, f"{rows} rows: {once}; send one row")
+        if sequences > 1:
+            raise Unsupported("num_return_sequences", f"above 1: {once}; send several requests")
 
     def stop_namesakes(self, *, newest_only: bool = False) -> None:
         """Cancel the calls with this one's id that ``may_be_stopped``. Raises ``InvalidRequest``

@@ -1,31 +1,48 @@
 """The ``tensorrt_llm`` model: any ``Engine`` served with TensorRT-LLM's own tensors.
 
 Owns what belongs to the wire rather than to running tokens: batch rows, the prompt in front of
-non-streaming output, stop requests by request id, and which response is the last.
+non-streaming output, stop requests by request id, and which response is the last. The engine's
+steps and requests are on Triton's ``/metrics`` as the C++ backend's are, its longest sequence is in
+the status directory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.engines.base import Engine, join_chunks
-from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.errors import EngineError, InvalidRequest
+from trtllm_bls.orchestrator import run_rows
+from trtllm_bls.parameters import STATUS_DIR
 from trtllm_bls.python_backend.request_server import Call
-from trtllm_bls.services.batch import check_one_response, run_rows
-from trtllm_bls.status import STEPS_LABEL
+from trtllm_bls.status import (
+    ENGINE_REQUESTS,
+    ENGINE_STEPS,
+    REQUESTS_LABEL,
+    STEPS_LABEL,
+    StatusDirectory,
+)
 from trtllm_bls.types import EngineChunk, EngineRequest
 from trtllm_bls.wire.server import ChunkWriter, engine_requests, is_stop, traceparent_of
+
+EVERY_SECONDS = 1.0  # each report of figures is a round trip to the server
+
+log = logging.getLogger(__name__)
 
 
 class EngineService:
     """Answers calls with ``engine``; ``exclude_input`` is the model's default for that option.
 
     ``limits``: the sizes that a request may have. ``expose_kv_cache_metrics``: report how much of a
-    prompt was in the KV cache already. ``decoupled``: the model may send any number of responses to
-    one request.
+    prompt was in the KV cache already.
     """
 
     def __init__(
@@ -34,14 +51,12 @@ class EngineService:
         exclude_input: bool,
         limits: RequestLimits | None = None,
         expose_kv_cache_metrics: bool = False,
-        decoupled: bool = True,
     ) -> None:
         self._chunks = self._rows = self._begun = 0  # rows that run, and those with a token
         self._engine = engine
         self._exclude_input = exclude_input
         self._limits = limits or RequestLimits()
         self._expose = expose_kv_cache_metrics
-        self._decoupled = decoupled
 
     def figures(self) -> dict[str, int]:
         """Steps, requests with a token, and those without one, as TensorRT-LLM names them. Any
@@ -74,10 +89,10 @@ class EngineService:
             call.arrays, call.id, capacity.vocab_size, self._limits, self._exclude_input
         )
         first = rows[0][0]
-        if not self._decoupled:
-            check_one_response(
-                streaming=first.streaming, input_ids=len(rows), sequences=first.num_return_sequences
-            )
+        sequences_each = first.num_return_sequences
+        call.check_one_response(
+            streaming=first.streaming, input_ids=len(rows), sequences=sequences_each
+        )
         for asked, _ in rows:
             self._limits.check(
                 "max_output_tokens", "request_output_len", asked.max_tokens, "tokens"
@@ -85,7 +100,7 @@ class EngineService:
             self._limits.check_guide(asked.extras)
         logit_rows = sum(asked.logit_rows(capacity) for asked, _ in rows)
         self._limits.check_logits(logit_rows, capacity.vocab_size)
-        call.sequences = len(rows) * first.num_return_sequences
+        call.sequences = len(rows) * sequences_each
         tasks = []
         for number, (asked, excludes) in enumerate(rows):
             writer = ChunkWriter(asked, excludes, number if len(rows) > 1 else None)
@@ -147,3 +162,59 @@ class _SequenceResponses:
     def end(self) -> None:
         if not self._ended:
             self.add(EngineChunk(token_ids=(), sequence_index=self._index, final=True))
+
+
+async def tell_longest(engine: Engine, model: str) -> None:
+    """Write the engine's longest sequence, in tokens, for the other processes of ``serve``."""
+    try:
+        directory = os.environ.get(STATUS_DIR)
+        longest = (await engine.capacity()).max_sequence_tokens
+        if directory and longest:
+            StatusDirectory(directory).tell_longest(model, longest)
+    except (EngineError, OSError) as error:
+        log.warning("%s: /v1/models does not tell its longest sequence: %s", model, error)
+
+
+class EngineSteps:
+    """Reports ``figures()`` every second until closed, on a thread: steps and requests, by the
+    values of their labels. ``args``: of the model's ``initialize``."""
+
+    def __init__(
+        self, pb_utils: Any, args: Mapping[str, str], figures: Callable[[], Mapping[str, int]]
+    ) -> None:
+        steps, requests = (
+            pb_utils.MetricFamily(
+                name=name,
+                description="Of the engine, as TensorRT-LLM names and labels them",
+                kind=pb_utils.MetricFamily.GAUGE,
+            )
+            for name in (ENGINE_STEPS, ENGINE_REQUESTS)
+        )
+        self._families = steps, requests  # Triton drops a family that is not referenced
+        self._figures, self._told = figures, dict.fromkeys(figures(), 0)
+        self._series = {}
+        for value in self._told:
+            family, label = requests, REQUESTS_LABEL
+            if value == STEPS_LABEL[1]:
+                family, label = steps, STEPS_LABEL[0]
+            labels = {"model": args["model_name"], "version": args["model_version"], label: value}
+            self._series[value] = family.Metric(labels=labels)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(EVERY_SECONDS):
+            try:
+                for name, now in self._figures().items():
+                    if now != self._told[name]:
+                        # Triton adds up the series of several processes: each adds what is new.
+                        self._series[name].increment(now - self._told[name])
+                        self._told[name] = now
+            except Exception:  # whatever Triton raises, requests go on
+                log.exception("the engine's figures could not be told")

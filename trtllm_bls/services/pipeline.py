@@ -352,9 +352,9 @@ class Request:
 class Response(RequestTimes):
     """Where the outputs of one request go."""
 
-    def __init__(self, call: Call, declared: Mapping[str, Tensor], decoupled: bool) -> None:
+    def __init__(self, call: Call, declared: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._call, self._declared, self._decoupled = call, declared, decoupled
+        self._call, self._declared = call, declared
         self._whole: Mapping[str, Array] = {}
 
     async def send(self, outputs: Mapping[str, Any], *, final: bool = False) -> None:
@@ -365,12 +365,12 @@ class Response(RequestTimes):
         """
         if unknown := outputs.keys() - self._declared.keys():
             raise TrtllmBlsError(f"output {min(unknown)} is not declared by this model")
-        if self.responses and not self._decoupled:
+        if self.responses and not self._call.decoupled:
             raise TrtllmBlsError("this model is not decoupled and answers once per request")
         if not self._call.sequences:
             raise TrtllmBlsError("nothing can follow the last response of a request")
         arrays = {name: _typed(self._declared[name], value) for name, value in outputs.items()}
-        if self._decoupled:
+        if self._call.decoupled:
             await self._call.ready()
             self._call.send(arrays, final)
         else:
@@ -379,7 +379,7 @@ class Response(RequestTimes):
 
     def finish(self) -> None:
         """``answer`` has returned: send the one response of a model that is not decoupled."""
-        if not self._decoupled:
+        if not self._call.decoupled:
             if not self.responses:
                 raise TrtllmBlsError("this model is not decoupled and has not answered")
             self._call.send(self._whole, True)
@@ -413,7 +413,6 @@ class StreamingModel(ServedModel):
         """See ``ServedModel``."""
         self.other_models = OtherModels(parameters.engine_url, engine_tls(parameters))
         self._declared = {tensor.name: tensor for tensor in self.outputs}
-        self._decoupled = parameters.decoupled
 
     async def begin(self) -> None:
         """See ``ServedModel``."""
@@ -427,7 +426,7 @@ class StreamingModel(ServedModel):
     async def handle(self, call: Call) -> None:
         """See ``ServedModel``."""
         request = Request(call, self.other_models)
-        response = Response(call, self._declared, self._decoupled)
+        response = Response(call, self._declared)
         _REQUEST.set(request)
         self.deployment.open.add(response)
         error: BaseException | None = None

@@ -1,27 +1,38 @@
-"""The ``tensorrt_llm_bls`` model: the orchestrator, served with the text tensors."""
+"""The models with text: ``tensorrt_llm_bls``, which is the orchestrator served with tensors, and
+``preprocessing`` and ``postprocessing``, which answer at once: arrays in, arrays out.
+
+All use the same prompt maker and detokeniser, so an ensemble cannot disagree with
+``tensorrt_llm_bls`` about the ids of a prompt or the text of ids.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
+
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import InvalidRequest, Stopped
-from trtllm_bls.orchestrator import Orchestrator
+from trtllm_bls.orchestrator import Orchestrator, run_rows
+from trtllm_bls.prompts import PromptMaker
 from trtllm_bls.python_backend.request_server import Call
-from trtllm_bls.services.batch import check_one_response, run_rows
-from trtllm_bls.types import FinishReason, TextChunk, TextRequest
+from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import Array, FinishReason, TextChunk, TextRequest, TokenIds
 from trtllm_bls.wire.server import (
     as_llmapi_outputs,
     as_text_inputs,
     is_stop,
+    prompt_requests,
+    sequence_ids,
     text_arrays,
     text_requests,
     with_callers_name,
 )
+from trtllm_bls.wire.words import dense_bias, pack_words
 
 # A chunk that ends its sequence in one of these ways is followed by an error, or by no response.
 _FOLLOWED = (FinishReason.CANCELLED, FinishReason.ERROR)
@@ -30,17 +41,15 @@ _FOLLOWED = (FinishReason.CANCELLED, FinishReason.ERROR)
 class TextService:
     """Answers calls with ``orchestrator``; the rows of a batch run side by side.
 
-    ``decoupled``: the model may send any number of responses to one request. ``limits``: sizes of
-    inputs; ``None`` = any. ``exclude_input``: leave the prompt out of an answer that is not
-    streamed, where the request does not say. ``llmapi``: callers send and get the tensors of
-    upstream's model of that name.
+    ``limits``: sizes of inputs; ``None`` = any. ``exclude_input``: leave the prompt out of an
+    answer that is not streamed, where the request does not say. ``llmapi``: callers send and get
+    the tensors of upstream's model of that name.
     """
 
     def __init__(
         self,
         orchestrator: Orchestrator,
         *,
-        decoupled: bool = True,
         limits: RequestLimits | None = None,
         exclude_input: bool = True,
         llmapi: bool = False,
@@ -49,7 +58,6 @@ class TextService:
         self._orchestrator = orchestrator
         self._limits = limits
         self._exclude_input = exclude_input
-        self._decoupled = decoupled
         self._read_ahead: dict[Call, list[TextRequest]] = {}
 
     def prepare_batch(self, calls: Sequence[Call]) -> None:
@@ -80,12 +88,11 @@ class TextService:
         call.may_be_stopped = self._llmapi
         try:
             requests = ahead or self._requests(call)
-            if not self._decoupled:
-                check_one_response(
-                    stream=any(request.stream for request in requests),
-                    text_input=len(requests),
-                    sequences=requests[0].num_return_sequences,
-                )
+            call.check_one_response(
+                stream=any([request.stream for request in requests]),
+                text_input=len(requests),
+                sequences=requests[0].num_return_sequences,
+            )
         except InvalidRequest as error:
             self._orchestrator.refused(call.id, error)
             raise
@@ -127,3 +134,67 @@ class _RowSink:
         if self._llmapi:
             arrays = as_llmapi_outputs(arrays, self._call.arrays)
         self._call.send(arrays, final=ended)
+
+
+class Preprocessor:
+    """Text to token ids."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, add_special_tokens: bool, limits: RequestLimits | None = None
+    ) -> None:
+        self._prompts = PromptMaker(tokenizer, add_special_tokens)
+        self._pad_id = tokenizer.pad_id or 0
+        self._vocab_size = tokenizer.model_vocab_size
+        self._limits = limits
+
+    def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs for all batch rows; shorter rows are padded on the right."""
+        requests = prompt_requests(inputs, self._limits)
+        prompts = [self._prompts.make(request) for request in requests]
+        pads = _column([prompt.pad_id or 0 for prompt in prompts])
+        widest = max(len(prompt.ids) for prompt in prompts)
+        ids = np.full((len(prompts), widest), self._pad_id, dtype=np.int32)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt.ids)] = prompt.ids
+        size = self._vocab_size if any(prompt.embedding_bias for prompt in prompts) else 0
+        return {
+            "INPUT_ID": ids,
+            "REQUEST_INPUT_LEN": _column([len(prompt.ids) for prompt in prompts]),
+            "BAD_WORDS_IDS": _word_lists([prompt.bad_sequences for prompt in prompts]),
+            "STOP_WORDS_IDS": _word_lists([prompt.engine_stops for prompt in prompts]),
+            "EMBEDDING_BIAS": np.stack([dense_bias(each.embedding_bias, size) for each in prompts]),
+            "REQUEST_OUTPUT_LEN": _column([request.max_tokens or 0 for request in requests]),
+            "OUT_END_ID": _column([prompt.end_id for prompt in prompts]),
+            "OUT_PAD_ID": pads,
+            # What upstream's sends for a request without text for a decoder.
+            "DECODER_INPUT_ID": pads,
+            "REQUEST_DECODER_INPUT_LEN": np.ones_like(pads),
+        }
+
+
+class Postprocessor:
+    """Token ids to text: every id of every sequence, whether prompt, completion or stop."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, limits: RequestLimits | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._skip_special_tokens = skip_special_tokens
+
+    def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """``OUTPUT`` ``[B * beams]``, as TensorRT-LLM's own model sends it."""
+        texts = []
+        for ids in sequence_ids(inputs, self._limits):
+            detokenizer = self._tokenizer.detokenizer(self._skip_special_tokens)
+            texts.append((detokenizer.feed(ids) + detokenizer.flush()).encode("utf-8"))
+        return {"OUTPUT": np.array(texts, dtype=np.object_)}
+
+
+def _column(values: Sequence[int]) -> Array:
+    return np.array(values, dtype=np.int32).reshape(-1, 1)
+
+
+def _word_lists(rows: Sequence[tuple[TokenIds, ...]]) -> Array:
+    columns = max(sum(map(len, words)) for words in rows)
+    return np.stack([pack_words(words, columns) for words in rows])

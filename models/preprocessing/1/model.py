@@ -1,4 +1,4 @@
-"""Model ``preprocessing``: tensors in, ``services.tokens.Preprocessor``, tensors out."""
+"""Model ``preprocessing``: tensors in, ``services.text_service.Preprocessor``, tensors out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton_python_backend_utils as pb_utils
 from trtllm_bls.engines.triton.own_port import stream_thread_has_returned
 from trtllm_bls.parameters import Parameters, PreprocessingParameters, own_grpc_url
 from trtllm_bls.python_backend.request_server import RequestServer, answering
-from trtllm_bls.services.tokens import Preprocessor
+from trtllm_bls.services.text_service import Preprocessor
 from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer
 

@@ -14,8 +14,7 @@ from trtllm_bls.engines.local import local_engine
 from trtllm_bls.engines.triton.own_port import stream_thread_has_returned
 from trtllm_bls.parameters import EngineParameters, Parameters, own_grpc_url
 from trtllm_bls.python_backend.request_server import RequestServer
-from trtllm_bls.services.engine_service import EngineService
-from trtllm_bls.services.engine_steps import EngineSteps, tell_longest
+from trtllm_bls.services.engine_service import EngineService, EngineSteps, tell_longest
 from trtllm_bls.services.triton_log import log_to_triton
 from trtllm_bls.tokenizer import load_tokenizer
 
@@ -34,7 +33,6 @@ class TritonPythonModel:
             parameters.exclude_input_in_output,
             parameters.limits,
             parameters.expose_kv_cache_metrics,
-            parameters.decoupled,
         )
         self._steps = EngineSteps(pb_utils, args, service.figures)
         self._server = RequestServer(

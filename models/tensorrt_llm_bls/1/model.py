@@ -14,7 +14,6 @@ class TritonPythonModel(ServedModel):
     def make(self, parameters: BlsParameters) -> None:
         self._service = TextService(
             self.deployment.orchestrator,
-            decoupled=parameters.decoupled,
             limits=parameters.limits,
             exclude_input=parameters.exclude_input_in_output,
             llmapi=parameters.tensors == "llmapi",
