@@ -141,7 +141,7 @@ class Result:
 # Names, types and shapes are checked here. Servers differ in ranges and check those themselves.
 
 # numpy's kinds of values that convert to each type without loss; others are whole numbers.
-_KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu", "STRING": "OSU"}
+_KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu"}
 _MOST_CHARACTERS = 80
 
 
@@ -182,9 +182,21 @@ def _array(tensor: Tensor, value: Any) -> NDArray[Any]:
     """``[rows, *dims]``; one row where the value has no batch dimension."""
     try:
         array = np.asarray(value, dtype=object if tensor.dtype == "STRING" else None)
-    except ValueError:  # nested lists of unequal lengths
+        if tensor.dtype == "STRING":
+            texts = [item if isinstance(item, bytes) else item.encode() for item in array.flat]
+            array = np.array(texts, object).reshape(array.shape)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(tensor.name, half_character(error)) from None
+    except (AttributeError, ValueError):  # no text; nested lists of unequal lengths
         raise _misfit(tensor, value) from None
-    array = _typed(tensor, value, array)
+    if array.size and tensor.dtype != "STRING":
+        if array.dtype.kind not in _KINDS.get(tensor.dtype, "iu"):
+            raise _misfit(tensor, value)
+        if tensor.dtype not in _KINDS:
+            limits: Any = np.iinfo(tensor.numpy_type)
+            if array.min() < limits.min or array.max() > limits.max:
+                raise _misfit(tensor, value)
+    array = array.astype(tensor.numpy_type)
     rank = len(tensor.dims)
     if array.ndim == 0:
         array = array.reshape(1)
@@ -198,24 +210,6 @@ def _array(tensor: Tensor, value: Any) -> NDArray[Any]:
     if not fits or len(array) == 0:
         raise _misfit(tensor, value)
     return array
-
-
-def _typed(tensor: Tensor, value: Any, array: NDArray[Any]) -> NDArray[Any]:
-    if tensor.dtype == "STRING":
-        try:
-            texts = [item if isinstance(item, bytes) else item.encode() for item in array.flat]
-        except AttributeError:
-            raise _misfit(tensor, value) from None
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(tensor.name, half_character(error)) from None
-        return np.array(texts, object).reshape(array.shape)
-    if array.size and array.dtype.kind not in _KINDS.get(tensor.dtype, "iu"):
-        raise _misfit(tensor, value)
-    if array.size and tensor.dtype not in _KINDS:
-        limits: Any = np.iinfo(tensor.numpy_type)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise _misfit(tensor, value)
-    return array.astype(tensor.numpy_type)
 
 
 def _misfit(tensor: Tensor, value: Any) -> InvalidRequest:
@@ -455,6 +449,18 @@ class Tls:
         }
         return cls(**named) if given["tls"] or any(named.values()) else None
 
+    def credentials(self) -> grpc.ChannelCredentials:
+        """What the files hold, for gRPC. Raises ``SettingsError`` for one that cannot be read."""
+        contents: dict[str, bytes | None] = {}
+        for name in ("root_certificates", "private_key", "certificate_chain"):
+            path: Path | None = getattr(self, name)
+            try:
+                contents[name] = None if path is None else path.read_bytes()
+            except OSError as error:
+                what = f"{name.replace('_', ' ')}: cannot read {path}"
+                raise SettingsError(f"{what}: {error.strerror}") from error
+        return grpc.ssl_channel_credentials(**contents)
+
 
 _C = TypeVar("_C", bound="Client")
 
@@ -488,7 +494,7 @@ class Client:
             raise SettingsError(f"keepalive_s: {keepalive_s} is not allowed; it must be above 0")
         self.url = url
         self.retries = retries
-        self._credentials = None if tls is None else _credentials(tls)
+        self._credentials = None if tls is None else tls.credentials()
         self._compression = grpc.Compression[compression.title()] if compression else None
         keepalive = ("grpc.keepalive_time_ms", int(keepalive_s * 1000))
         self._options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, keepalive]
@@ -605,18 +611,6 @@ class Client:
         self._readers.add(reader)
         reader.task.add_done_callback(lambda _: self._readers.discard(reader))
         return reader
-
-
-def _credentials(tls: Tls) -> Any:
-    contents: dict[str, bytes | None] = {}
-    for name in ("root_certificates", "private_key", "certificate_chain"):
-        path: Path | None = getattr(tls, name)
-        try:
-            contents[name] = None if path is None else path.read_bytes()
-        except OSError as error:
-            what = name.replace("_", " ")
-            raise SettingsError(f"{what}: cannot read {path}: {error.strerror}") from error
-    return grpc.ssl_channel_credentials(**contents)
 
 
 def _translated(

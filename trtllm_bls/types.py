@@ -127,33 +127,43 @@ class SpeculationRequest:
 
 
 @dataclass(kw_only=True)  # see EngineChunk
-class EngineRequest:
-    """One prompt as token ids, for any engine.
+class BaseRequest:
+    """What is asked of an engine and of the orchestrator in the same words.
 
-    ``request_id`` is unique among this process's running requests. ``embedding_bias`` is sparse:
-    ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by itself
-    (``engines.routing``); ``draft`` for one that verifies. ``tenant``: see ``TextRequest``.
+    ``tenant``: who asks, as the front end has authenticated it, never as the request says; requests
+    of one tenant may draft from one another's answers. ``None``: nobody knows, or nobody may.
     ``traceparent`` is the caller's trace context (W3C). ``extras`` holds further engine tensors by
     wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
     """
 
     request_id: str
-    input_ids: PromptIds
-    max_tokens: int
-    streaming: bool = True
     sampling: Sampling = Sampling()
     num_return_sequences: int = 1
     end_id: int | None = None
     pad_id: int | None = None
-    stop_sequences: tuple[TokenIds, ...] = ()
-    bad_sequences: tuple[TokenIds, ...] = ()
-    embedding_bias: tuple[tuple[int, float], ...] = ()
-    draft: Draft | None = None
     speculation: SpeculationRequest = SpeculationRequest()
     wants: Wants = Wants()
     tenant: str | None = None
     traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
+
+
+@dataclass(kw_only=True)
+class EngineRequest(BaseRequest):
+    """One prompt as token ids, for any engine.
+
+    ``request_id`` is unique among this process's running requests. ``embedding_bias`` is sparse:
+    ``(token id, added logit)`` pairs. ``speculation`` is for an engine that can draft by itself
+    (``engines.routing``); ``draft`` for one that verifies.
+    """
+
+    input_ids: PromptIds
+    max_tokens: int
+    streaming: bool = True
+    stop_sequences: tuple[TokenIds, ...] = ()
+    bad_sequences: tuple[TokenIds, ...] = ()
+    embedding_bias: tuple[tuple[int, float], ...] = ()
+    draft: Draft | None = None
 
     def logit_rows(self, capacity: EngineCapacity) -> int:
         """Rows of logits in all responses; a stream repeats those of the context on each."""
@@ -285,8 +295,8 @@ class ChatOptions:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(kw_only=True)  # see EngineChunk
-class TextRequest:
+@dataclass(kw_only=True)
+class TextRequest(BaseRequest):
     """One prompt with everything asked of it.
 
     The prompt is one of ``text``, ``prompt_ids`` (token ids) and ``messages`` (a conversation,
@@ -301,14 +311,10 @@ class TextRequest:
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
-    ``tenant``: who asks, as the front end has authenticated it, never as the request says; requests
-    of one tenant may draft from one another's answers. ``None``: nobody knows, or nobody may.
-    ``traceparent`` is the caller's trace context (W3C).
     ``api``: the kind of answer that an HTTP API makes of it, for the log and the metrics.
     ``text_ids``: the token ids of ``text``, if it has been tokenised already.
     """
 
-    request_id: str
     text: str | None = None
     prompt_ids: TokenIds | None = None
     messages: str | None = None
@@ -317,31 +323,22 @@ class TextRequest:
     fits_max_tokens: bool = False
     stream: bool = False
     echo: bool = False
-    sampling: Sampling = Sampling()
-    num_return_sequences: int = 1
     stop_words: tuple[str, ...] = ()
     include_stop: bool = False
     stop_token_ids: TokenIds = ()
     bad_words: tuple[str, ...] = ()
     embedding_bias: tuple[tuple[str, float], ...] = ()
     token_bias: tuple[tuple[int, float], ...] = ()
-    end_id: int | None = None
-    pad_id: int | None = None
     exclude_input_in_output: bool = True
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
-    speculation: SpeculationRequest = SpeculationRequest()
     prediction: str | None = None
     timeout_s: float | None = None
     stream_interval: int = 1
-    wants: Wants = Wants()
     return_tokens: bool = False
     return_drafted: bool = False
     prompt_table_extra_id: int | None = None
-    tenant: str | None = None
-    traceparent: str | None = None
     api: str | None = None
-    extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
     text_ids: PromptIds | None = field(default=None, compare=False, repr=False)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -44,7 +44,12 @@ _MAX_WORD_BYTES = 1024  # of each of several; a word has at most 256 characters
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 _WANTS = tuple(field.name for field in fields(Wants))
 _SPECULATION = tuple(field.name for field in fields(SpeculationRequest))
-_NO_SAMPLING, _NO_WANTS, _NO_SPECULATION = Sampling(), Wants(), SpeculationRequest()
+# The fields of requests that are called as their inputs are.
+_EVERY_REQUEST = ("num_return_sequences", "end_id", "pad_id")
+_TEXT_REQUEST = (
+    *("messages", "stream", "include_stop", "add_special_tokens", "skip_special_tokens"),
+    *("prediction", "stream_interval", "prompt_table_extra_id"),
+)
 _WANT_KEYS = frozenset(f"return_{name}" for name in _WANTS)
 # What this package's requests have fields for. Every other engine input is passed on as an extra.
 _OPENED = {
@@ -155,35 +160,29 @@ def _decoded(name: str, item: Any) -> str:
         raise InvalidRequest(name, f"not valid UTF-8 at byte {error.start}") from None
 
 
-def _common_fields(row: Fields) -> dict[str, Any]:
-    """The fields of one row that every request has, to an engine or of text.
+def _given_fields(row: Fields, names: Iterable[str]) -> dict[str, Any]:
+    """The fields of a request that have an input each, as far as the row has it: those of every
+    request, to an engine or of text, and ``names``.
 
     A ``top_p`` of 0 or less counts as not set. Inputs that nothing here opens become ``extras``, as
     arrays without batch dimension.
     """
-    sampling, wants = _NO_SAMPLING, _NO_WANTS
-    given = {name: row[name] for name in _SAMPLING if name in row}
-    if given.get("top_p", 1) <= 0:
-        del given["top_p"]
-    if given:
-        sampling = Sampling(**given)
+    given = {name: row[name] for name in (*_EVERY_REQUEST, *names) if name in row}
+    sampling = {name: row[name] for name in _SAMPLING if name in row}
+    if sampling.get("top_p", 1) <= 0:
+        del sampling["top_p"]
+    if sampling:
+        given["sampling"] = Sampling(**sampling)
     if not _WANT_KEYS.isdisjoint(row):
-        wants = Wants(**{name: row.get(f"return_{name}", False) for name in _WANTS})
-    extras: dict[str, Array] = {}
+        given["wants"] = Wants(**{name: row.get(f"return_{name}", False) for name in _WANTS})
     if not _EXTRAS.keys().isdisjoint(row):
+        extras = given["extras"] = {}
         for tensor in [tensor for key, tensor in _EXTRAS.items() if key in row]:
             value = row[tensor.key]
             if tensor.single:
                 value = [value.encode() if tensor.dtype == "STRING" else value]
             extras[tensor.name] = np.asarray(value, dtype=tensor.numpy_type)
-    return {
-        "sampling": sampling,
-        "wants": wants,
-        "num_return_sequences": row.get("num_return_sequences", 1),
-        "end_id": row.get("end_id"),
-        "pad_id": row.get("pad_id"),
-        "extras": extras,
-    }
+    return given
 
 
 # --- requests to tensorrt_llm ---------------------------------------------------------------
@@ -234,7 +233,7 @@ def _engine_request(
     if len(row.get("decoder_input_ids", ())) > 1:
         problem = "the model has no encoder; send the text as input_ids"
         raise InvalidRequest("decoder_input_ids", problem)
-    given = _common_fields(row)
+    given = _given_fields(row, ())
     for key, name in (("stop_sequences", "stop_words_list"), ("bad_sequences", "bad_words_list")):
         if key in row:
             given[key] = unpack_words(name, row[key])
@@ -303,8 +302,9 @@ def prompt_requests(
 def _text_request(row: Fields, request_id: str, exclude_input: bool = True) -> TextRequest:
     if "max_tokens" not in row:
         raise InvalidRequest("max_tokens", "is missing")
-    speculation = {name: row[name] for name in _SPECULATION if name in row}
-    bias: tuple[tuple[str, float], ...] = ()
+    given = _given_fields(row, _TEXT_REQUEST)
+    if speculation := {name: row[name] for name in _SPECULATION if name in row}:
+        given["speculation"] = SpeculationRequest(**speculation)
     if "embedding_bias_words" in row or "embedding_bias_weights" in row:
         words = row.get("embedding_bias_words", ())
         weights = row.get("embedding_bias_weights", np.zeros(0))
@@ -316,27 +316,18 @@ def _text_request(row: Fields, request_id: str, exclude_input: bool = True) -> T
         if not np.isfinite(weights).all():
             raise InvalidRequest("embedding_bias_weights", "holds a value that is not finite")
         pairs = zip(words, weights, strict=True)
-        bias = tuple((word, float(weight)) for word, weight in pairs if word)
+        given["embedding_bias"] = tuple((word, float(weight)) for word, weight in pairs if word)
+    if "timeout_ms" in row:
+        given["timeout_s"] = row["timeout_ms"] / 1000
     return TextRequest(
         request_id=request_id,
         text=row.get("text_input"),
-        messages=row.get("messages"),
         max_tokens=row["max_tokens"],
-        stream=row.get("stream", False),
         # An empty string is the wire's way to say "none".
         stop_words=tuple(filter(None, row.get("stop_words", ()))),
-        include_stop=row.get("include_stop", False),
         bad_words=tuple(filter(None, row.get("bad_words", ()))),
-        embedding_bias=bias,
         exclude_input_in_output=row.get("exclude_input_in_output", exclude_input),
-        add_special_tokens=row.get("add_special_tokens"),
-        skip_special_tokens=row.get("skip_special_tokens"),
-        speculation=SpeculationRequest(**speculation) if speculation else _NO_SPECULATION,
-        prediction=row.get("prediction"),
-        stream_interval=row.get("stream_interval", 1),
-        timeout_s=row["timeout_ms"] / 1000 if "timeout_ms" in row else None,
-        prompt_table_extra_id=row.get("prompt_table_extra_id"),
-        **_common_fields(row),
+        **given,
     )
 
 
