@@ -36,7 +36,9 @@ def check_checkpoint(directory: Path) -> None:
         raise CheckpointError(
             f"{directory} is not a directory; it must be a Hugging Face checkpoint"
         )
-    adapter, weights = directory / "adapter_config.json", _weights(directory)
+    found = [file for pattern in _WEIGHTS for file in sorted(directory.glob(pattern))]
+    weights = [each for each in found if not each.name.startswith(("adapter_", "training_args"))]
+    adapter = directory / "adapter_config.json"
     if adapter.is_file():
         mend = "merge it into its base model (peft: merge_and_unload, save_pretrained)"
         if weights:
@@ -46,14 +48,24 @@ def check_checkpoint(directory: Path) -> None:
         raise CheckpointError(
             f"{directory} has no config.json; it must be a Hugging Face checkpoint"
         )
-    for file in (*weights, *sorted(directory.glob("*.json")), directory / "tokenizer.model"):
-        if _is_pointer(file):
-            raise CheckpointError(
-                f"{directory}: {file.name} is a git-LFS pointer, not the file: run `git lfs pull`"
-            )
+    files = (*weights, *sorted(directory.glob("*.json")), directory / "tokenizer.model")
+    for file in filter(Path.is_file, files):
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                what = f"{file.name} is a git-LFS pointer, not the file: run `git lfs pull`"
+                raise CheckpointError(f"{directory}: {what}")
     if not weights:
         raise CheckpointError(f"{directory} has no weights (*.safetensors or *.bin)")
-    _check_vocabulary(directory)
+    # Added tokens are not counted: published checkpoints have a few more of them than embeddings,
+    # and a request that uses one is refused by the engine.
+    size = _vocab_size(_json(directory / "config.json"))
+    vocabulary = (_json(directory / "tokenizer.json").get("model") or {}).get("vocab") or ()
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    if size and ids and max(ids) >= size:
+        raise CheckpointError(
+            f"{directory}: its tokenizer has ids up to {max(ids)}, its model {size} embeddings: "
+            "use the tokenizer that the model was trained with"
+        )
 
 
 def check_tokenizer(directory: Path) -> None:
@@ -72,36 +84,6 @@ def check_tokenizer(directory: Path) -> None:
         raise TokenizerError(
             f"{directory} has tokenizer.model alone: copy the model's tokenizer.json into it, "
             "or run `pip install sentencepiece`"
-        )
-
-
-def _weights(directory: Path) -> list[Path]:
-    found = (file for pattern in _WEIGHTS for file in sorted(directory.glob(pattern)))
-    return [file for file in found if not file.name.startswith(("adapter_", "training_args"))]
-
-
-def _is_pointer(file: Path) -> bool:
-    if not file.is_file():
-        return False
-    with file.open("rb") as opened:
-        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
-
-
-def _check_vocabulary(directory: Path) -> None:
-    """No id of the tokenizer's vocabulary is beyond the model's embeddings.
-
-    Added tokens are not counted: published checkpoints have a few more of them than embeddings,
-    and a request that uses one is refused by the engine.
-    """
-    config = _json(directory / "config.json")
-    tokenizer = _json(directory / "tokenizer.json")
-    size = (config.get("text_config") or config).get("vocab_size")
-    vocabulary = (tokenizer.get("model") or {}).get("vocab") or ()
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    if size and ids and max(ids) >= size:
-        raise CheckpointError(
-            f"{directory}: its tokenizer has ids up to {max(ids)}, its model {size} embeddings: "
-            "use the tokenizer that the model was trained with"
         )
 
 
@@ -135,10 +117,11 @@ def generation_eos(path: Path) -> tuple[int, ...]:
 def config_vocab_size(path: Path) -> int:
     """The model's own count of logits, where its configuration lies here too; else 0."""
 
-    def size(config: dict[str, Any]) -> int:
-        return int((config.get("text_config") or config).get("vocab_size") or 0)
+    return _from_json(path, "config.json", _vocab_size)
 
-    return _from_json(path, "config.json", size)
+
+def _vocab_size(config: dict[str, Any]) -> int:
+    return int((config.get("text_config") or config).get("vocab_size") or 0)
 
 
 def _from_json(path: Path, name: str, read: Callable[[dict[str, Any]], _T]) -> _T:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -124,6 +125,11 @@ _SHARE = Bounds(low=0, high=1, above=True)
 _UNSIGNED = Bounds(low=0, high=2**64 - 1)
 _ALTERNATIVES = Bounds(low=0, high=20)
 
+
+def _alike(dtype: str, *names: str, **more: Any) -> tuple[Tensor, ...]:
+    return tuple(Tensor(name, dtype, **more) for name in names)
+
+
 # As in the text models. A top_p <= 0 means "not set" on the wire, so it has no lower bound.
 _TEXT_SAMPLING = (
     Tensor("beam_width", "INT32", bounds=_COUNT),
@@ -170,10 +176,7 @@ _PROMPT_TABLE = (
     Tensor("prompt_embedding_table", "FP16", (-1, -1), ragged=True),
     Tensor("prompt_vocab_size", "INT32", scalar=True),
 )
-_TEXT_PROMPT_TABLE = (
-    Tensor("prompt_embedding_table", "FP16", (-1, -1)),
-    Tensor("prompt_vocab_size", "INT32"),
-)
+_TEXT_PROMPT_TABLE = tuple(replace(each, ragged=False, scalar=False) for each in _PROMPT_TABLE)
 
 _RETURN_FLAGS = (
     *("return_log_probs", "return_context_logits", "return_generation_logits"),
@@ -181,22 +184,12 @@ _RETURN_FLAGS = (
 )
 
 
-def _flags(*names: str, scalar: bool) -> tuple[Tensor, ...]:
-    return tuple(Tensor(name, "BOOL", scalar=scalar) for name in names)
-
-
-_GUIDED = (
-    Tensor("guided_decoding_guide_type", "STRING", ragged=True),
-    Tensor("guided_decoding_guide", "STRING", ragged=True),
-)
+_GUIDED = _alike("STRING", "guided_decoding_guide_type", "guided_decoding_guide", ragged=True)
 # Ours, for TensorRT-LLM's LLM API: an adapter of the server's model.yaml, or any by name, id
 # (lora_task_id) and directory, as upstream's llmapi model takes it; a salt, whose prompts share KV
 # cache blocks with each other alone; the rank among waiting requests; a processor of model.yaml.
 _LLM_API = (
-    Tensor("lora_name", "STRING", ragged=True),
-    Tensor("lora_path", "STRING", ragged=True),
-    Tensor("lora_ckpt_source", "STRING", ragged=True),
-    Tensor("cache_salt", "STRING", ragged=True),
+    *_alike("STRING", "lora_name", "lora_path", "lora_ckpt_source", "cache_salt", ragged=True),
     Tensor("priority", "FP32", ragged=True, bounds=Bounds(low=0, high=1)),
     Tensor("logits_post_processor_name", "STRING", ragged=True),
 )
@@ -207,19 +200,15 @@ _SCORES = (
     Tensor("generation_logits", "FP32", (-1, -1, -1)),
 )
 _PERF_METRICS = (
-    Tensor("kv_cache_alloc_new_blocks", "INT32"),
-    Tensor("kv_cache_reused_blocks", "INT32"),
+    *_alike("INT32", "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks"),
     Tensor("kv_cache_alloc_total_blocks", "INT32"),
-    Tensor("arrival_time_ns", "INT64"),
-    Tensor("first_scheduled_time_ns", "INT64"),
-    Tensor("first_token_time_ns", "INT64"),
+    *_alike("INT64", "arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns"),
     Tensor("last_token_time_ns", "INT64"),
     Tensor("acceptance_rate", "FP32"),
-    Tensor("total_accepted_draft_tokens", "INT32"),
-    Tensor("total_draft_tokens", "INT32"),
+    *_alike("INT32", "total_accepted_draft_tokens", "total_draft_tokens"),
 )
-_COUNTS = (Tensor("num_input_tokens", "INT32"), Tensor("num_output_tokens", "INT32"))
-_INDICES = (Tensor("batch_index", "INT32"), Tensor("sequence_index", "INT32"))
+_COUNTS = _alike("INT32", "num_input_tokens", "num_output_tokens")
+_INDICES = _alike("INT32", "batch_index", "sequence_index")
 
 ENGINE = Model(
     "tensorrt_llm",
@@ -245,7 +234,9 @@ ENGINE = Model(
         Tensor("bad_words_list", "INT32", (2, -1), field="bad_sequences", ragged=True),
         Tensor("embedding_bias", "FP32", (-1,), ragged=True),
         *_ENGINE_SAMPLING,
-        *_flags(*_RETURN_FLAGS, "exclude_input_in_output", "stop", "streaming", scalar=True),
+        *_alike(
+            "BOOL", *_RETURN_FLAGS, "exclude_input_in_output", "stop", "streaming", scalar=True
+        ),
         *_PROMPT_TABLE,
         Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True),
         *_LORA,
@@ -257,8 +248,7 @@ ENGINE = Model(
         Tensor("retention_token_range_ends", "INT32", (-1,), ragged=True),
         Tensor("retention_token_range_priorities", "INT32", (-1,), ragged=True),
         Tensor("retention_token_range_durations_ms", "INT32", (-1,), ragged=True),
-        Tensor("retention_decode_priority", "INT32", ragged=True),
-        Tensor("retention_decode_duration_ms", "INT32", ragged=True),
+        *_alike("INT32", "retention_decode_priority", "retention_decode_duration_ms", ragged=True),
         *_GUIDED,
         # Ours.
         Tensor("return_top_log_probs", "INT32", scalar=True, bounds=_ALTERNATIVES),
@@ -340,7 +330,7 @@ _TEXT_INPUTS = (
     _END,
     _PAD,
     *_TEXT_SAMPLING,
-    *_flags("stream", "exclude_input_in_output", scalar=False),
+    *_alike("BOOL", "stream", "exclude_input_in_output"),
     *_PROMPT_OPTIONS,
 )
 _TEXT_OUTPUTS = (
@@ -357,7 +347,7 @@ ENSEMBLE = Model(
     backend="ensemble",
     inputs=(
         *(replace(tensor, required=False) for tensor in _TEXT_INPUTS),  # see preprocessing
-        *_flags(*_RETURN_FLAGS, scalar=False),
+        *_alike("BOOL", *_RETURN_FLAGS),
         Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES),
         *_TEXT_PROMPT_TABLE,
         Tensor("lora_task_id", "UINT64"),
@@ -373,11 +363,11 @@ BLS = Model(
     inputs=(
         *_TEXT_INPUTS,
         *_FINE_SAMPLING,
-        *_flags(*_RETURN_FLAGS, scalar=True),
+        *_alike("BOOL", *_RETURN_FLAGS, scalar=True),
         Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES),
         Tensor("num_draft_tokens", "INT32", bounds=_NOT_NEGATIVE),
-        *_flags("use_draft_logits", scalar=True),
-        *_flags("include_stop", "skip_special_tokens", scalar=False),  # ours
+        *_alike("BOOL", "use_draft_logits", scalar=True),
+        *_alike("BOOL", "include_stop", "skip_special_tokens"),  # ours
         Tensor("draft_source", "STRING"),  # ours: off, model, ngram, mixed or prediction
         Tensor("prediction", "STRING"),  # ours
         Tensor("timeout_ms", "INT32", bounds=_COUNT),  # ours
@@ -385,9 +375,7 @@ BLS = Model(
         *_TEXT_PROMPT_TABLE,
         Tensor("prompt_table_extra_id", "UINT64", bounds=_UNSIGNED),
         *_LORA,
-        Tensor("guided_decoding_guide_type", "STRING"),
-        Tensor("guided_decoding_guide", "STRING"),
-        *(replace(tensor, ragged=False) for tensor in _LLM_API),
+        *(replace(tensor, ragged=False) for tensor in (*_GUIDED, *_LLM_API)),
     ),
     outputs=(
         *_TEXT_OUTPUTS,

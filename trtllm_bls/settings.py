@@ -89,8 +89,7 @@ def options_of(
     def decorate(command: _Command) -> _Command:
         for each in reversed(fields(declared)):
             if each.metadata and (not names or each.name in names):
-                more = aliases.get(each.name, ())
-                command = _option(each, hints[each.name], more)(command)
+                command = _option(each, hints[each.name], aliases.get(each.name, ()))(command)
         return command
 
     return decorate
@@ -105,7 +104,8 @@ def _option(
         help = parameter.help.replace("`", "") + default
         return click.option(option(name), name, help=help, metavar="VALUE")
     more = dict(metadata["click"])
-    kind, *_ = get_args(hint) or (hint,)  # without "or None"
+    kind, *_ = get_args(hint) or (hint,)  # without "or None", or of each value of a tuple
+    more["multiple"] = get_origin(hint) is tuple
     if declared.default not in (None, "", MISSING):
         more |= {"default": declared.default, "show_default": True}
     if declared.default is False:
@@ -223,7 +223,6 @@ class ServeSettings:
         (),
         flag="--set",
         type=Override.parse,
-        multiple=True,
         metavar="MODEL.PARAMETER=VALUE",
     )
     host: str = setting("Address to listen on.", "127.0.0.1")
@@ -250,8 +249,6 @@ class ServeSettings:
         "addresses and localhost are always allowed; may be repeated.",
         (),
         flag="--allowed-host",
-        type=str,
-        multiple=True,
         metavar="NAME",
     )
     allowed_origins: tuple[str, ...] = setting(
@@ -259,8 +256,6 @@ class ServeSettings:
         "all.",
         (),
         flag="--allow-origin",
-        type=str,
-        multiple=True,
         metavar="ORIGIN",
     )
     max_body_bytes: int = setting(
@@ -291,8 +286,6 @@ class ServeSettings:
         "repeated.",
         (),
         flag="--served-model-name",
-        type=str,
-        multiple=True,
         metavar="NAME",
     )
     loras: tuple[str, ...] = setting(
@@ -301,7 +294,6 @@ class ServeSettings:
         (),
         flag="--lora",
         type=_lora,
-        multiple=True,
         metavar="NAME[=TASK_ID]",
     )
     tool_parser: str = setting(
@@ -380,7 +372,20 @@ class ServeSettings:
             path = getattr(self, name)
             if path is not None and not path.is_file():
                 raise SettingsError(f"{option(name)} {path}: no such file")
-        self._check_tls()
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise SettingsError("--tls-cert and --tls-key: give both or neither")
+        if self.tls_client_ca is not None:
+            if self.tls_cert is None:
+                raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
+            named = {row.parameter for row in self.overrides}
+            has_certificate = {"engine_tls_cert", "engine_tls_key"} <= named
+            if not (self.engine_is_elsewhere or has_certificate):
+                raise SettingsError(
+                    "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a "
+                    "certificate of its own from that authority: add "
+                    "--set tensorrt_llm_bls.engine_tls_cert=FILE and "
+                    "--set tensorrt_llm_bls.engine_tls_key=FILE"
+                )
         if self.engine_is_elsewhere:
             if self.model is None and self.model_repository is None:
                 raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
@@ -388,22 +393,6 @@ class ServeSettings:
                 raise SettingsError(
                     f"--engine {self.engine}: takes no --draft-model; drafts are made where it is"
                 )
-
-    def _check_tls(self) -> None:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise SettingsError("--tls-cert and --tls-key: give both or neither")
-        if self.tls_client_ca is None:
-            return
-        if self.tls_cert is None:
-            raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
-        named = {row.parameter for row in self.overrides}
-        has_certificate = {"engine_tls_cert", "engine_tls_key"} <= named
-        if not (self.engine_is_elsewhere or has_certificate):
-            raise SettingsError(
-                "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a certificate of "
-                "its own from that authority: add --set tensorrt_llm_bls.engine_tls_cert=FILE and "
-                "--set tensorrt_llm_bls.engine_tls_key=FILE"
-            )
 
     @property
     def engine_choice(self) -> EngineChoice | None:

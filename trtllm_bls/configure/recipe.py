@@ -16,7 +16,7 @@ from typing import Any
 import click
 import yaml
 
-from trtllm_bls.configure.engine import LOOKAHEAD_SIZES, MANY_STEPS_SINCE
+from trtllm_bls.configure.engine import EXTERNAL_DRAFTS, LOOKAHEAD_SIZES, MANY_STEPS_SINCE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, parse_version
 from trtllm_bls.settings import options_of, setting
@@ -65,11 +65,30 @@ FAMILIES = {model_type: Family(**row) for model_type, row in _KNOWN["families"].
 PRESETS = {name: Preset(**row) for name, row in _KNOWN["presets"].items()}
 
 
+def _release(text: str) -> Version:
+    return NEWEST if text == "last" else parse_version(text, "--release")
+
+
+def _lookahead(
+    ctx: click.Context, param: click.Parameter, value: str
+) -> tuple[int, int, int] | None:
+    if value == "off":
+        return None
+    numbers = [int(part) for part in value.split(",") if part.strip().isdecimal()]
+    if len(numbers) != 3 or min(numbers) < 1 or value.count(",") != 2:
+        raise click.BadParameter(
+            f"{value!r}: write window,n-gram,verification set, such as 7,7,7, or off", ctx, param
+        )
+    return numbers[0], numbers[1], numbers[2]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     """The options of ``recipe``; ``None`` is the preset's choice. Lengths are tokens."""
 
-    release: Version
+    release: Version = setting(
+        "Release of TensorRT-LLM.", str(NEWEST), type=_release, metavar="TEXT"
+    )
     checkpoint: Path = setting("Hugging Face checkpoint.", Path("checkpoint"))
     examples: Path = setting(
         "The directory `examples` in TensorRT-LLM's source tree of that release.",
@@ -92,7 +111,12 @@ class RecipeOptions:
     max_draft_len: int = setting(
         "Longest draft of the preset target, in tokens.", 10, type=click.IntRange(1)
     )
-    lookahead: tuple[int, int, int] | None  # window, n-gram, verification set
+    lookahead: tuple[int, int, int] | None = setting(
+        "Lookahead decoding of the preset latency: window,n-gram,verification set; or off.",
+        "7,7,7",
+        type=str,
+        callback=_lookahead,
+    )
 
 
 # --- the steps -------------------------------------------------------------------------------
@@ -125,17 +149,33 @@ def recipe(preset_name: str, options: RecipeOptions) -> Iterator[Step]:
     yield _conversion(options, precision, converted)
     what = f"TensorRT-LLM's checkpoint to the engine, on a GPU of the {preset.gpu}"
     yield what, _build(preset_name, options, converted, engine)
-    if preset_name != "draft":
-        yield _configure(preset_name, options, engine)
+    if preset_name == "draft":
+        return
+    what = "The engine to a model repository"
+    words = ["trtllm-bls", "configure", "--engine-dir", str(engine)]
+    words += ["--tokenizer-dir", str(options.checkpoint), "--out", "repository"]
+    words += ["--version", str(release)]
+    if preset_name == "target":
+        words += ["--draft-engine-dir", str(options.out / "draft")]
+        if release < MANY_STEPS_SINCE:
+            what += "; requests without drafts end after one step on this release"
+    if preset_name == "latency" and options.lookahead is not None:
+        if not keys_of(release).keys() >= set(LOOKAHEAD_SIZES):
+            problem = "the C++ backend has lookahead decoding since 0.19; add --lookahead off"
+            raise SettingsError(f"--release {release}: {problem}")
+        words += ["--set", "decoding_mode=lookahead"]
+        for key, value in zip(LOOKAHEAD_SIZES, options.lookahead, strict=True):
+            words += ["--set", f"{key}={value}"]
+    yield what, words
 
 
 def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step:
     family = _family(options, precision)
-    flags = {
-        "model_dir": str(options.checkpoint),
-        "output_dir": str(converted),
+    flags: dict[str, object] = {
+        "model_dir": options.checkpoint,
+        "output_dir": converted,
         "dtype": _DTYPES[precision],
-        "tp_size": str(options.tp_size),
+        "tp_size": options.tp_size,
     }
     what = "Hugging Face checkpoint to TensorRT-LLM's"
     program = ["python3", str(options.examples / "quantization" / QUANTIZE)]
@@ -192,35 +232,34 @@ def _family(options: RecipeOptions, precision: str) -> Family | None:
 
 def _build(preset_name: str, options: RecipeOptions, converted: Path, engine: Path) -> list[str]:
     preset, release = PRESETS[preset_name], options.release
-    modes: dict[str, str] = {}
+    draft, mode = 0, ""
     if preset_name == "target":
-        modes = {"max_draft_len": str(options.max_draft_len)}
-        modes["speculative_decoding_mode"] = "draft_tokens_external"
+        draft, mode = options.max_draft_len, EXTERNAL_DRAFTS
     elif preset_name == "latency" and options.lookahead is not None:
-        modes = {"max_draft_len": str(lookahead_draft_len(*options.lookahead))}
-        modes["speculative_decoding_mode"] = "lookahead_decoding"
+        draft, mode = lookahead_draft_len(*options.lookahead), "lookahead_decoding"
     prompt = options.max_input_len or preset.max_input_len
     answer = options.max_output_len or preset.max_output_len
-    draft = int(modes.get("max_draft_len", 0))
     batch = options.max_batch_size or preset.max_batch_size
     longest = prompt + answer if preset.rounds else prompt
-    flags = {
-        "checkpoint_dir": str(converted),
-        "output_dir": str(engine),
-        "max_batch_size": str(batch),
-        "max_input_len": str(longest),
-        "max_seq_len": str(prompt + answer + draft),
-        "max_num_tokens": str(max(8192, longest + draft, batch * (1 + draft))),
+    flags: dict[str, object] = {
+        "checkpoint_dir": converted,
+        "output_dir": engine,
+        "max_batch_size": batch,
+        "max_input_len": longest,
+        "max_seq_len": prompt + answer + draft,
+        "max_num_tokens": max(8192, longest + draft, batch * (1 + draft)),
         "use_paged_context_fmha": "enable",
         "gemm_plugin": "auto",
         **preset.flags,
-        **({"reduce_fusion": "enable"} if preset_name == "latency" and options.tp_size > 1 else {}),
-        **modes,
-        "workers": str(options.tp_size),
     }
+    if preset_name == "latency" and options.tp_size > 1:
+        flags["reduce_fusion"] = "enable"
+    if mode:
+        flags |= {"max_draft_len": draft, "speculative_decoding_mode": mode}
+    flags["workers"] = options.tp_size
     if release < _SEQUENCES_SINCE:
         del flags["max_seq_len"]
-        flags["max_output_len"] = str(answer + draft)
+        flags["max_output_len"] = answer + draft
     if release < _GEMM_AUTO_SINCE:
         flags["gemm_plugin"] = _DTYPES[options.precision or "bf16"]
     if release < _PROFILES_AND_MODES_SINCE:
@@ -229,58 +268,15 @@ def _build(preset_name: str, options: RecipeOptions, converted: Path, engine: Pa
     return [BUILD, *_words(flags)]
 
 
-def _configure(preset_name: str, options: RecipeOptions, engine: Path) -> Step:
-    words = ["trtllm-bls", "configure", "--engine-dir", str(engine)]
-    words += ["--tokenizer-dir", str(options.checkpoint), "--out", "repository"]
-    words += ["--version", str(options.release)]
-    what = "The engine to a model repository"
-    if preset_name == "target":
-        words += ["--draft-engine-dir", str(options.out / "draft")]
-        if options.release < MANY_STEPS_SINCE:
-            what += "; requests without drafts end after one step on this release"
-    if preset_name == "latency" and options.lookahead is not None:
-        if not keys_of(options.release).keys() >= set(LOOKAHEAD_SIZES):
-            problem = "the C++ backend has lookahead decoding since 0.19; add --lookahead off"
-            raise SettingsError(f"--release {options.release}: {problem}")
-        words += ["--set", "decoding_mode=lookahead"]
-        for key, value in zip(LOOKAHEAD_SIZES, options.lookahead, strict=True):
-            words += ["--set", f"{key}={value}"]
-    return what, words
-
-
-def _words(flags: Mapping[str, str]) -> Iterator[str]:
+def _words(flags: Mapping[str, object]) -> Iterator[str]:
     for name, value in flags.items():
-        yield from (f"--{name}", value) if value else (f"--{name}",)
-
-
-# --- the command line -----------------------------------------------------------------------
-
-
-def _lookahead(
-    ctx: click.Context, param: click.Parameter, value: str
-) -> tuple[int, int, int] | None:
-    if value == "off":
-        return None
-    numbers = [int(part) for part in value.split(",") if part.strip().isdecimal()]
-    if len(numbers) != 3 or min(numbers) < 1 or value.count(",") != 2:
-        raise click.BadParameter(
-            f"{value!r}: write window,n-gram,verification set, such as 7,7,7, or off", ctx, param
-        )
-    return numbers[0], numbers[1], numbers[2]
+        yield from (f"--{name}", str(value)) if value != "" else (f"--{name}",)
 
 
 @click.command(name="recipe")
 @click.argument("preset", type=click.Choice(list(PRESETS)))
-@click.option("--release", default=str(NEWEST), show_default=True, help="Release of TensorRT-LLM.")
 @options_of(RecipeOptions)
-@click.option(
-    "--lookahead",
-    default="7,7,7",
-    show_default=True,
-    callback=_lookahead,
-    help="Lookahead decoding of the preset latency: window,n-gram,verification set; or off.",
-)
-def command(preset: str, release: str, **options: Any) -> None:
+def command(preset: str, **options: Any) -> None:
     """Print the commands from a Hugging Face checkpoint to an engine and its repository.
 
     \b
@@ -295,14 +291,10 @@ def command(preset: str, release: str, **options: Any) -> None:
       trtllm-bls recipe throughput --checkpoint ./llama --precision int4_awq
       trtllm-bls recipe target --release 0.20 --checkpoint ./llama --tp-size 2
     """
-    version = NEWEST if release == "last" else parse_version(release, "--release")
-    steps = recipe(preset, RecipeOptions(release=version, **options))
-    click.echo("\n\n".join([_as_script(what, *command) for what, command in steps]))
-
-
-def _as_script(what: str, tool: str, *words: str) -> str:
-    """A step as lines for a shell, one flag a line."""
-    text = f"# {what}\n{shlex.quote(tool)}"
-    for word in words:
-        text += (" \\\n    " if word.startswith("--") else " ") + shlex.quote(word)
-    return text
+    scripts = []
+    for what, (tool, *words) in recipe(preset, RecipeOptions(**options)):
+        script = f"# {what}\n{shlex.quote(tool)}"
+        for word in words:  # one flag a line
+            script += (" \\\n    " if word.startswith("--") else " ") + shlex.quote(word)
+        scripts.append(script)
+    click.echo("\n\n".join(scripts))
