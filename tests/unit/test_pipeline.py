@@ -22,7 +22,7 @@ from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import eventually, until
 from trtllm_bls.configure.new import command as new
 from trtllm_bls.configure.new import config_of
-from trtllm_bls.engines.triton.other_models import OtherModels, as_array
+from trtllm_bls.engines.triton.grpc import OtherModels, as_array
 from trtllm_bls.errors import EngineError, TrtllmBlsError
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.pipeline import InvalidRequest, Request, Response, StreamingModel, Tensor, connect

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from trtllm_bls.contract import BLS, Tensor
-from trtllm_bls.engines.triton.other_models import ModelStream, OtherModels, as_array
+from trtllm_bls.engines.triton.grpc import ModelStream, OtherModels, as_array
 from trtllm_bls.errors import (
     CancelCause,
     DeadlineExceeded,

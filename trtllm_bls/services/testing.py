@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from trtllm_bls.admission import Admission
-from trtllm_bls.engines.triton.other_models import OtherModels, as_array
+from trtllm_bls.engines.triton.grpc import OtherModels, as_array
 from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator import Defaults, Orchestrator, TextSink
 from trtllm_bls.parameters import BlsParameters

@@ -1,1 +1,1 @@
-"""Triton models over gRPC: an engine (``grpc``), and any other model (``other_models``)."""
+"""Triton models over gRPC (``grpc``), and whose the gRPC port is (``own_port``)."""
