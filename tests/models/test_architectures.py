@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from trtllm_bls.engines.embedded.checkpoint import load
+from trtllm_bls.engines.embedded.model import load
 from trtllm_bls.errors import CheckpointError
 from trtllm_bls.parameters import EngineParameters
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.embedded_steps import POISON, Steps, checkpoint, generated, prompt, request
-from trtllm_bls.engines.embedded.checkpoint import load
-from trtllm_bls.engines.embedded.runner import Slots
+from trtllm_bls.engines.embedded.model import Slots, load
 from trtllm_bls.errors import EngineError, SettingsError
 from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.types import EngineChunk, FinishReason, Wants

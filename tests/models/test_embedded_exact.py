@@ -18,8 +18,7 @@ from tests.helpers.embedded_steps import (
     request,
     runner,
 )
-from trtllm_bls.engines.embedded.checkpoint import load
-from trtllm_bls.engines.embedded.runner import Segment
+from trtllm_bls.engines.embedded.model import Segment, load
 from trtllm_bls.errors import CheckpointError, SettingsError
 from trtllm_bls.parameters import EngineParameters
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.types import Draft, EngineCapacity, EngineRequest, Sampling
+from trtllm_bls.types import Draft, EngineCapacity, EngineRequest
 
 # The fields of ``Sampling`` that this package's own engines obey. Those of beam search mean nothing
 # without it, and more than one beam is refused.
@@ -35,31 +35,12 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
 
     What the capacity does not tell is not checked.
     """
-    draft = request.draft or Draft(token_ids=())
-    values: dict[str, Any] = vars(request) | vars(request.sampling)
+    draft, sampling = request.draft or Draft(token_ids=()), request.sampling
+    values: dict[str, Any] = vars(request) | vars(sampling)
     values["draft_acceptance_threshold"] = draft.acceptance_threshold
     for tensor in ENGINE.inputs:
         if tensor.bounds is not None and values.get(tensor.key) is not None:
             tensor.check(values[tensor.key])
-    _check_sampling(request.sampling)
-    if request.wants.top_log_probs and not capacity.tells_top_log_probs:
-        problem = "this engine reports no alternatives; use return_generation_logits"
-        raise Unsupported("return_top_log_probs", problem)
-    if not request.input_ids:
-        raise InvalidRequest("input_ids", "the prompt is empty")
-    longest = capacity.max_sequence_tokens
-    for name, ids, most in (
-        ("input_ids", request.input_ids, None if longest is None else longest - 1),
-        ("draft_input_ids", draft.token_ids, capacity.max_draft_tokens),
-    ):
-        if most is not None and len(ids) > most:
-            raise InvalidRequest(name, f"{len(ids)} tokens; at most {most} are allowed")
-    _check_tokens(request, draft, capacity.vocab_size or sys.maxsize)
-    if draft.logits is not None:
-        _check_logits(draft, capacity.vocab_size)
-
-
-def _check_sampling(sampling: Sampling) -> None:
     for key, value in vars(sampling).items():
         if value is not None and key not in HONOURED:
             name = next((tensor.name for tensor in ENGINE.inputs if tensor.key == key), key)
@@ -68,38 +49,42 @@ def _check_sampling(sampling: Sampling) -> None:
         # Beams rewrite what was already sent and share one width per batch; samples do neither.
         problem = f"{sampling.beam_width}; this engine has no beam search"
         raise Unsupported("beam_width", f"{problem}, use num_return_sequences")
+    if request.wants.top_log_probs and not capacity.tells_top_log_probs:
+        problem = "this engine reports no alternatives; use return_generation_logits"
+        raise Unsupported("return_top_log_probs", problem)
+    if not request.input_ids:
+        raise InvalidRequest("input_ids", "the prompt is empty")
+    _check_tokens(request, draft, capacity)
+    if any(math.isnan(bias) or bias == math.inf for _, bias in request.embedding_bias):
+        raise InvalidRequest("embedding_bias", "holds NaN or infinity")
+    if (logits := draft.logits) is not None:
+        shape = len(draft.token_ids), capacity.vocab_size or logits.shape[-1]
+        if logits.shape != shape:
+            raise InvalidRequest("draft_logits", f"shape {logits.shape} is not {shape}")
+        if not (logits < np.inf).all():
+            raise InvalidRequest("draft_logits", "holds NaN or infinity")
 
 
-def _check_tokens(request: EngineRequest, draft: Draft, vocab_size: int) -> None:
-    for name, words in (
-        ("stop_words_list", request.stop_sequences),
-        ("bad_words_list", request.bad_sequences),
-    ):
-        if not all(words):
-            raise InvalidRequest(name, "holds an empty sequence")
+def _check_tokens(request: EngineRequest, draft: Draft, capacity: EngineCapacity) -> None:
+    longest, vocab_size = capacity.max_sequence_tokens, capacity.vocab_size or sys.maxsize
+    most = {"input_ids": longest and longest - 1, "draft_input_ids": capacity.max_draft_tokens}
+    words = {"stop_words_list": request.stop_sequences, "bad_words_list": request.bad_sequences}
     given: dict[str, Collection[Any]] = {
         "input_ids": request.input_ids,
+        "draft_input_ids": draft.token_ids,
         "end_id": {request.end_id} - {-1, None},  # -1: no token ends the text
-        "stop_words_list": [token for word in request.stop_sequences for token in word],
-        "bad_words_list": [token for word in request.bad_sequences for token in word],
+        **{name: [token for word in listed for token in word] for name, listed in words.items()},
         "embedding_bias": [token for token, _ in request.embedding_bias],
         "runtime_top_p_reset_ids": {request.sampling.top_p_reset_id} - {None},
-        "draft_input_ids": draft.token_ids,
     }
     for name, ids in given.items():
+        limit = most.get(name)
+        if limit is not None and len(ids) > limit:
+            raise InvalidRequest(name, f"{len(ids)} tokens; at most {limit} are allowed")
+        if not all(words.get(name, ())):
+            raise InvalidRequest(name, "holds an empty sequence")
         # numpy makes no object of each id in the array of a long prompt.
         ends: Any = (np.min, np.max) if isinstance(ids, array) else (min, max)
         for token in [end(ids) for end in ends] if ids else ():
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(name, f"token {token} is not in 0..{vocab_size - 1}")
-    if any(math.isnan(bias) or bias == math.inf for _, bias in request.embedding_bias):
-        raise InvalidRequest("embedding_bias", "holds NaN or infinity")
-
-
-def _check_logits(draft: Draft, vocab_size: int | None) -> None:
-    assert draft.logits is not None
-    shape = len(draft.token_ids), vocab_size or draft.logits.shape[-1]
-    if draft.logits.shape != shape:
-        raise InvalidRequest("draft_logits", f"shape {draft.logits.shape} is not {shape}")
-    if not (draft.logits < np.inf).all():
-        raise InvalidRequest("draft_logits", "holds NaN or infinity")

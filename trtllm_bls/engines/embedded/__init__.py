@@ -1,8 +1,7 @@
 """An in-flight-batching engine over a local Hugging Face checkpoint, in this process.
 
-    engine    thread, queue limit, delivery       runner      one forward pass; the KV slots
-    batcher   sequences, and each step's rows     checkpoint  sizes, loading, probing
-    guides    grammars that an answer must follow
+    engine   thread, queue limit, delivery      model     loading, KV slots, one forward pass
+    batcher  sequences, and each step's rows    guides    grammars that an answer must follow
 
 Importing this package imports torch and transformers: only the engine's own process should.
 """

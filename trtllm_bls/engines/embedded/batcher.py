@@ -21,7 +21,7 @@ import numpy as np
 
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.embedded.guides import GrammarMatcher
-from trtllm_bls.engines.embedded.runner import Runner, Segment
+from trtllm_bls.engines.embedded.model import Runner, Segment
 from trtllm_bls.engines.sampling import TokenSampler, log_prob
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.stopping import StoppingCriteria

@@ -16,8 +16,8 @@ import torch
 
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.engines.embedded.batcher import Batcher, Event, Sequence, Submission
-from trtllm_bls.engines.embedded.checkpoint import load
 from trtllm_bls.engines.embedded.guides import GUIDE, GUIDE_TYPE, Guides
+from trtllm_bls.engines.embedded.model import load
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, Overloaded, Unsupported
 from trtllm_bls.parameters import EngineParameters

@@ -1,27 +1,177 @@
-"""One model and its KV slots: a step's segments in, logits of the wanted rows out.
+"""One model over its KV slots: from a checkpoint directory to the logits of a step's rows.
+
+``load`` chooses number format and longest sequence, and probes: a few tokens through our slots must
+give the logits of the model's own eager attention. An architecture that does not pass is refused,
+since a silently wrong one would look plausible for ever.
 
 All rows of a step go through the model as one sequence of T tokens. In its attention, which is
 ours (registered with transformers under a name of its own, so that engines in one process do not
-meet), the rows are parted again into groups, each over the slots it may see.
-Owns the forward pass; must not know of requests, text or sampling.
+meet), the rows are parted again into groups, each over the slots it may see. Must not know of
+requests, text or sampling.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from trtllm_bls.checkpoint_dir import check_checkpoint
+from trtllm_bls.errors import CheckpointError, SettingsError
+from trtllm_bls.parameters import EngineParameters
 from trtllm_bls.types import Array
 
+_log = logging.getLogger(__name__)
+
+_DEFAULT_LENGTH = 4096  # tokens; longer ones must be asked for, as every slot is that long
+_FP32_PARAMETERS = 1_200_000_000  # "about 1B": up to here exactness is worth the memory
+_SMALL = 50_000_000  # weights
+_PROBE = ((0, 6), (6, 10), (10, 11), (11, 12))  # a prompt, a chunk, two single tokens
 _numbers = itertools.count()
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def load(
+    parameters: EngineParameters, device: str | None = None, max_kv_bytes: int | None = None
+) -> Runner:
+    """The model with its slots allocated.
+
+    ``device``: ``None`` = CUDA if torch can use it, else the CPU. ``max_kv_bytes``: limit of the KV
+    cache; ``None`` = half of the memory available at load. Raises ``CheckpointError`` naming the
+    directory for anything wrong with the checkpoint, and ``SettingsError`` when the sizes asked for
+    cannot be had.
+    """
+    if not parameters.max_batch:
+        raise SettingsError("max_batch is 0; it must be at least 1")
+    # Every running sequence gets its row in every step, and the oldest waiting one at least room
+    # for its draft: so nothing starves.
+    least = parameters.max_batch + parameters.max_draft_len + 1
+    if parameters.max_tokens_per_step < least:
+        raise SettingsError(
+            f"max_tokens_per_step is {parameters.max_tokens_per_step}; "
+            f"it must be at least {least} (max_batch + max_draft_len + 1)"
+        )
+    # Not all cores, since the spinning barriers of torch's pool collapse when another process wants
+    # a core. One thread for a small model, of which a layer takes less than a barrier.
+    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    torch.set_num_threads(parameters.threads or half)
+    transformers.utils.logging.set_verbosity_error()  # our reports are one line each
+    transformers.utils.logging.disable_progress_bar()
+    directory = Path(parameters.model_dir)
+    check_checkpoint(directory)
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    runner, config, num_weights = _probed(directory, chosen)
+    possible, asked = _exact_length(config, runner.windowed), parameters.max_sequence_tokens
+    if asked > possible:
+        raise SettingsError(f"max_sequence_tokens is {asked}; the model allows {possible}")
+    length = asked or min(possible, _DEFAULT_LENGTH)
+    limit = max_kv_bytes or psutil.virtual_memory().available // 2
+    per_token = runner.slots.bytes_per_token * parameters.max_batch
+    fits = min(length, limit // per_token)
+    if fits < (asked or 2):
+        raise SettingsError(
+            f"max_sequence_tokens {length} in {parameters.max_batch} slots needs "
+            f"{length * per_token} bytes of KV cache; {limit} are allowed: lower max_batch"
+        )
+    size = fits * per_token / 2**20
+    _log.info("KV cache: %d slots of %d tokens, up to %.0f MiB", parameters.max_batch, fits, size)
+    runner.allocate(parameters.max_batch, fits)
+    runner.threads = parameters.threads or (1 if num_weights < _SMALL else half)
+    return runner
+
+
+def _probed(directory: Path, device: torch.device) -> tuple[Runner, Any, int]:
+    """Runner, text config and number of weights."""
+    model, config = _pretrained(directory, device)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    tokens = [(7919 * i + 1) % int(config.vocab_size) for i in range(_PROBE[-1][1])]
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits
+    if not bool(expected.isfinite().all()):
+        raise CheckpointError(f"{directory}: its weights give logits that are not finite")
+    tolerance = 2e-3 if model.dtype is torch.float32 else 8e-2
+    runner = Runner(model, device)
+    runner.allocate(1, len(tokens))
+    try:
+        got = torch.cat([runner.forward([Segment(0, a, tokens[a:b], b - a)]) for a, b in _PROBE])
+        close = (got - expected[0].float()).abs() <= tolerance * expected.abs().max()
+        if bool(close.all()) and runner.slots.bytes_per_token > 0:
+            return runner, config, num_weights
+    except Exception:  # an architecture we do not know may fail in any way
+        _log.debug("the probe failed", exc_info=True)
+    runner.close()
+    raise CheckpointError(
+        f"{directory}: with this engine's attention the model does not give its own logits; "
+        "its architecture is not supported"
+    )
+
+
+def _pretrained(directory: Path, device: torch.device) -> tuple[Any, Any]:
+    """Model and text config as transformers loads them, every weight accounted for."""
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        text_config = config.get_text_config(decoder=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=_dtype(directory, text_config, device),
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers and safetensors raise whatever they like
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{directory} cannot be loaded: {reason}") from error
+    if config.is_encoder_decoder:
+        raise CheckpointError(f"{directory} is an encoder-decoder, not a causal language model")
+    for key in sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
+        raise CheckpointError(f"{directory} lacks fitting weights, for one {key}")
+    return model.eval().to(device), text_config
+
+
+def _dtype(directory: Path, config: Any, device: torch.device) -> torch.dtype:
+    """fp32 for small models; else the checkpoint's own half format where the device has it."""
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if device.type == "cuda":
+        return own
+    weights = [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin")]
+    parameters = sum(file.stat().st_size for file in weights) // own.itemsize
+    if parameters <= _FP32_PARAMETERS or own.itemsize > 2:
+        return torch.float32
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def _exact_length(config: Any, windowed: bool) -> int:
+    """The longest sequence that is computed as the model means it."""
+    longest = int(getattr(config, "max_position_embeddings", None) or _DEFAULT_LENGTH)
+    # A window or chunk that is only given to the model's mask never reaches our attention.
+    window = getattr(config, "sliding_window", None)
+    if window and not windowed and getattr(config, "use_sliding_window", True):
+        longest = min(longest, int(window))
+    longest = min(longest, int(getattr(config, "attention_chunk_size", None) or longest))
+    # These rotary kinds change with the longest sequence of the batch: stay below the change.
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            own = kind.get("original_max_position_embeddings")
+            longest = min(longest, int(own or longest))
+    return longest
+
+
+# --- steps --------------------------------------------------------------------------------------
 
 
 class Slots:
@@ -87,7 +237,16 @@ class Slots:
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [slots, kv heads, length, size] for rows [1, kv heads, T, size]."""
         if index not in self._layers:
-            self._layers[index] = self._zeros(key), self._zeros(value)
+            zeros = []
+            for like in (key, value):
+                shape = (len(self._tokens), like.shape[1], self.length, like.shape[3])
+                if self._device.type == "cpu":
+                    # numpy's zeros are the kernel's own: pages never used are never committed.
+                    flat = np.zeros(int(np.prod(shape)) * like.element_size(), dtype=np.uint8)
+                    zeros.append(torch.from_numpy(flat).view(like.dtype).view(shape))
+                else:
+                    zeros.append(torch.zeros(shape, dtype=like.dtype, device=self._device))
+            self._layers[index] = zeros[0], zeros[1]
         return self._layers[index]
 
     def scrub(self, slot: int) -> None:
@@ -105,14 +264,6 @@ class Slots:
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for pair in self._layers.values() for tensor in pair]
-
-    def _zeros(self, like: Tensor) -> Tensor:
-        shape = (len(self._tokens), like.shape[1], self.length, like.shape[3])
-        if self._device.type != "cpu":
-            return torch.zeros(shape, dtype=like.dtype, device=self._device)
-        # numpy's zeros are the kernel's own: pages of slots never used are never committed.
-        flat = np.zeros(int(np.prod(shape)) * like.element_size(), dtype=np.uint8)
-        return torch.from_numpy(flat).view(like.dtype).view(shape)
 
 
 class Segment(NamedTuple):
@@ -222,48 +373,46 @@ class _Group:
         (slots, count), kv_heads, heads = self.positions.shape, keys.shape[1], query.shape[0]
         shared, window = heads // kv_heads, asked.get("sliding_window")
         mask = self.masks.get((window, shared))
-        if mask is None:
-            mask = self.masks[window, shared] = self._mask(window, shared).to(query)
+        if mask is None:  # additive [slots, 1, shared * rows per slot, tokens], for the whole step
+            own, seen = self.positions[:, :, None], np.arange(self.positions.max() + 1)
+            allowed = seen <= own
+            if window is not None:
+                allowed &= seen > own - window
+            mask = torch.from_numpy(np.where(allowed, np.float32(0), np.float32(-np.inf)))
+            mask = mask[:, None, None].expand(-1, -1, shared, -1, -1).flatten(2, 3).to(query)
+            self.masks[window, shared] = mask
         parted = query[:, self.rows].reshape(kv_heads, shared, slots, count, -1)
         packed = parted.permute(2, 0, 1, 3, 4).reshape(slots, kv_heads, shared * count, -1)
         got = _attention(packed, keys[self.seen], values[self.seen], mask, asked)
         parted = got.reshape(slots, kv_heads, shared, count, -1).permute(0, 3, 1, 2, 4)
         return parted.reshape(slots * count, heads, -1)
 
-    def _mask(self, window: int | None, shared: int) -> Tensor:
-        """Additive [slots, 1, shared * rows per slot, tokens]; all layers of a step use it."""
-        own, seen = self.positions[:, :, None], np.arange(self.positions.max() + 1)
-        allowed = seen <= own
-        if window is not None:
-            allowed &= seen > own - window
-        mask = torch.from_numpy(np.where(allowed, np.float32(0), np.float32(-np.inf)))
-        return mask[:, None, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
-
 
 def _grouped(placed: list[tuple[int, Segment]], device: torch.device) -> list[_Group]:
-    """One group for all one-row segments where that pays, and one for each other segment."""
+    """One group for all one-row segments where that pays, and one for each other segment.
+
+    ``placed``: segments, each after its first row of the step.
+    """
     single = [(first, segment) for first, segment in placed if len(segment.tokens) == 1]
     slots, ends = [s.slot for _, s in single], [s.end for _, s in single]
+    together = [[part] for part in placed]
     # One padded view of the slots, unless it reads several times what the rows need.
     if len(single) > 1 and (max(slots) + 1 - min(slots)) * max(ends) <= 4 * sum(ends):
-        several = [_group([part], device) for part in placed if len(part[1].tokens) > 1]
-        return [_group(single, device), *several]
-    return [_group([part], device) for part in placed]
-
-
-def _group(parts: list[tuple[int, Segment]], device: torch.device) -> _Group:
-    """``parts``: segments of one length, each after its first row."""
-    low, high = min(s.slot for _, s in parts), max(s.slot + 1 for _, s in parts)
-    count = len(parts[0][1].tokens)
-    rows, positions = np.full((high - low, count), -1), np.zeros((high - low, count), np.int64)
-    for first, segment in parts:
-        rows[segment.slot - low] = np.arange(first, first + count)
-        positions[segment.slot - low] = np.arange(segment.start, segment.end)
-    first, flat = int(rows[0, 0]), rows.ravel()
-    dense = bool((np.diff(flat) == 1).all())  # then a view does, instead of a copy
-    where = slice(first, first + len(flat)) if dense else torch.from_numpy(flat).to(device)
-    seen = slice(low, high), slice(None), slice(max(segment.end for _, segment in parts))
-    return _Group(where, seen, positions)
+        together = [single, *([part] for part in placed if len(part[1].tokens) > 1)]
+    groups = []
+    for parts in together:
+        low, high = min(s.slot for _, s in parts), max(s.slot + 1 for _, s in parts)
+        count = len(parts[0][1].tokens)
+        rows, positions = np.full((high - low, count), -1), np.zeros((high - low, count), np.int64)
+        for first, segment in parts:
+            rows[segment.slot - low] = np.arange(first, first + count)
+            positions[segment.slot - low] = np.arange(segment.start, segment.end)
+        first, flat = int(rows[0, 0]), rows.ravel()
+        dense = bool((np.diff(flat) == 1).all())  # then a view does, instead of a copy
+        where = slice(first, first + len(flat)) if dense else torch.from_numpy(flat).to(device)
+        seen = slice(low, high), slice(None), slice(max(segment.end for _, segment in parts))
+        groups.append(_Group(where, seen, positions))
+    return groups
 
 
 def _attention(
