@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.answer import Answer, TextRules
@@ -74,6 +74,21 @@ class Defaults:
     engine_shows_progress: bool = True
 
 
+class Load(NamedTuple):
+    """What an orchestrator, or a pipeline, has to do and has done.
+
+    ``running`` and ``waiting``: requests that have a token, and that have none yet. An answer that
+    the engine gives in one piece shows none before its end, so its request runs as soon as the
+    engine was given it. ``queued``: those that the engine was not given. ``tokens``: taken from the
+    engine so far; they grow while an answer in one piece is read, of which no response tells.
+    """
+
+    running: int
+    waiting: int
+    queued: int
+    tokens: int
+
+
 class TextSink(Protocol):
     """Where the chunks of one request go.
 
@@ -113,24 +128,16 @@ class Orchestrator:
         self._open: set[_RequestRecord] = set()
         self._tokens = 0  # of requests that are over
 
-    def load(self) -> tuple[int, int]:
-        """Requests that run, and that wait for their first token; from any thread."""
+    def load(self) -> Load:
+        """The load now; from any thread."""
         records = self._open.copy()
         waiting = sum(record.waits for record in records)
-        return len(records) - waiting, waiting
-
-    @property
-    def queued(self) -> int:
-        """Requests that the engine has not been given; any thread may ask."""
-        return sum(not record.begun for record in self._open.copy())
-
-    @property
-    def tokens(self) -> int:
-        """Tokens taken from the engine so far; any thread may ask.
-
-        They grow while an answer in one piece is read, of which no response tells before its end.
-        """
-        return self._tokens + sum(record.tokens for record in self._open.copy())
+        return Load(
+            len(records) - waiting,
+            waiting,
+            sum(record.asked is None for record in records),
+            self._tokens + sum(record.tokens for record in records),
+        )
 
     def prompt_ids(self, request: TextRequest) -> PromptIds:
         """The ids of a prompt of any length. Takes long for a long one, so call it in a thread.
@@ -331,11 +338,6 @@ class RequestTimes:
         self._first_at = self._last_at = self._longest_gap = 0.0
         self.responses = 0
 
-    @property
-    def begun(self) -> bool:
-        """Whether its work was begun, rather than waiting for a place."""
-        return self._begun_at is not None
-
     def note_begin(self) -> None:
         """The request does not wait any more."""
         self._begun_at = self._clock()
@@ -373,8 +375,7 @@ class _RequestRecord(RequestTimes):
 
     @property
     def waits(self) -> bool:
-        """Whether no token has come yet. An answer that the engine gives in one piece shows none
-        before its end, so its request runs as soon as the engine was given it."""
+        """See ``Load.waiting``."""
         return self.asked is None or (self.asked.streaming and not self.tokens)
 
     @property

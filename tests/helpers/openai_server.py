@@ -19,7 +19,7 @@ from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.http.guard import ConnectionLimits
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.server import uvicorn_options
-from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.orchestrator import Defaults, Load, Orchestrator
 from trtllm_bls.services.deployment import SHUTTING_DOWN
 from trtllm_bls.services.request_reports import RequestLog, RequestMetrics, RequestReports
 from trtllm_bls.tokenizer import Tokenizer
@@ -50,16 +50,8 @@ class ScriptedBackend:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.reports.start(loop, self.orchestrator.load)
 
-    def load(self) -> tuple[int, int]:
+    def load(self) -> Load:
         return self.orchestrator.load()
-
-    @property
-    def queued(self) -> int:
-        return self.orchestrator.queued
-
-    @property
-    def tokens(self) -> int:
-        return self.orchestrator.tokens
 
     async def engine_problems(self) -> dict[str, str]:
         return self.problems
@@ -67,7 +59,7 @@ class ScriptedBackend:
     def engine_sequences(self) -> dict[str, int]:
         return {}
 
-    def drain(self) -> None:
+    async def drain(self) -> None:
         if self.admission is not None:
             self.admission.refuse_waiting(SHUTTING_DOWN)
         if isinstance(self.engine, RoutingEngine):

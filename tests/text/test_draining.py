@@ -24,6 +24,7 @@ from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineUnavailable, Overloaded, SettingsError
 from trtllm_bls.launcher.preparation import Scratch
 from trtllm_bls.openai.exchange import RunningRequests
+from trtllm_bls.orchestrator import Load
 from trtllm_bls.python_backend.request_server import Call
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.testing import SECONDS, FakeTriton
@@ -105,15 +106,14 @@ class StubbornEngine:
 
     def __init__(self) -> None:
         self.handed_over = False
-        self.tokens = 0
         self.drained = threading.Event()
         self.problem = ""
-        self.load, self.queued = lambda: (2, 5), 3
+        self.load = lambda: Load(running=2, waiting=5, queued=3, tokens=0)
 
     async def engine_problems(self) -> dict[str, str]:
         return {"engine": self.problem}
 
-    def drain(self) -> None:
+    async def drain(self) -> None:
         self.drained.set()
 
 

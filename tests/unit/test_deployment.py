@@ -116,13 +116,13 @@ async def test_an_engine_elsewhere_shows_that_it_goes_on() -> None:
             asyncio.create_task(made.orchestrator.run(replace(asked, request_id=str(n)), sink))
             for n, sink in enumerate(sinks)
         ]
-        await eventually(lambda: made.tokens == 6 * 5)
+        await eventually(lambda: made.load().tokens == 6 * 5)
         assert sum(message.streaming for message in service.requests) == 6
         assert not any(sink.chunks for sink in sinks)
         for task in running:
             task.cancel()
         await asyncio.wait(running)
-        assert made.tokens == 6 * 5
+        assert made.load().tokens == 6 * 5
         await made.close()
     made = Deployment(parameters(), Registry())
     assert made.orchestrator._defaults.engine_shows_progress  # an engine here tells its steps

@@ -16,7 +16,7 @@ from trtllm_bls.engines.triton.grpc import GrpcEngine
 from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
 from trtllm_bls.errors import EngineError
-from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.orchestrator import Defaults, Load, Orchestrator
 from trtllm_bls.parameters import BlsParameters, EngineKind
 from trtllm_bls.parameters.engine_tls import engine_tls
 from trtllm_bls.services.request_reports import (
@@ -44,7 +44,9 @@ class Deployment:
         self, parameters: BlsParameters, pb_utils: Any = None, model_name: str = "tensorrt_llm_bls"
     ) -> None:
         self.tokenizer = load_tokenizer(parameters.tokenizer_dir, parameters.token_cache_bytes)
-        self.reports = _reports(parameters, pb_utils, model_name)
+        metrics = RequestMetrics() if pb_utils is None else TritonMetrics(pb_utils, model_name)
+        line = RequestLog(as_json=parameters.log_format == "json", prompts=parameters.log_prompts)
+        self.reports = RequestReports(metrics, [line.add] if parameters.log_requests else [])
         self.engine = _engine(parameters, pb_utils, self.tokenizer, self.reports)
         self._parameters = parameters
         # The longest time that a request may name also bounds a request that names none.
@@ -86,37 +88,27 @@ class Deployment:
 
         At most two seconds old. Empty where the engine does not tell how it is.
         """
-        choice, target, problem = self._parameters.engine, self.engine.target, ""
-        if choice is not None and choice.is_elsewhere and isinstance(target, ReplicatedEngine):
+        target = self.engine.target
+        if isinstance(target, ReplicatedEngine):
             return await target.problems()
-        if not _is_service(self._parameters):
+        if not isinstance(target, TrtllmServiceEngine):
             return {}
         try:
             await target.capacity()
         except EngineError as error:
-            problem = str(error)
-        return {target.name: problem}
+            return {target.name: str(error)}
+        return {target.name: ""}
 
     def engine_sequences(self) -> dict[str, int]:
         """Sequences that each of several engines was given, by its name; else nothing."""
         target = self.engine.target
         return target.sequences() if isinstance(target, ReplicatedEngine) else {}
 
-    def load(self) -> tuple[int, int]:
-        """See ``Orchestrator.load``."""
+    def load(self) -> Load:
+        """See ``Load``; from any thread."""
         return self.orchestrator.load()
 
-    @property
-    def queued(self) -> int:
-        """Requests that the engine has not been given; any thread may ask."""
-        return self.orchestrator.queued
-
-    @property
-    def tokens(self) -> int:
-        """Tokens taken from the engine so far; any thread may ask."""
-        return self.orchestrator.tokens
-
-    def drain(self) -> None:
+    async def drain(self) -> None:
         """Refuse waiting requests; each speculated one goes on as one plain request."""
         self.admission.refuse_waiting(SHUTTING_DOWN)
         self.engine.drain()
@@ -135,14 +127,6 @@ class Deployment:
         self.reports.close()
 
 
-def _reports(parameters: BlsParameters, pb_utils: Any, model_name: str) -> RequestReports:
-    metrics = RequestMetrics() if pb_utils is None else TritonMetrics(pb_utils, model_name)
-    if not parameters.log_requests:
-        return RequestReports(metrics)
-    line = RequestLog(as_json=parameters.log_format == "json", prompts=parameters.log_prompts)
-    return RequestReports(metrics, [line.add])
-
-
 def _engine(
     parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer, reports: RequestReports
 ) -> RoutingEngine:
@@ -155,8 +139,10 @@ def _engine(
     own_server = parameters.engine_transport == "auto" and pb_utils is not None
     engine_here = partial(engine_at, parameters.engine_url, own_server=own_server)
     choice, targets = parameters.engine, list[Engine]()
+    # TensorRT-LLM's gRPC service, which verifies no drafts.
+    is_service = choice is not None and choice.kind is EngineKind.TRTLLM
     for url, model in choice.addresses if choice else [("", parameters.tensorrt_llm_model_name)]:
-        if _is_service(parameters):
+        if is_service:
             service = TrtllmServiceEngine(
                 url,
                 eos_id=tokenizer.eos_id,
@@ -174,11 +160,23 @@ def _engine(
             targets, resume=parameters.engine_resume, affinity=parameters.engine_affinity
         )
     draft: Engine | None = None
-    if _is_service(parameters):
-        if parameters.tensorrt_llm_draft_model_name or parameters.draft_source != "off":
+    draft_model, directory = (
+        parameters.tensorrt_llm_draft_model_name,
+        parameters.draft_tokenizer_dir,
+    )
+    if is_service:
+        if draft_model or parameters.draft_source != "off":
             log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
-    elif parameters.tensorrt_llm_draft_model_name and _same_vocabulary(parameters, tokenizer):
-        draft = engine_here(parameters.tensorrt_llm_draft_model_name)
+    elif draft_model:
+        if directory is None or load_tokenizer(directory).fingerprint == tokenizer.fingerprint:
+            draft = engine_here(draft_model)
+        else:
+            log.warning(
+                "draft model %s is not used: its tokenizer in %s has another token table than the "
+                "target's",
+                draft_model,
+                directory,
+            )
     source = parameters.draft_source
     options = SpeculationOptions(
         draft_source=DraftSource(source) if source != "off" else DraftSource.MODEL,
@@ -196,20 +194,3 @@ def _engine(
         by_default=source != "off",
         on_end=reports.add_speculation,
     )
-
-
-def _is_service(parameters: BlsParameters) -> bool:
-    """Whether the engine is TensorRT-LLM's gRPC service, which verifies no drafts."""
-    return parameters.engine is not None and parameters.engine.kind is EngineKind.TRTLLM
-
-
-def _same_vocabulary(parameters: BlsParameters, tokenizer: Tokenizer) -> bool:
-    directory = parameters.draft_tokenizer_dir
-    if directory is None or load_tokenizer(directory).fingerprint == tokenizer.fingerprint:
-        return True
-    log.warning(
-        "draft model %s is not used: its tokenizer in %s has another token table than the target's",
-        parameters.tensorrt_llm_draft_model_name,
-        directory,
-    )
-    return False

@@ -35,10 +35,7 @@ class Serving(Protocol):
     """The server of requests: ``RequestServer``. Any thread may read its properties."""
 
     refusal: TrtllmBlsError | None
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that runs its requests."""
+    loop: asyncio.AbstractEventLoop  # runs its requests
 
     @property
     def running(self) -> list[str]:
@@ -111,9 +108,8 @@ class Lifecycle:
         if not self._draining:
             self._draining = True
             self._server.refusal = Overloaded(SHUTTING_DOWN)
-            self._told = self._begin(self._drain_sender())
-            running = self._server.running
-            log.info("draining; %s", _named(running))
+            self._told = self._begin(self._sender.drain())
+            log.info("draining; %s", _named(self._server.running))
         if not (self._told and self._told.done() and self._sender.handed_over):
             self._unsettled_at = now
         if now >= deadline and not self._cut:
@@ -125,9 +121,6 @@ class Lifecycle:
     def _begin(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(work, self._server.loop)
 
-    async def _drain_sender(self) -> None:
-        self._sender.drain()
-
     def _turn(self) -> None:
         self._loop_at, self._turned = time.monotonic(), True
 
@@ -136,20 +129,20 @@ class Lifecycle:
 
     def _write(self) -> None:
         now, running = time.monotonic(), self._server.running
-        runs, waiting = self._sender.load()
+        load = self._sender.load()
         self._files.write(
             ProcessStatus(
                 pid=os.getpid(),
                 written_at=now,
                 loop_at=self._loop_at,
                 responses=self._server.responses,
-                tokens=self._sender.tokens,
+                tokens=load.tokens,
                 running=len(running),
                 requests=tuple(running[:NAMED]),
                 engines=self._engines,
-                prompts=runs + waiting,
-                waiting=waiting,
-                queued=self._sender.queued,
+                prompts=load.running + load.waiting,
+                waiting=load.waiting,
+                queued=load.queued,
                 handed_over=self._draining and now - self._unsettled_at > SETTLE_SECONDS,
                 missed_turns=self._missed_turns,
             )

@@ -29,7 +29,14 @@ from trtllm_bls.errors import (
     InvalidRequest,
     TrtllmBlsError,
 )
-from trtllm_bls.orchestrator import Orchestrator, RequestTimes, has_expired, outcome_of, timeout
+from trtllm_bls.orchestrator import (
+    Load,
+    Orchestrator,
+    RequestTimes,
+    has_expired,
+    outcome_of,
+    timeout,
+)
 from trtllm_bls.parameters import BlsParameters, Parameters
 from trtllm_bls.parameters.engine_tls import engine_tls
 from trtllm_bls.python_backend.request_server import Call
@@ -250,21 +257,12 @@ class PipelineDeployment(Deployment):
         """The language model that the parameters name."""
         return LLM(self._inner)
 
-    def load(self) -> tuple[int, int]:
-        """See ``Orchestrator.load``."""
+    def load(self) -> Load:
+        """Of the pipeline's requests: those without a response wait."""
         responses = self.open.copy()
         waiting = sum(not response.responses for response in responses)
-        return len(responses) - waiting, waiting
-
-    @property
-    def queued(self) -> int:
-        """Requests that have not been admitted."""
-        return self.admission.queued
-
-    @property
-    def tokens(self) -> int:
-        """See ``Deployment.tokens``."""
-        return self._inner.tokens
+        tokens = self._inner.load().tokens
+        return Load(len(responses) - waiting, waiting, self.admission.queued, tokens)
 
     @property
     def handed_over(self) -> bool:

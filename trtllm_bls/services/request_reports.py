@@ -281,13 +281,13 @@ class RequestReports:
         self._queue = collections.deque(maxlen=_MOST_WAITING)
         self.add: Callable[[RequestStats], None] = self._queue.append
         self.add_speculation: Callable[[SpeculationStats], None] = self._queue.append
-        self._load = (0, 0)  # running and waiting, as published
+        self._load: tuple[int, ...] = (0, 0)  # running and waiting, as published
         self._canary = _canary()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, loop: asyncio.AbstractEventLoop, load: Callable[[], tuple[int, int]]) -> None:
-        """Begin to read. ``load`` tells how many requests run and how many wait."""
+    def start(self, loop: asyncio.AbstractEventLoop, load: Callable[[], tuple[int, ...]]) -> None:
+        """Begin to read. ``load``: how many requests run, how many wait, and what else it tells."""
         self._thread = threading.Thread(
             target=self._run, args=(loop, load), name="request-reports", daemon=True
         )
@@ -299,7 +299,7 @@ class RequestReports:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, loop: asyncio.AbstractEventLoop, load: Callable[[], tuple[int, int]]) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop, load: Callable[[], tuple[int, ...]]) -> None:
         turn = 0
         while not self._closing.wait(EVERY_SECONDS):
             self._turn(load)
@@ -311,7 +311,7 @@ class RequestReports:
     def _note_lag(self, asked_at: float) -> None:
         self._queue.append(time.perf_counter() - asked_at)
 
-    def _turn(self, load: Callable[[], tuple[int, int]]) -> None:
+    def _turn(self, load: Callable[[], tuple[int, ...]]) -> None:
         while self._queue:
             item = self._queue.popleft()
             if isinstance(item, float):
@@ -321,7 +321,7 @@ class RequestReports:
             elif item.request_id.rpartition("-")[0] != self._canary:
                 for read in self._readers:
                     self._do(partial(read, item))
-        before, self._load = self._load, load()
+        before, self._load = self._load, load()[:2]
         for metric, old, new in zip((RUNNING, WAITING), before, self._load, strict=True):
             if new != old:
                 self.metrics.record(metric, (), new - old)

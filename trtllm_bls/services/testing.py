@@ -29,9 +29,9 @@ import numpy as np
 from trtllm_bls.admission import Admission
 from trtllm_bls.engines.triton.grpc import OtherModels, as_array
 from trtllm_bls.errors import EngineError
-from trtllm_bls.orchestrator import Defaults, Orchestrator, TextSink
+from trtllm_bls.orchestrator import Defaults, Load, Orchestrator, TextSink
 from trtllm_bls.parameters import BlsParameters
-from trtllm_bls.services.pipeline import LLM, PipelineDeployment, StreamingModel
+from trtllm_bls.services.pipeline import PipelineDeployment, StreamingModel
 from trtllm_bls.services.request_reports import RequestLog, RequestMetrics, RequestReports
 from trtllm_bls.types import Ending, FinishReason, TextChunk, TextRequest, TokenText
 
@@ -258,6 +258,10 @@ class ScriptedLLM(Orchestrator):
         self.live = 0
         self.requests: list[TextRequest] = []
 
+    def load(self) -> Load:
+        """See ``Orchestrator.load``."""
+        return Load(self.live, 0, 0, 0)
+
     async def run(self, request: TextRequest, sink: TextSink, *_: object) -> None:
         """See ``Orchestrator.run``."""
         self.requests.append(request)
@@ -319,13 +323,10 @@ def serving(
 
     class Deployment(PipelineDeployment):
         def __init__(self, parameters: BlsParameters, pb_utils: Any, model_name: str) -> None:
-            self.open = set()
+            self.open, self._inner = set(), scripted
             self.defaults = Defaults(timeout_s=parameters.request_timeout_seconds or None)
             self.admission = Admission(parameters.max_running, parameters.max_queued, None)
             self.reports = RequestReports(RequestMetrics(), [RequestLog().add])
-
-        def llm(self) -> LLM:
-            return LLM(scripted)
 
         def start(self, loop: asyncio.AbstractEventLoop) -> None:
             self.reports.start(loop, self.load)
