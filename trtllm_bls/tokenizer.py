@@ -25,7 +25,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -61,52 +61,45 @@ _MAX_ROLE = 64  # characters
 class ChatGuard:
     """Keeps texts of a conversation from being read as control tokens.
 
-    ``special``: the tokens that never stand for text. ``added``: further tokens of the tokenizer,
-    of which only those count that the template writes itself and does not look for in a message,
-    as some do for ``</think>``; an assistant's own message may spell them. ``normalize``: what the
-    tokenizer does to a text before it looks for these tokens, if anything.
+    Those are the tokens that never stand for text, and of the other added tokens those that the
+    template writes itself and does not look for in a message, as some do for ``</think>``. An
+    assistant's own message may spell the latter.
     """
 
-    def __init__(
-        self,
-        special: Iterable[str],
-        added: Iterable[str],
-        template: str,
-        normalize: Callable[[str], str] | None = None,
-    ) -> None:
-        special = {token for token in special if token.strip()}
-        written = {token for token in added if token.strip() and token in template}
-        self._all = special | {token for token in written if not _looked_for(token, template)}
-        self._everywhere = _Spellings(self._all, normalize)
+    def __init__(self, hf: Any, normalizer: Any) -> None:
+        added, template = hf.added_tokens_decoder.values(), str(hf.chat_template)
+        # What the tokenizer does to a text before it looks for these tokens.
+        normalize = None
+        if normalizer is not None and any(token.normalized for token in added):
+            normalize = normalizer.normalize_str
+        special = {token.content for token in added if token.special and token.content.strip()}
+        self._all = special | {
+            token.content
+            for token in added
+            if token.content.strip() and _written_by(template, token.content)
+        }
         self._by_assistant = _Spellings(special, normalize)
+        self._everywhere = _Spellings(self._all, normalize)
+
+    def value(self, field: str, value: Any) -> Any:
+        """A JSON value that the template writes; ``field`` is named in errors."""
+        return self._everywhere.guard(field, value)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages; their own texts are as they were unless they spell a token."""
+        found = []
         for index, message in enumerate(messages):
-            self._check_role(index, message["role"])
-        return [self._message(message) for message in messages]
-
-    def value(self, field: str, value: Any) -> Any:
-        """The same of any other JSON value that the template writes; names ``field`` in errors."""
-        return self._guarded(field, value, self._everywhere)
-
-    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        spelled = self._by_assistant if message["role"] == "assistant" else self._everywhere
-        guarded = {
-            key: value if key == "role" else self._guarded("messages", value, spelled)
-            for key, value in message.items()
-        }
-        if isinstance(parts := guarded.get("content"), list):
-            texts = {
-                place: text
-                for place, part in enumerate(parts)
-                if isinstance(text := part.get("text") if isinstance(part, dict) else part, str)
+            role = message["role"]
+            self._check_role(index, role)
+            spelled = self._by_assistant if role == "assistant" else self._everywhere
+            guarded = {
+                key: value if key == "role" else spelled.guard("messages", value)
+                for key, value in message.items()
             }
-            apart = spelled.guard_between("messages", list(texts.values()))
-            for place, text in zip(texts, apart, strict=True):
-                part = parts[place]
-                parts[place] = {**part, "text": text} if isinstance(part, dict) else text
-        return guarded
+            if isinstance(parts := guarded.get("content"), list):
+                guarded["content"] = spelled.guard_parts(parts)
+            found.append(guarded)
+        return found
 
     def _check_role(self, index: int, role: str) -> None:
         if role in _ROLES:
@@ -118,18 +111,6 @@ class ChatGuard:
             problem = f"the role {role!r} of message {index} is part of the control token {found}"
             raise InvalidRequest("messages", problem)
 
-    def _guarded(self, field: str, value: Any, spelled: _Spellings) -> Any:
-        if isinstance(value, str):
-            return spelled.guard(field, value)
-        if isinstance(value, Mapping):
-            return {
-                self._guarded(field, key, spelled): self._guarded(field, item, spelled)
-                for key, item in value.items()
-            }
-        if isinstance(value, (list, tuple)):
-            return [self._guarded(field, item, spelled) for item in value]
-        return value
-
 
 class _Spellings:
     """Where texts spell one of some tokens, also in characters that ``normalize`` makes them of."""
@@ -139,29 +120,42 @@ class _Spellings:
         self._normalize = normalize
         self._normalized = _any_of(map(normalize, tokens)) if normalize else _any_of(())
 
-    def guard(self, field: str, text: str) -> str:
-        """The text with ``GUARD`` inside every spelling. Raises ``InvalidRequest`` if it cannot."""
-        if GUARD in text:
+    def guard(self, field: str, value: Any) -> Any:
+        """A JSON value with ``GUARD`` inside every spelling; raises ``InvalidRequest`` where it
+        cannot be."""
+        if isinstance(value, Mapping):
+            return {self.guard(field, key): self.guard(field, item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.guard(field, item) for item in value]
+        if not isinstance(value, str):
+            return value
+        if GUARD in value:
             raise InvalidRequest(field, f"holds U+{ord(GUARD):04X}, which is not a character")
-        while found := self._written.search(text):
+        while found := self._written.search(value):
             if len(found[0]) == 1:
                 raise InvalidRequest(field, f"spells the control token {found[0]}")
-            text = self._written.sub(lambda match: match[0][0] + GUARD + match[0][1:], text)
-        self._check_normalized(field, text)
-        return text
+            value = self._written.sub(lambda match: match[0][0] + GUARD + match[0][1:], value)
+        self._check_normalized(field, value)
+        return value
 
-    def guard_between(self, field: str, guarded: list[str]) -> list[str]:
-        """Guarded texts, with ``GUARD`` between all of them if two together spell a token.
+    def guard_parts(self, parts: list[Any]) -> list[Any]:
+        """Guarded parts of one content, with ``GUARD`` between their texts if two together spell a
+        token.
 
-        For texts that a template writes one after the other, some without the white space around.
+        A template writes them one after the other, some without the white space around.
         """
-        for joined in ("".join(guarded), "".join(map(str.strip, guarded))):
-            if self._written.search(joined):
-                guarded = [guarded[0], *(GUARD + text for text in guarded[1:])]
-                break
-        for joined in ("".join(guarded), "".join(map(str.strip, guarded))):
-            self._check_normalized(field, joined)
-        return guarded
+        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        apart = [text for text in texts if isinstance(text, str)]
+        if any(map(self._written.search, ("".join(apart), "".join(map(str.strip, apart))))):
+            apart = [apart[0], *(GUARD + text for text in apart[1:])]
+        for joined in ("".join(apart), "".join(map(str.strip, apart))):
+            self._check_normalized("messages", joined)
+        following = iter(apart)
+        for place, (part, text) in enumerate(zip(parts, texts, strict=True)):
+            if isinstance(text, str):
+                text = next(following)
+                parts[place] = {**part, "text": text} if isinstance(part, dict) else text
+        return parts
 
     def _check_normalized(self, field: str, text: str) -> None:
         hidden = self._normalize and self._normalized.search(self._normalize(text))
@@ -170,7 +164,7 @@ class _Spellings:
             raise InvalidRequest(field, problem)
 
 
-def check_messages(messages: object) -> None:
+def _check_messages(messages: object) -> None:
     """Raises ``InvalidRequest`` for what is no list of messages."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidRequest("messages", "must be a list of at least one message")
@@ -187,33 +181,12 @@ def check_messages(messages: object) -> None:
 # How a template wants an assistant's calls: whether their arguments are JSON text, and whether the
 # content beside them is null. The usual form comes first.
 _CALL_FORMS = ((False, False), (True, False), (False, True), (True, True))
-_PROBE_ARGUMENTS = {"probe_key": "probe_value"}
 
 
-def _probe(count: int) -> list[dict[str, Any]]:
-    """A conversation with so many calls in one turn; some templates want ids of nine characters."""
-    calls = [
-        {
-            "id": f"probecal{place}",
-            "type": "function",
-            "function": {"name": f"probe_name{place}", "arguments": _PROBE_ARGUMENTS},
-        }
-        for place in range(count)
-    ]
-    return [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        *(
-            {"role": "tool", "name": "probe_name0", "tool_call_id": call["id"], "content": "b"}
-            for call in calls
-        ),
-    ]
-
-
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": "probe_name0", "description": "a", "parameters": {}},
-}
+def _calls_of(message: Mapping[str, Any]) -> list[Any]:
+    """The calls of an assistant's message, if it has any."""
+    calls = message.get("tool_calls")
+    return calls if message["role"] == "assistant" and isinstance(calls, list) else []
 
 
 def _calls_in_form(
@@ -222,8 +195,8 @@ def _calls_in_form(
     """The messages with calls in one of ``_CALL_FORMS``; content that must be null comes before."""
     as_text, without_content = form
     for message in messages:
-        calls = message.get("tool_calls")
-        if message["role"] != "assistant" or not calls or not isinstance(calls, list):
+        calls = _calls_of(message)
+        if not calls:
             yield message
             continue
         content = message.get("content") or ""
@@ -254,8 +227,8 @@ def _one_call_a_turn(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[
     rest = deque(messages)
     while rest:
         message = rest.popleft()
-        calls = message.get("tool_calls")
-        if message["role"] != "assistant" or not calls or not isinstance(calls, list):
+        calls = _calls_of(message)
+        if not calls:
             yield message
             continue
         ids = [call.get("id") if isinstance(call, Mapping) else None for call in calls]
@@ -284,10 +257,12 @@ def _call_in_form(call: Any, as_text: bool) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _looked_for(token: str, template: str) -> bool:
-    """Whether the template compares messages with the token: ``'X' in text``, ``split('X')``."""
+def _written_by(template: str, token: str) -> bool:
+    """Whether the template has the token, other than to look for it in messages, as
+    ``'X' in text`` and ``split('X')`` do."""
     quoted = rf"""['"]{re.escape(token)}['"]"""
-    return re.search(rf"{quoted}\s*(not\s+)?in\b|\.\w+\(\s*{quoted}", template) is not None
+    looked_for = re.search(rf"{quoted}\s*(not\s+)?in\b|\.\w+\(\s*{quoted}", template)
+    return token in template and looked_for is None
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -381,9 +356,16 @@ class TokenCache:
         new = [piece for piece, known in ids.items() if known is None]
         encoded = self._backend.encode_batch_fast(new, add_special_tokens=False)
         for piece, encoding in zip(new, encoded, strict=True):
-            ids[piece] = _packed(encoding.ids)
-            if len(piece) >= _PIECE:
-                self._keep(piece, ids[piece])
+            made = ids[piece] = _packed(encoding.ids)
+            if len(piece) < _PIECE:
+                continue
+            with self._lock:
+                if piece not in self._kept:
+                    self._kept[piece] = made
+                    self._bytes += sys.getsizeof(piece) + sys.getsizeof(made)
+                while self._bytes > self._most_bytes:
+                    gone, made = self._kept.popitem(last=False)
+                    self._bytes -= sys.getsizeof(gone) + sys.getsizeof(made)
         begin = [self._begin] if special else []
         return [array("i", b"".join([*begin, *(ids[piece] for piece in pieces)])) for pieces in cut]
 
@@ -393,15 +375,6 @@ class TokenCache:
             pieces.append(text[begin : found.start()])
             begin = found.start()
         return [*pieces, text[begin:]]
-
-    def _keep(self, piece: str, ids: array[int]) -> None:
-        with self._lock:
-            if piece not in self._kept:
-                self._kept[piece] = ids
-                self._bytes += sys.getsizeof(piece) + sys.getsizeof(ids)
-            while self._bytes > self._most_bytes:
-                gone, ids = self._kept.popitem(last=False)
-                self._bytes -= sys.getsizeof(gone) + sys.getsizeof(ids)
 
 
 # --- one directory --------------------------------------------------------------------------
@@ -579,7 +552,11 @@ class Tokenizer:
         """
         if not self._hf.chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send text_input")
-        self._check_variables(options.variables)
+        # Arguments of ``apply_chat_template`` could set another template.
+        own = inspect.signature(self._hf.apply_chat_template).parameters
+        if wrong := sorted({"messages", *own} & options.variables.keys()):
+            problem = f"{wrong[0]} cannot be set; name variables of the chat template"
+            raise InvalidRequest("chat_template_kwargs", problem)
         guard = self._chat_guard
         further: dict[str, Any] = {
             name: guard.value("chat_template_kwargs", value)
@@ -587,15 +564,16 @@ class Tokenizer:
         }
         if options.continue_final_message:
             further["continue_final_message"] = True
-        check_messages(messages)
+        further["add_generation_prompt"] = options.add_generation_prompt
+        _check_messages(messages)
         if any("tool_calls" in message for message in messages):
-            if self._takes_one_call:
+            form, takes_one_call = self._call_form
+            if takes_one_call:
                 messages = list(_one_call_a_turn(messages))
-            messages = list(_calls_in_form(messages, self._call_form))
+            messages = list(_calls_in_form(messages, form))
         if "<|channel|>analysis" in (self.chat_template or ""):
             messages = list(_with_thinking(messages))
         conversation = guard.messages(messages)
-        further["add_generation_prompt"] = options.add_generation_prompt
         known_tools = None if tools is None else guard.value("tools", list(tools))
         if ".description" in (self.chat_template or ""):  # some take its absence for an error
             for tool in known_tools or ():
@@ -627,21 +605,38 @@ class Tokenizer:
         return str(prompt)
 
     @cached_property
-    def _call_form(self) -> tuple[bool, bool]:
-        """The first of ``_CALL_FORMS`` in which the template shows a call."""
-        return next((form for form in _CALL_FORMS if self._shows(1, form)), _CALL_FORMS[0])
-
-    @cached_property
-    def _takes_one_call(self) -> bool:
-        """Whether the template shows a call, but not two of one turn."""
-        return self._shows(1, self._call_form) and not self._shows(2, self._call_form)
+    def _call_form(self) -> tuple[tuple[bool, bool], bool]:
+        """The first of ``_CALL_FORMS`` in which the template shows a call, and whether it then
+        shows no two calls of one turn."""
+        for form in _CALL_FORMS:
+            if self._shows(1, form):
+                return form, not self._shows(2, form)
+        return _CALL_FORMS[0], False
 
     def _shows(self, count: int, form: tuple[bool, bool]) -> bool:
         """Whether the template shows so many calls of one turn, in this form."""
         names = [f"probe_name{place}" for place in range(count)]
+        arguments = {"probe_key": "probe_value"}
+        calls = [  # some templates want ids of nine characters
+            {
+                "id": f"probecal{place}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for place, name in enumerate(names)
+        ]
+        probe: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *(
+                {"role": "tool", "name": names[0], "tool_call_id": call["id"], "content": "b"}
+                for call in calls
+            ),
+        ]
+        function = {"name": names[0], "description": "a", "parameters": {}}
+        tools = [{"type": "function", "function": function}]
         with suppress(Exception):  # a template is a program: it may raise anything
-            probe = list(_calls_in_form(_probe(count), form))
-            prompt = self._written_by_template(probe, [_PROBE_TOOL], {})
+            prompt = self._written_by_template(list(_calls_in_form(probe, form)), tools, {})
             # Arguments are shown neither escaped nor in Python's spelling.
             otherwise = '\\"probe_key' in prompt or "'probe_key'" in prompt
             return all(text in prompt for text in (*names, "probe_value")) and not otherwise
@@ -649,55 +644,35 @@ class Tokenizer:
 
     @cached_property
     def _chat_guard(self) -> ChatGuard:
-        tokens = self._hf.added_tokens_decoder.values()
-        normalizer: Any = getattr(self._backend, "normalizer", None)
-        looks_in_normalized = normalizer is not None and any(token.normalized for token in tokens)
-        return ChatGuard(
-            [token.content for token in tokens if token.special],
-            [token.content for token in tokens if not token.special],
-            str(self._hf.chat_template),
-            normalizer.normalize_str if looks_in_normalized else None,
-        )
+        return ChatGuard(self._hf, getattr(self._backend, "normalizer", None))
 
     def encode_chat(self, prompt: str) -> PromptIds:
         """The ids of what ``render_chat`` made; no text of a message becomes a control token."""
         _check_unicode(prompt, "messages")
         first, *more = prompt.split(GUARD)
-        known = self._encoded_within(set(more)) if more else {}
         ids = self.encode(first, add_special_tokens=False, field="messages")
-        return tuple(itertools.chain(ids, *(known[text] for text in more))) if more else ids
-
-    def _encoded_within(self, texts: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """The ids of each text in the middle of a text, where no space is put before it."""
-        found: dict[str, tuple[int, ...]] = {}
+        if not more:
+            return ids
+        # These stand in the middle of a text, where no space is put before a text.
+        encode = self._encode_all if self._cache is None else self._cache.encode
+        known: dict[str, tuple[int, ...]] = {}
         for before in ("\n", "a", "."):
             anchor = tuple(self._encode(before, False, "messages"))
-            missing = [text for text in texts if text not in found]
-            encode = self._encode_all if self._cache is None else self._cache.encode
-            for text, made in zip(
-                missing, encode([before + text for text in missing], False), strict=True
-            ):
-                ids = tuple(made)
-                if ids[: len(anchor)] == anchor:  # else the border fell inside a token
-                    found[text] = ids[len(anchor) :]
-        if wrong := next((text for text in texts if text not in found), None):
+            missing = [text for text in set(more) if text not in known]
+            anchored = encode([before + text for text in missing], False)
+            for text, made in zip(missing, map(tuple, anchored), strict=True):
+                if made[: len(anchor)] == anchor:  # else the border fell inside a token
+                    known[text] = made[len(anchor) :]
+        if wrong := next((text for text in more if text not in known), None):
             problem = f"spell a control token before {wrong[:20]!r}, which cannot be told from text"
             raise InvalidRequest("messages", problem)
-        return found
+        return tuple(itertools.chain(ids, *(known[text] for text in more)))
 
     def _encode_all(self, texts: Sequence[str], special: bool) -> Iterator[tuple[int, ...]]:
         if self._backend is None:
             return (tuple(self._encode(text, special, "messages")) for text in texts)
         made = self._backend.encode_batch_fast(texts, add_special_tokens=special)
         return (tuple(encoding.ids) for encoding in made)
-
-    def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        """Refuse names of ``apply_chat_template``'s arguments, which could set another template."""
-        own = inspect.signature(self._hf.apply_chat_template).parameters
-        wrong = sorted({"messages", *own} & variables.keys())
-        if wrong:
-            problem = f"{wrong[0]} cannot be set; name variables of the chat template"
-            raise InvalidRequest("chat_template_kwargs", problem)
 
     # --- ids to text ---
 
