@@ -7,16 +7,11 @@ with 128 streams from TrtllmService, parsing of the message included, on one bus
 about 16 microseconds (7 with ``coalesce_reads``), against 60 for ``grpc.aio`` and 100 for grpcio's
 synchronous client with a thread for each stream.
 
-What it does: unary and streaming calls over one HTTP/2 connection, plain or with TLS; statuses with
-their details; cancellation; flow control in both directions; the server's limit on concurrent
-streams, beyond which calls wait in order; GOAWAY, after which running calls end on the old
-connection and new ones begin on another; and further tries of calls that the server says it has not
-looked at. It connects when a call needs it, and again after a loss.
-
-What it does not do: load balancing, name resolution beyond ``getaddrinfo``, proxies, compression,
-keepalive pings, retries of calls that the server may have begun, deadlines sent to the server
-(``unary`` has a timeout of its own), HTTP/2 push. It has no server side and makes no messages: they
-go in and come out as bytes.
+It has unary and streaming calls over one HTTP/2 connection, plain or with TLS, and obeys the
+server's limit on streams, its flow control and its GOAWAY. It has no load balancing, name
+resolution beyond ``getaddrinfo``, proxies, compression, keepalive pings, retries of calls that the
+server may have begun, or deadlines sent to the server (``unary`` has a timeout of its own).
+Messages go in and come out as bytes.
 
 How to use it::
 
@@ -29,15 +24,11 @@ How to use it::
     ...
     await channel.close()
 
-``on_messages`` is called on the event loop with a list of messages, ``on_end`` once with ``None``
-or a ``GrpcError``. Neither may block. ``call.cancel()`` ends a call without another callback. A
-channel belongs to one event loop; nothing here is thread-safe.
+A channel belongs to one event loop; nothing here is thread-safe. Callbacks must not block.
 
 How to read it: ``protocol`` is HTTP/2 and gRPC's framing as a state machine without I/O, in the
-manner of h11: bytes in, ``Received`` out; requests in, bytes out. Begin with its ``receive``. Here
-is everything that has to do with asyncio: ``GrpcChannel`` (one server), ``GrpcCall`` (one RPC) and
-the connections between them, which decide on which of them a call is, and send a call again that
-a server has refused without a look at it.
+manner of h11: bytes in, ``Received`` out; requests in, bytes out. Here is everything that has to do
+with asyncio: ``GrpcChannel`` (one server), ``GrpcCall`` (one RPC) and the connections between them.
 """
 
 from __future__ import annotations
@@ -104,11 +95,7 @@ class GrpcChannel:
         self._closed = False
 
     def open(
-        self,
-        method: str,
-        on_messages: OnMessages,
-        on_end: OnEnd,
-        traceparent: str | None = None,
+        self, method: str, on_messages: OnMessages, on_end: OnEnd, traceparent: str | None = None
     ) -> GrpcCall:
         """Start a call of ``method`` (``/package.Service/Method``); callbacks come later.
 
@@ -130,18 +117,12 @@ class GrpcChannel:
     async def unary(self, method: str, message: bytes, timeout: float | None = None) -> bytes:
         """One message there, one back, within ``timeout`` seconds. Raises ``GrpcError``."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bytes] = loop.create_future()
+        ended: asyncio.Future[GrpcError | None] = loop.create_future()
         messages: list[bytes] = []
 
         def on_end(error: GrpcError | None) -> None:
-            if error is None and len(messages) != 1:
-                error = GrpcError("INTERNAL", f"{method} sent {len(messages)} messages, not one")
-            if answer.done():
-                return
-            if error is None:
-                answer.set_result(messages[0])
-            else:
-                answer.set_exception(error)
+            if not ended.done():
+                ended.set_result(error)
 
         # Not asyncio.wait_for: up to Python 3.11 it can swallow the cancellation of its caller.
         late = GrpcError("DEADLINE_EXCEEDED", f"{method} at {self.target} did not answer in time")
@@ -150,11 +131,16 @@ class GrpcChannel:
         call.send(message)
         call.half_close()
         try:
-            return await answer
+            error = await ended
         finally:
             call.cancel()
             if timer is not None:
                 timer.cancel()
+        if error is None and len(messages) != 1:
+            error = GrpcError("INTERNAL", f"{method} sent {len(messages)} messages, not one")
+        if error is not None:
+            raise error
+        return messages[0]
 
     async def close(self) -> None:
         """End open calls with CANCELLED and disconnect."""
@@ -194,7 +180,7 @@ class GrpcCall:
         self.replies = 0
         self.done = self.half_closed = False
         self.headers = headers
-        self.connection: _Connection | None = None
+        self.connection: _Connection  # since the channel has started the call
         self.stream_id = 0  # on `connection`; 0 until the call is sent there
         # All that was sent, until the server begins to answer: it may have to be sent again.
         self.unanswered: list[bytes] | None = []
@@ -205,7 +191,7 @@ class GrpcCall:
         """Queue a message; it leaves when flow control admits it. Nothing happens once done."""
         if self.half_closed:
             raise RuntimeError("a message cannot follow half_close()")
-        if self.done or self.connection is None:
+        if self.done:
             return
         if self.unanswered is not None:
             self.unanswered.append(message)
@@ -214,7 +200,7 @@ class GrpcCall:
 
     def half_close(self) -> None:
         """Tell the server, after what is queued, that no more messages follow."""
-        if self.done or self.half_closed or self.connection is None:
+        if self.done or self.half_closed:
             return
         self.half_closed = True
         self.connection.protocol.half_close(self.stream_id)
@@ -222,7 +208,7 @@ class GrpcCall:
 
     def cancel(self) -> None:
         """End the call without another callback. A call not yet sent sends nothing."""
-        if not self.done and self.connection is not None:
+        if not self.done:
             self.connection.drop(self)
             self.finish()
 

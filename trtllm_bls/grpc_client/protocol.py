@@ -318,7 +318,15 @@ class Http2Client:
             self._block_flags = flags
             self._receive_headers(received, flags, stream_id, unpadded(payload, flags))
         elif kind == RESET:
-            self._receive_reset(received, stream_id, payload)
+            (code,) = _NUMBER.unpack(payload)
+            details = f"the server reset the stream: HTTP/2 error {code}"
+            error = GrpcError(_STATUS_OF_RESET.get(code, "INTERNAL"), details)
+            stream = self._streams.get(stream_id)
+            if stream is not None and code == REFUSED_STREAM:
+                self._close(stream, None)
+                received.refused[stream_id] = error
+            elif stream is not None:
+                self._end(received, stream, error, None)
         elif kind == GOAWAY:  # the server goes on with the streams that it has accepted
             last, code = _GOAWAY.unpack_from(payload)
             text = payload[_GOAWAY.size :].decode("utf-8", "replace")
@@ -377,19 +385,6 @@ class Http2Client:
             self._end(received, stream, status, None if stream.end_sent else NO_ERROR)
         elif (problem := not_grpc(fields)) is not None:
             self._end(received, stream, problem, CANCEL)
-
-    def _receive_reset(self, received: Received, stream_id: int, payload: bytes) -> None:
-        (code,) = _NUMBER.unpack(payload)
-        stream = self._streams.get(stream_id)
-        if stream is None:
-            return
-        status = _STATUS_OF_RESET.get(code, "INTERNAL")
-        error = GrpcError(status, f"the server reset the stream: HTTP/2 error {code}")
-        if code == REFUSED_STREAM:
-            self._close(stream, None)
-            received.refused[stream_id] = error
-        else:
-            self._end(received, stream, error, None)
 
     def _receive_settings(self, payload: bytes) -> None:
         self.ready = True

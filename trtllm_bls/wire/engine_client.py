@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,6 @@ from trtllm_bls.types import (
 )
 from trtllm_bls.wire.words import dense_bias, pack_words
 
-NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 _ID = struct.Struct("<i")
 _RAW_OF_4 = b"\x32\x04"  # how protobuf writes that 4 bytes of raw_output_contents follow
 _NO_WANTS = Wants()
@@ -51,7 +49,6 @@ _SPELLINGS = {
     tensor.key: tuple(other.name for other in ENGINE.inputs if other.key == tensor.key)
     for tensor in ENGINE.inputs
 }
-
 _NO_INPUT = "this engine version has no such input"
 
 # --- messages of any model ------------------------------------------------------------------
@@ -62,10 +59,10 @@ def packed_infer_message(
     request_id: str,
     inputs: Iterable[tuple[str, str, Array]],
     outputs: Iterable[str] = (),
-    parameters: Mapping[str, str] = NO_PARAMETERS,
+    traceparent: str | None = None,
 ) -> bytes:
     """A ``ModelInferRequest``, serialised. ``inputs``: name, Triton's data type, values; no outputs
-    = all.
+    = all. ``traceparent``: the W3C trace context, a parameter.
 
     A BF16 input is given as float32. The last response has Triton's final flag, also if it is
     empty. (Triton's Python clients refuse that parameter by name, so messages are made here.) To
@@ -75,8 +72,8 @@ def packed_infer_message(
     headers = tuple([(name, datatype, array.shape) for name, datatype, array in inputs])
     raws = [_packed(datatype, array) for _, datatype, array in inputs]
     own = service_pb2.ModelInferRequest(id=request_id, raw_input_contents=raws)
-    for key, value in parameters.items():
-        own.parameters[key].string_param = value
+    if traceparent is not None:
+        own.parameters["traceparent"].string_param = traceparent
     packed: bytes = _in_common(model, headers, tuple(outputs)) + own.SerializeToString()
     return packed
 
@@ -157,11 +154,10 @@ class DeployedModel:
         """From Triton's ``ModelConfig`` message."""
         parameters = {key: value.string_value for key, value in config.parameters.items()}
         types = config.DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_number
+        names = {tensor.name: types[tensor.data_type].name for tensor in config.input}
         inputs = {
-            tensor.name: types[tensor.data_type]
-            .name.removeprefix("TYPE_")
-            .replace("STRING", "BYTES")
-            for tensor in config.input
+            name: kind.removeprefix("TYPE_").replace("STRING", "BYTES")
+            for name, kind in names.items()
         }
         if is_true(parameters.get("exclude_input_in_output", "")):
             inputs.pop("exclude_input_in_output", None)  # nothing to ask for: it is so by default
@@ -416,9 +412,9 @@ class ResponseReader:
         if "output_ids" not in arrays or length is None:
             raise EngineError("the engine's response lacks output_ids or sequence_length")
         ids = _ranked(arrays, "output_ids", 3, kinds="iu")
-        if not 0 <= length <= ids.shape[2]:
+        if not 0 <= length <= (most := ids.shape[2]):
             raise EngineError(
-                f"the engine's sequence_length is {length}, its output_ids hold {ids.shape[2]}"
+                f"the engine's sequence_length is {length}, its output_ids hold {most}"
             )
         row = ids[0, 0, self._skip : length]
         if (low := row.min(initial=0)) < 0:

@@ -39,7 +39,6 @@ from trtllm_bls.errors import (
 from trtllm_bls.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
 from trtllm_bls.types import Array, EngineCapacity, EngineChunk, EngineRequest
 from trtllm_bls.wire.engine_client import (
-    NO_PARAMETERS,
     DeployedModel,
     ResponseReader,
     is_final,
@@ -160,7 +159,7 @@ class GrpcChunks(CallChunks):
             self._id,
             request_inputs(request, model, engine.vocab_size),
             model.outputs_for(request),
-            {"traceparent": request.traceparent} if request.traceparent else NO_PARAMETERS,
+            request.traceparent,
         )
         super().__init__(engine.calls)
         self._begin()
