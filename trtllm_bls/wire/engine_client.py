@@ -72,7 +72,7 @@ def packed_infer_message(
     headers = tuple([(name, datatype, array.shape) for name, datatype, array in inputs])
     raws = [_packed(datatype, array) for _, datatype, array in inputs]
     own = service_pb2.ModelInferRequest(id=request_id, raw_input_contents=raws)
-    if traceparent is not None:
+    if traceparent:
         own.parameters["traceparent"].string_param = traceparent
     packed: bytes = _in_common(model, headers, tuple(outputs)) + own.SerializeToString()
     return packed
@@ -412,10 +412,9 @@ class ResponseReader:
         if "output_ids" not in arrays or length is None:
             raise EngineError("the engine's response lacks output_ids or sequence_length")
         ids = _ranked(arrays, "output_ids", 3, kinds="iu")
-        if not 0 <= length <= (most := ids.shape[2]):
-            raise EngineError(
-                f"the engine's sequence_length is {length}, its output_ids hold {most}"
-            )
+        held = ids.shape[2]
+        if not 0 <= length <= held:
+            raise EngineError(f"the engine's sequence_length is {length}, output_ids hold {held}")
         row = ids[0, 0, self._skip : length]
         if (low := row.min(initial=0)) < 0:
             raise EngineError(f"the engine's output_ids hold {low}, which is no token")
