@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ EXPOSE_METRICS = "TRTLLM_BLS_EXPOSE_KV_CACHE_METRICS"
 
 
 _TRUE = {"true", "1", "t", "y", "yes"}
-_FALSE = {"false", "0", "f", "n", "no"}
+_FLAGS = dict.fromkeys(_TRUE, True) | dict.fromkeys(("false", "0", "f", "n", "no"), False)
 _Declared = TypeVar("_Declared")
 
 
@@ -49,15 +49,23 @@ _Declared = TypeVar("_Declared")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value must be, in words, and the function that reads its text.
+    """What a value must be, in words; the function that reads its text, and the values allowed.
 
-    ``parse`` raises ``ValueError`` for any other text. ``unset`` is the value of a parameter that
-    has neither a text nor a default.
+    ``read`` raises ``ValueError`` or ``KeyError`` for a text that it cannot read. ``unset`` is the
+    value of a parameter that has neither a text nor a default.
     """
 
     expected: str
-    parse: Callable[[str], Any]
+    read: Callable[[str], Any]
+    allows: Callable[[Any], bool] = lambda value: True
     unset: Any = None
+
+    def parse(self, text: str) -> Any:
+        """The value; raises ``ValueError`` or ``KeyError`` for any other text."""
+        value = self.read(text)
+        if not self.allows(value):
+            raise ValueError(text)
+        return value
 
 
 def is_true(text: str) -> bool:
@@ -65,30 +73,20 @@ def is_true(text: str) -> bool:
     return text.strip().lower() in _TRUE
 
 
-def _flag(text: str) -> bool:
-    if text.strip().lower() not in _TRUE | _FALSE:
-        raise ValueError(text)
-    return is_true(text)
+def _is_not_negative(number: float) -> bool:
+    return 0 <= number < float("inf")
 
 
-def _number(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise ValueError(text)
-    return number
-
-
-def _model(text: str) -> str:
-    if "/" in text:
-        raise ValueError(text)
-    return text
-
-
-FLAG = Kind("true or false", _flag)
-NUMBER = Kind("a number that is not negative", _number)
-SECONDS = Kind("a number of seconds that is not negative", _number)
+FLAG = Kind("true or false", lambda text: _FLAGS[text.strip().lower()])
+NUMBER = Kind("a number that is not negative", float, _is_not_negative)
+SECONDS = Kind("a number of seconds that is not negative", float, _is_not_negative)
 TEXT = Kind("a text", str, unset="")
-MODEL = Kind("the name of a model of this server (an address is for `engine`)", _model, unset="")
+MODEL = Kind(
+    "the name of a model of this server (an address is for `engine`)",
+    str,
+    lambda name: "/" not in name,
+    unset="",
+)
 # They must exist. A relative path starts at the model repository.
 DIRECTORY = Kind("a directory", Path)
 FILE = Kind("a file", Path)
@@ -96,14 +94,8 @@ FILE = Kind("a file", Path)
 
 def count(least: int, unit: str = "") -> Kind:
     """A whole number of at least ``least``; ``unit`` says of what, such as ``tokens``."""
-
-    def parse(text: str) -> int:
-        if int(text) < least:
-            raise ValueError(text)
-        return int(text)
-
     of = f" of {unit}," if unit else " of"
-    return Kind(f"a whole number{of} at least {least}", parse)
+    return Kind(f"a whole number{of} at least {least}", int, lambda number: number >= least)
 
 
 def auto_or(kind: Kind) -> Kind:
@@ -114,19 +106,13 @@ def auto_or(kind: Kind) -> Kind:
 
 def none_if_zero(kind: Kind) -> Kind:
     """The same, but a zero is read as ``None``."""
-    return replace(kind, parse=lambda text: kind.parse(text) or None)
+    return Kind(kind.expected, lambda text: kind.parse(text) or None)
 
 
 def choice(*words: str, **meanings: Any) -> Kind:
     """One of the words; a word that is given a meaning is read as that."""
     values = {word: word for word in words} | meanings
-
-    def parse(text: str) -> Any:
-        if text not in values:
-            raise ValueError(text)
-        return values[text]
-
-    return Kind(f"one of: {', '.join(values)}", parse)
+    return Kind(f"one of: {', '.join(values)}", values.__getitem__)
 
 
 # --- declaring ------------------------------------------------------------------------------
@@ -164,7 +150,7 @@ class Parameter:
         text = text or self.default or ""
         try:
             return self.kind.parse(text) if text else self.kind.unset
-        except ValueError:
+        except (ValueError, KeyError):
             raise refusal(model, key, text, f"use {self.kind.expected}") from None
 
 
@@ -264,16 +250,15 @@ def parse_engine(text: str) -> EngineChoice:
     return EngineChoice(kind, tuple(addresses))
 
 
-def _local(text: str) -> str:
-    """What generates tokens inside the Python model ``tensorrt_llm``."""
-    if text not in ("embedded", "llm_api"):
-        choice = parse_engine(text)
-        if choice.kind is not EngineKind.TRTLLM or len(choice.addresses) > 1:
-            raise ValueError(text)
-    return text
+def _is_local(text: str) -> bool:
+    """Whether it generates tokens inside the Python model ``tensorrt_llm``."""
+    if text in ("embedded", "llm_api"):
+        return True
+    choice = parse_engine(text)
+    return choice.kind is EngineKind.TRTLLM and len(choice.addresses) == 1
 
 
-LOCAL_ENGINE = Kind("embedded, llm_api or trtllm://HOST:PORT", _local)
+LOCAL_ENGINE = Kind("embedded, llm_api or trtllm://HOST:PORT", str, _is_local)
 ENGINE_CHOICE = Kind(
     "triton:MODEL, triton+grpc://HOST:PORT/MODEL or trtllm://HOST:PORT (several with commas)",
     parse_engine,
@@ -758,8 +743,10 @@ class Parameters:
         """
         known = parameters_in(declared)
         values = {key: self._value(key, parameter) for key, parameter in known.items()}
-        others = {each.name for each in dataclasses.fields(declared)} - known.keys()  # type: ignore[arg-type]
-        return declared(**values, **{name: getattr(self, name) for name in others})
+        for each in dataclasses.fields(declared):  # type: ignore[arg-type]
+            if each.name not in known:
+                values[each.name] = getattr(self, each.name)
+        return declared(**values)
 
     def _value(self, key: str, declared: Parameter) -> Any:
         is_draft = bool(declared.draft_env) and is_true(self._texts.get("is_draft", ""))

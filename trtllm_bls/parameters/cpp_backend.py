@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +42,7 @@ class Key:
 
     name: str
     expected: str  # what a value must be, in words
-    pattern: re.Pattern[str]
+    pattern: str
     since: Version
     until: Version
     demanded: Version | None
@@ -87,16 +86,13 @@ def parse_version(text: str, option: str = "--version") -> Version:
     return version
 
 
-def _key(row: Mapping[str, str]) -> Key:
-    """Of a row of cpp_backend.csv: without ``until`` the last release reads the key too."""
-    expected, pattern = _KINDS[row["kind"]]
-    since, until = parse_version(row["since"]), parse_version(row["until"] or "last")
-    demanded = parse_version(row["demanded"]) if row["demanded"] else None
-    return Key(row["key"], expected, re.compile(pattern), since, until, demanded)
-
-
+KEYS = []
 with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
-    KEYS = tuple(map(_key, csv.DictReader(_file)))
+    for _row in csv.DictReader(_file):  # without "until" the last release reads the key too
+        _since, _until = parse_version(_row["since"]), parse_version(_row["until"] or "last")
+        _demanded = parse_version(_row["demanded"]) if _row["demanded"] else None
+        _expected, _pattern = _KINDS[_row["kind"]]
+        KEYS.append(Key(_row["key"], _expected, _pattern, _since, _until, _demanded))
 _FACTS = parameters_in(EngineFacts)
 
 
@@ -122,5 +118,5 @@ def check_backend(key: str, value: str, version: Version | None = None) -> None:
             backend += f" of {version}"
         mend = suggestion(key, [row.name for row in known])
         raise SettingsError(f"{backend} has no parameter {key}; {mend}")
-    if "${" in value or not any(row.pattern.fullmatch(value) for row in rows):
+    if "${" in value or not any(re.fullmatch(row.pattern, value) for row in rows):
         raise SettingsError(f"{value!r} is not allowed; it must be {rows[-1].expected}")
