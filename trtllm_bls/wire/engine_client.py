@@ -414,7 +414,8 @@ class ResponseReader:
         ids = _ranked(arrays, "output_ids", 3, kinds="iu")
         held = ids.shape[2]
         if not 0 <= length <= held:
-            raise EngineError(f"the engine's sequence_length is {length}, output_ids hold {held}")
+            problem = f"sequence_length is {length}, its output_ids hold {held}"
+            raise EngineError(f"the engine's {problem}")
         row = ids[0, 0, self._skip : length]
         if (low := row.min(initial=0)) < 0:
             raise EngineError(f"the engine's output_ids hold {low}, which is no token")
