@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,7 @@ def main(context: click.Context, /, **options: Any) -> None:
     )
     options |= {"workers": workers, "why": why}
     server = {field.name: options[field.name] for field in fields(ServerSettings)}
-    sys.exit(serve(parameters, api, ServerSettings(**server), front))
+    serve(parameters, api, ServerSettings(**server), front)
 
 
 def given_parameters(context: click.Context, options: dict[str, Any]) -> dict[str, str]:

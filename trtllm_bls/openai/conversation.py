@@ -185,6 +185,13 @@ class ChatFormats:
         return cls(TOOL_FORMATS.get(tools or ""), REASONING_TAGS.get(reasoning or ""), taken)
 
 
+def function_tool(name: str, description: str, parameters: object) -> dict[str, Any]:
+    """A tool as chat templates take it; ``parameters``: its JSON schema, if it has one."""
+    schema = parameters or {"type": "object", "properties": {}}
+    function = {"name": name, "description": description, "parameters": schema}
+    return {"type": "function", "function": function}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """A chat request of any API.

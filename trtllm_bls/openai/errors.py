@@ -122,7 +122,12 @@ def api_error(
     text = " ".join(str(error).split())
     if is_too_long(error):
         problem = error.problem if isinstance(error, InvalidRequest) else text
-        return _too_long(problem, prompt, longest)
+        if longest is None and (found := _AT_MOST.search(problem)):  # of a prompt
+            longest = int(found[1]) + 1
+        # litellm looks for this sentence, langchain for the code.
+        limit = f"This model's maximum context length is {longest} tokens. " if longest else ""
+        code = "context_length_exceeded"
+        return ApiError(400, f"{limit}{prompt}: {problem}", param=prompt, code=code)
     if isinstance(error, InvalidRequest):
         name = prompt if error.field in _OF_THE_PROMPT else error.field
         name = guide if name in _OF_THE_GUIDE else _CALLERS_NAMES.get(name, name)
@@ -146,12 +151,3 @@ def is_too_long(error: Exception) -> bool:
     if isinstance(error, InvalidRequest) and error.field in _OF_THE_PROMPT:
         return isinstance(error, PromptTooLong) or _AT_MOST.search(error.problem) is not None
     return isinstance(error, TrtllmBlsError) and any(words in str(error) for words in _TOO_LONG)
-
-
-def _too_long(problem: str, param: str, longest: int | None) -> ApiError:
-    # litellm looks for this sentence, langchain for the code.
-    if longest is None and (found := _AT_MOST.search(problem)):  # of a prompt
-        longest = int(found[1]) + 1
-    limit = "" if longest is None else f"This model's maximum context length is {longest} tokens. "
-    code = "context_length_exceeded"
-    return ApiError(400, f"{limit}{param}: {problem}", param=param, code=code)

@@ -68,7 +68,8 @@ class Reply:
         if self.begun and response is not None:
             await self.events(response.failed(error), end=True)
         elif self._for_anthropic:
-            status, body = error_answer(error, self.request_id.decode())
+            status, told = error_answer(error)
+            body = {"type": "error", "error": told, "request_id": self.request_id.decode()}
             await self.json(body, status, error.headers)
         else:
             await self.json(error.body, error.status, error.headers)

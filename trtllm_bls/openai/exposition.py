@@ -19,9 +19,6 @@ from trtllm_bls.services.request_reports import METRICS, Labels, Metric, Request
 
 _TRITON_S = 2.0
 _OF_TRITON = re.compile(r"(# (HELP|TYPE) )?nv_")
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
 # By the metric's name, each sample, as it is written, with its value.
 Samples: TypeAlias = dict[str, dict[str, float]]
 
@@ -88,9 +85,6 @@ def shared(directory: Path) -> Samples:
 def _sample(metric: Metric, part: str, labels: Labels, model: str, end: str = "") -> str:
     pairs = [*zip(metric.labels, labels, strict=True), ("model", model)]
     pairs += [("le", end)] if end else []
-    text = ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    text = ",".join(f'{name}="{value.translate(escapes)}"' for name, value in pairs)
     return f"{metric.name}{part}{{{text}}}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

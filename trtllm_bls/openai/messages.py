@@ -17,6 +17,7 @@ from trtllm_bls.openai.conversation import (
     Conversation,
     Transcript,
     format_guide,
+    function_tool,
     thinking,
 )
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
@@ -169,7 +170,7 @@ class MessagesResponse(PartsBuilder):
         return sse("message_delta", delta=delta, usage=self._usage()) + sse("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
-        return sse("error", error=_told(*_known(error)))
+        return sse("error", error=error_answer(error)[1])
 
     def whole(self) -> bytes:
         return msgspec.json.encode(self._message([self._block(part) for part in self._parts]))
@@ -221,18 +222,18 @@ class MessagesResponse(PartsBuilder):
         }
 
     def _stopped(self) -> dict[str, str | None]:
-        ending, reason = self._ending, None
-        if ending is not None:
-            reason = "tool_use" if self._answer.has_calls else "end_turn"
-            if ending.finish_reason is FinishReason.STOP and ending.stop_reason is not None:
-                reason = "stop_sequence"
-            elif ending.finish_reason in (FinishReason.LENGTH, FinishReason.TIMEOUT):
-                asked = self.requests[0].max_tokens or 0
-                fewer = ending.finish_reason is FinishReason.LENGTH
-                fewer = fewer and ending.completion_tokens < asked
-                reason = "model_context_window_exceeded" if fewer else "max_tokens"
-        stop = ending.stop_reason if ending is not None and reason == "stop_sequence" else None
-        return {"stop_reason": reason, "stop_sequence": stop}
+        ending = self._ending
+        if ending is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        if ending.finish_reason is FinishReason.STOP and ending.stop_reason is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": ending.stop_reason}
+        reason = "tool_use" if self._answer.has_calls else "end_turn"
+        if ending.finish_reason in (FinishReason.LENGTH, FinishReason.TIMEOUT):
+            reason = "max_tokens"
+            asked = self.requests[0].max_tokens or 0
+            if ending.finish_reason is FinishReason.LENGTH and ending.completion_tokens < asked:
+                reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         made = self._ending.completion_tokens if self._ending is not None else 0
@@ -248,26 +249,17 @@ class MessagesResponse(PartsBuilder):
 # --- errors -----------------------------------------------------------------------------------
 
 
-def error_answer(error: ApiError, request_id: str) -> tuple[int, bytes]:
-    """The status and the body of an error, as Anthropic's clients read them."""
-    status, message = _known(error)
-    body = {"type": "error", "error": _told(status, message), "request_id": request_id}
-    return status, msgspec.json.encode(body)
-
-
-def _known(error: ApiError) -> tuple[int, str]:
-    if error.status in (429, 503):
-        return _OVERLOADED, error.message
-    if error.code == "context_length_exceeded":
-        numbers = _NUMBERS.search(error.message)
-        told = "{} tokens > {} maximum".format(*numbers.groups()) if numbers else error.message
-        return error.status, f"prompt is too long: {told}"
-    return error.status, error.message
-
-
-def _told(status: int, message: str) -> dict[str, str]:
+def error_answer(error: ApiError) -> tuple[int, dict[str, str]]:
+    """The status and the error object of an error, as Anthropic's clients read them."""
+    status, message = error.status, error.message
+    if status in (429, 503):
+        status = _OVERLOADED
+    elif error.code == "context_length_exceeded":
+        numbers = _NUMBERS.search(message)
+        told = "{} tokens > {} maximum".format(*numbers.groups()) if numbers else message
+        message = f"prompt is too long: {told}"
     kind = "api_error" if status >= 500 else "invalid_request_error"
-    return {"type": _TYPES.get(status, kind), "message": message}
+    return status, {"type": _TYPES.get(status, kind), "message": message}
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -278,7 +270,19 @@ def _conversation(request: CountTokensRequest) -> Conversation:
     if request.system:
         transcript.say("system", _text(request.system))
     for message in request.messages:
-        _read_message(message, transcript)
+        texts: list[str] = []
+        content = message.content
+        for block in [TextBlock(text=content)] if isinstance(content, str) else content:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+            elif isinstance(block, ThinkingBlock):
+                transcript.think(block.thinking)
+            elif isinstance(block, ToolUseBlock):
+                transcript.call(block.id, block.name, as_json("messages", block.input))
+            elif isinstance(block, ToolResultBlock):
+                transcript.result(block.tool_use_id, _text(block.content or ""))
+        if texts:
+            transcript.say(message.role, "\n".join(texts))
     turns = transcript.messages
     if not turns:
         raise invalid("messages", "hold nothing; send at least one block of text")
@@ -294,7 +298,10 @@ def _conversation(request: CountTokensRequest) -> Conversation:
     demands = {"any": "required", "tool": "required", "none": "none"}
     return Conversation(
         messages=turns,
-        tools=[_function(tool) for tool in request.tools or ()],
+        tools=[
+            function_tool(tool.name, tool.description, tool.input_schema)
+            for tool in request.tools or ()
+        ],
         choice=demands.get(choice.type, "auto") if choice else "auto",
         forced=choice.name if choice and choice.type == "tool" else None,
         parallel=not (choice and choice.disable_parallel_tool_use),
@@ -302,33 +309,9 @@ def _conversation(request: CountTokensRequest) -> Conversation:
         options=ChatOptions(
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
-            variables={
-                **thinking(config.effort, thinks),
-                **(request.chat_template_kwargs or {}),
-            },
+            variables=thinking(config.effort, thinks) | (request.chat_template_kwargs or {}),
         ),
     )
-
-
-def _function(tool: ClientTool) -> dict[str, Any]:
-    parameters = tool.input_schema or {"type": "object", "properties": {}}
-    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-def _read_message(message: Message, transcript: Transcript) -> None:
-    texts: list[str] = []
-    for block in [TextBlock(text=c)] if isinstance(c := message.content, str) else c:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ThinkingBlock):
-            transcript.think(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            transcript.call(block.id, block.name, as_json("messages", block.input))
-        elif isinstance(block, ToolResultBlock):
-            transcript.result(block.tool_use_id, _text(block.content or ""))
-    if texts:
-        transcript.say(message.role, "\n".join(texts))
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -7,7 +7,7 @@ conversation.
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from trtllm_bls.openai.conversation import (
     Conversation,
     Transcript,
     format_guide,
+    function_tool,
     thinking,
 )
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
@@ -40,7 +41,6 @@ _HOSTED = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
     *("mcp", "local_shell", "computer_use_preview", "tool_search"),
 )
-_NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 # A tool of free text, as the model sees it.
 _FREE_TEXT = {
     "type": "object",
@@ -142,12 +142,9 @@ class ToolsItem(msgspec.Struct, tag="additional_tools", kw_only=True):
     tools: list[dict[str, Any]]
 
 
-Item: TypeAlias = (
+Item: Any = (
     MessageItem | ReasoningItem | CallItem | FreeCallItem | ResultItem | FreeResultItem | ToolsItem
 )
-
-
-AnyItem: Any = Item
 
 
 class _Tools:
@@ -166,23 +163,17 @@ class _Tools:
             if kind == "namespace":
                 self.add(f"{place}[{index}].tools", tool.get("tools"), tool.get("name"))
             elif kind in ("function", "custom"):
-                self._add(f"{place}[{index}]", tool, namespace)
+                name = tool.get("name")
+                if not isinstance(name, str) or not name:
+                    raise invalid(f"{place}[{index}].name", "must be a string that is not empty")
+                seen, free = self.flat(name, namespace), kind == "custom"
+                parameters = _FREE_TEXT if free else tool.get("parameters")
+                about = tool.get("description") or ""
+                self.functions.append(function_tool(seen, about, parameters))
+                self.origins[seen] = (name, namespace, free)
             elif kind not in _HOSTED:
                 problem = f"{str(kind)[:40]!r} is not a type of tool; send function or custom"
                 raise invalid(f"{place}[{index}].type", problem)
-
-    def _add(self, place: str, tool: dict[str, Any], namespace: str | None) -> None:
-        name = tool.get("name")
-        if not isinstance(name, str) or not name:
-            raise invalid(f"{place}.name", "must be a string that is not empty")
-        free = tool["type"] == "custom"
-        function = {
-            "name": self.flat(name, namespace),
-            "description": tool.get("description") or "",
-            "parameters": _FREE_TEXT if free else tool.get("parameters") or _NOTHING,
-        }
-        self.functions.append({"type": "function", "function": function})
-        self.origins[self.flat(name, namespace)] = (name, namespace, free)
 
     @staticmethod
     def flat(name: str, namespace: str | None) -> str:
@@ -224,8 +215,7 @@ class ResponsesResponse(PartsBuilder):
         return self._begin_once() + b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def last_events(self) -> bytes:
-        status = "completed" if self._incomplete is None else "incomplete"
-        return self._event(f"response.{status}", response=self._response(status))
+        return self._event(f"response.{self._end_status}", response=self._response())
 
     def failed(self, error: ApiError) -> bytes:
         code = error.code if error.code == "context_length_exceeded" else "server_error"
@@ -237,14 +227,14 @@ class ResponsesResponse(PartsBuilder):
         return self._event("response.failed", response=self._response("failed", told))
 
     def whole(self) -> bytes:
-        status = "completed" if self._incomplete is None else "incomplete"
-        return msgspec.json.encode(self._response(status))
+        return msgspec.json.encode(self._response())
 
     @property
-    def _incomplete(self) -> str | None:
+    def _end_status(self) -> str:
+        """How the answer, or the part that is closed, has ended."""
         reasons = (FinishReason.LENGTH, FinishReason.TIMEOUT)
         cut = self._ending is not None and self._ending.finish_reason in reasons
-        return "max_output_tokens" if cut else None
+        return "incomplete" if cut else "completed"
 
     def _first_events(self) -> bytes:
         response = self._response("in_progress")
@@ -327,7 +317,7 @@ class ResponsesResponse(PartsBuilder):
                 kind = "response.output_text.done"
                 events = self._event(kind, **place, text=text, logprobs=scores)
             events += self._event("response.content_part.done", **place, part=done)
-        item["status"] = "completed" if self._incomplete is None else "incomplete"
+        item["status"] = self._end_status
         return events + self._event("response.output_item.done", output_index=part.index, item=item)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -335,8 +325,8 @@ class ResponsesResponse(PartsBuilder):
         self._number += 1
         return sse(kind, sequence_number=number, **fields)
 
-    def _response(self, status: str, error: Any = None) -> dict[str, Any]:
-        is_over = self._ending is not None
+    def _response(self, status: str = "", error: Any = None) -> dict[str, Any]:
+        status, is_cut = status or self._end_status, self._end_status == "incomplete"
         return {
             "id": self._head.id,
             "object": "response",
@@ -344,10 +334,10 @@ class ResponsesResponse(PartsBuilder):
             "completed_at": self._head.created if status == "completed" else None,
             "status": status,
             "error": error,
-            "incomplete_details": {"reason": self._incomplete} if self._incomplete else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "model": self._head.model,
             "output": self._items,
-            "usage": self._usage() if is_over else None,
+            "usage": self._usage() if self._ending is not None else None,
             **self._echoed,
         }
 
@@ -422,13 +412,26 @@ def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
     if isinstance(request.input, str):
         transcript.say("user", request.input)
     else:
-        for index, item in enumerate(request.input):
+        for index, each in enumerate(request.input):
             place = f"input[{index}]"
-            read: Item = checked(place, {"type": "message", **item}, AnyItem)
-            _read_item(read, place, transcript, tools)
+            item = checked(place, {"type": "message", **each}, Item)
+            if isinstance(item, MessageItem):
+                role = "system" if item.role == "developer" else item.role
+                transcript.say(role, text_of(item.content))
+            elif isinstance(item, ReasoningItem):
+                transcript.think(text_of(item.content or item.summary))
+            elif isinstance(item, CallItem):
+                name = tools.flat(item.name, item.namespace)
+                transcript.call(item.call_id, name, item.arguments)
+            elif isinstance(item, FreeCallItem):
+                name = tools.flat(item.name, item.namespace)
+                transcript.call(item.call_id, name, as_json(place, {"input": item.input}))
+            elif isinstance(item, ToolsItem):
+                tools.add(f"{place}.tools", item.tools)
+            else:
+                transcript.result(item.call_id, text_of(item.output))
     effort = request.reasoning.effort if request.reasoning else None
     form = (request.text or TextOptions()).format or TextFormat()
-    variables = {**thinking(effort), **(request.chat_template_kwargs or {})}
     choice, forced, allowed = _choice(request.tool_choice, tools)
     asked = Conversation(
         messages=transcript.messages,
@@ -437,26 +440,9 @@ def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
         forced=forced,
         parallel=request.parallel_tool_calls is not False,
         guide=format_guide("text.format", form.type, form.schema),
-        options=ChatOptions(variables=variables),
+        options=ChatOptions(variables=thinking(effort) | (request.chat_template_kwargs or {})),
     )
     return asked if allowed is None else asked.with_tools(allowed, "tool_choice.tools")
-
-
-def _read_item(item: Item, place: str, transcript: Transcript, tools: _Tools) -> None:
-    if isinstance(item, MessageItem):
-        role = "system" if item.role == "developer" else item.role
-        transcript.say(role, text_of(item.content))
-    elif isinstance(item, ReasoningItem):
-        transcript.think(text_of(item.content or item.summary))
-    elif isinstance(item, CallItem):
-        transcript.call(item.call_id, tools.flat(item.name, item.namespace), item.arguments)
-    elif isinstance(item, FreeCallItem):
-        arguments = as_json(place, {"input": item.input})
-        transcript.call(item.call_id, tools.flat(item.name, item.namespace), arguments)
-    elif isinstance(item, ToolsItem):
-        tools.add(f"{place}.tools", item.tools)
-    else:
-        transcript.result(item.call_id, text_of(item.output))
 
 
 def _choice(

@@ -9,7 +9,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import ssl
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -90,38 +89,6 @@ class TritonFront:
     tls_cert: str = ""
     tls_key: str = ""
 
-    def application(self, api: ApiSettings, room: Room | None) -> TritonHttp:
-        """Raises ``OSError`` and ``ValueError`` for certificates that cannot be read."""
-        tls = trusting(Path(self.tls_pin)) if self.tls_pin else None
-        if tls is not None and self.tls_cert:
-            tls.load_cert_chain(self.tls_cert, self.tls_key)
-        return TritonHttp(
-            self.grpc,
-            self.http,
-            tls,
-            BodyReader(api.max_body_bytes),
-            is_allowed=partial(key_of, api.keys) if self.keys and api.keys else None,
-            room=room,
-        )
-
-
-class _ByPort:
-    """Two applications, each for the clients of one port."""
-
-    def __init__(self, api: ASGIApp, triton: TritonHttp, guarded: ASGIApp, port: int) -> None:
-        self._api, self._triton, self._guarded, self._port = api, triton, guarded, port
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            try:
-                await self._api(scope, receive, send)
-            finally:
-                await self._triton.close()
-        elif scope["server"][1] == self._port:
-            await self._guarded(scope, receive, send)
-        else:
-            await self._api(scope, receive, send)
-
 
 def uvicorn_options(limits: ConnectionLimits, exit_timeout: int) -> dict[str, Any]:
     """What uvicorn is told apart from where it listens."""
@@ -142,70 +109,58 @@ def serve(
     api: ApiSettings,
     server: ServerSettings,
     front: TritonFront | None = None,
-) -> int:
+) -> None:
     """Serve until SIGTERM or SIGINT; requests that run then have ``exit_timeout`` seconds to end.
 
-    ``parameters`` may be ``None`` where only ``front`` is served. Returns the exit code. Raises
-    ``SetupError``.
+    ``parameters`` may be ``None`` where only ``front`` is served. Raises ``SetupError``.
     """
     with ExitStack() as stack:
         sockets = []
         if parameters is not None:
-            sockets.append(listen(server.host, server.port, "--port"))
+            sockets += accepting(listen(server.host, server.port, "--port"))
         if front is not None:
-            sockets.append(listen(server.host, front.port, "--http-port"))
-        sockets = [each for listening in sockets for each in accepting(listening)]
+            sockets += accepting(listen(server.host, front.port, "--http-port"))
         for each in sockets:
             stack.enter_context(each)
         shared = stack.enter_context(TemporaryDirectory(prefix="trtllm-bls-openai-"))
-        _serve(parameters, replace(api, shared=Path(shared)), server, front, sockets)
-    return 0
-
-
-def _serve(
-    parameters: BlsParameters | None,
-    api: ApiSettings,
-    server: ServerSettings,
-    front: TritonFront | None,
-    sockets: list[socket.socket],
-) -> None:
-    host, port = sockets[0].getsockname()[:2]
-    scheme = "http" if server.tls_cert is None else "https"
-    host = f"[{host}]" if ":" in host else host
-    raise_open_files()
-    log_to_stderr("openai")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    if server.why:
-        log.info("%s", server.why)
-    options = uvicorn_options(ConnectionLimits(error_body=error_body), server.exit_timeout)
-    if _SUPERVISES:
-        options["timeout_worker_healthcheck"] = _HUNG_S
-    # The tokenizer library's threads would be missing in the workers: they start their own.
-    parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        config = uvicorn.Config(
-            make_app(parameters, api, front),
-            workers=server.workers,
-            ssl_certfile=server.tls_cert,
-            ssl_keyfile=server.tls_key,
-            ssl_ca_certs=str(server.tls_client_ca) if server.tls_client_ca is not None else None,
-            ssl_cert_reqs=ssl.CERT_NONE if server.tls_client_ca is None else ssl.CERT_REQUIRED,
-            **options,
-        )
-        config.load()
-    except (OSError, ValueError) as error:
-        raise SetupError(f"the API did not start: {error}") from error
-    os.environ["TOKENIZERS_PARALLELISM"] = parallel
-    if parameters is not None:
-        print(f"OpenAI API: {scheme}://{host}:{port}/v1", flush=True)
-    gc.collect()
-    gc.freeze()  # a collection in a worker would write to the objects, and so copy them
-    older = () if _SUPERVISES else (uvicorn.Server(config).run,)
-    workers = _Workers(config, *older, sockets)
-    workers.run()
-    if any(worker.process.exitcode == _STARTUP_FAILURE for worker in workers.processes):
-        raise SetupError("the API did not start; the log says why")
+        raise_open_files()
+        log_to_stderr("openai")
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        if server.why:
+            log.info("%s", server.why)
+        options = uvicorn_options(ConnectionLimits(error_body=error_body), server.exit_timeout)
+        if _SUPERVISES:
+            options["timeout_worker_healthcheck"] = _HUNG_S
+        asks = server.tls_client_ca is not None
+        # The tokenizer library's threads would be missing in the workers: they start their own.
+        parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true")
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        try:
+            config = uvicorn.Config(
+                make_app(parameters, replace(api, shared=Path(shared)), front),
+                workers=server.workers,
+                ssl_certfile=server.tls_cert,
+                ssl_keyfile=server.tls_key,
+                ssl_ca_certs=str(server.tls_client_ca) if asks else None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if asks else ssl.CERT_NONE,
+                **options,
+            )
+            config.load()
+        except (OSError, ValueError) as error:
+            raise SetupError(f"the API did not start: {error}") from error
+        os.environ["TOKENIZERS_PARALLELISM"] = parallel
+        if parameters is not None:
+            host, port = sockets[0].getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            scheme = "https" if server.tls_cert else "http"
+            print(f"OpenAI API: {scheme}://{host}:{port}/v1", flush=True)
+        gc.collect()
+        gc.freeze()  # a collection in a worker would write to the objects, and so copy them
+        older = () if _SUPERVISES else (uvicorn.Server(config).run,)
+        workers = _Workers(config, *older, sockets)
+        workers.run()
+        if any(worker.process.exitcode == _STARTUP_FAILURE for worker in workers.processes):
+            raise SetupError("the API did not start; the log says why")
 
 
 class _Workers(Multiprocess):
@@ -247,7 +202,10 @@ class _Workers(Multiprocess):
 def make_app(
     parameters: BlsParameters | None, api: ApiSettings, front: TritonFront | None
 ) -> ASGIApp:
-    """The application of all workers. Raises ``SetupError``, ``OSError`` and ``ValueError``."""
+    """The application of all workers: ``front`` for the clients of its port, the API for others.
+
+    Raises ``SetupError``, and ``OSError`` and ``ValueError`` for certificates that cannot be read.
+    """
     app: ASGIApp = Starlette()
     room = None
     if parameters is not None:
@@ -257,11 +215,27 @@ def make_app(
             room = Room(front.places, partial(backend.orchestrator.refused, ""))
     if front is None:
         return app
-    triton = front.application(api, room)
+    tls = trusting(Path(front.tls_pin)) if front.tls_pin else None
+    if tls is not None and front.tls_cert:
+        tls.load_cert_chain(front.tls_cert, front.tls_key)
+    is_allowed = partial(key_of, api.keys) if front.keys and api.keys else None
+    bodies = BodyReader(api.max_body_bytes)
+    triton = TritonHttp(front.grpc, front.http, tls, bodies, is_allowed=is_allowed, room=room)
     guarded: ASGIApp = triton
     if api.allowed_hosts is not None:
         guarded = BrowserGuard(triton, api.allowed_hosts, api.allowed_origins, triton.refuse)
-    return _ByPort(app, triton, guarded, front.port)
+
+    async def by_port(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            try:
+                await app(scope, receive, send)
+            finally:
+                await triton.close()
+        else:
+            of_triton = scope["server"][1] == front.port
+            await (guarded if of_triton else app)(scope, receive, send)
+
+    return by_port
 
 
 def end_with_parent() -> None:
