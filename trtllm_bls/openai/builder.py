@@ -215,7 +215,6 @@ class Part:
     kind: Kind
     index: int
     call: ToolCall | None
-    id: str = ""
     before: bytes = b""
     after: bytes = b""
     texts: list[str] = field(default_factory=list)

@@ -41,6 +41,24 @@ _HOSTED = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
     *("mcp", "local_shell", "computer_use_preview", "tool_search"),
 )
+# The fields that an item of each type has to have.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "reasoning": (),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "additional_tools": ("tools",),  # Codex sends those of models that it knows
+}
+# The prefix of an item's id, and the event that has more of it. A call with free text has none:
+# the text leaves once its JSON is whole.
+_OUTPUTS = {
+    "message": ("msg", "response.output_text.delta"),
+    "reasoning": ("rs", "response.reasoning_text.delta"),
+    "function_call": ("fc", "response.function_call_arguments.delta"),
+    "custom_tool_call": ("ctc", ""),
+}
 # A tool of free text, as the model sees it.
 _FREE_TEXT = {
     "type": "object",
@@ -93,58 +111,20 @@ class ResponsesRequest(Generation, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessageItem(msgspec.Struct, tag="message", kw_only=True):
-    """A turn of text."""
+class Item(msgspec.Struct, kw_only=True):
+    """Of a conversation: a turn, reasoning, a call, what it has returned, or tools, by its type."""
 
-    role: Literal["developer", "system", "user", "assistant"]
-    content: str | list[TextPart]
-
-
-class ReasoningItem(msgspec.Struct, tag="reasoning", kw_only=True):
-    """What the model thought."""
-
-    content: list[TextPart] | None = None
-    summary: list[TextPart] = []
-
-
-class CallItem(msgspec.Struct, tag="function_call", kw_only=True):
-    """A call of a function."""
-
-    call_id: str
-    name: str
-    arguments: str
+    type: str = "message"
+    role: Literal["developer", "system", "user", "assistant"] | None = None
+    content: str | list[TextPart] | None = None
+    summary: list[TextPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
     namespace: str | None = None
-
-
-class FreeCallItem(msgspec.Struct, tag="custom_tool_call", kw_only=True):
-    """A call of a tool of free text."""
-
-    call_id: str
-    name: str
-    input: str
-    namespace: str | None = None
-
-
-class ResultItem(msgspec.Struct, tag="function_call_output", kw_only=True):
-    """What a call has returned."""
-
-    call_id: str
-    output: str | list[TextPart]
-
-
-class FreeResultItem(ResultItem, tag="custom_tool_call_output", kw_only=True):
-    """The same of a tool of free text."""
-
-
-class ToolsItem(msgspec.Struct, tag="additional_tools", kw_only=True):
-    """Tools, where Codex sends those of models that it knows."""
-
-    tools: list[dict[str, Any]]
-
-
-Item: Any = (
-    MessageItem | ReasoningItem | CallItem | FreeCallItem | ResultItem | FreeResultItem | ToolsItem
-)
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[TextPart] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class _Tools:
@@ -243,30 +223,23 @@ class ResponsesResponse(PartsBuilder):
         )
 
     def _opened(self, part: Part) -> bytes:
-        item: dict[str, Any]
-        place: dict[str, Any] = {"output_index": part.index}
+        item: dict[str, Any] = {"type": "message", "role": "assistant", "content": []}
         if part.call is not None:
             known = self._tools.origins.get(part.call.name)
             name, namespace, free = known or (part.call.name, None, False)
             kind, key = ("custom_tool_call", "input") if free else ("function_call", "arguments")
-            part.id = f"{'ctc' if free else 'fc'}_{secrets.token_hex(16)}"
             item = {"type": kind, "call_id": part.call.id, "name": name, key: ""}
             if namespace:
                 item["namespace"] = namespace
-            delta = "" if free else "response.function_call_arguments.delta"
         elif part.kind is Reasoning:
-            part.id = f"rs_{secrets.token_hex(16)}"
             item = {"type": "reasoning", "summary": [], "content": []}
-            delta, place["content_index"] = "response.reasoning_text.delta", 0
-        else:
-            part.id = f"msg_{secrets.token_hex(16)}"
-            item = {"type": "message", "role": "assistant", "content": []}
-            delta, place["content_index"] = "response.output_text.delta", 0
-        item |= {"id": part.id, "status": "in_progress"}
+        prefix, delta = _OUTPUTS[item["type"]]
+        item |= {"id": f"{prefix}_{secrets.token_hex(16)}", "status": "in_progress"}
         self._items.append(item)
         events = self._event("response.output_item.added", output_index=part.index, item=item)
-        place["item_id"] = part.id
+        place = {"output_index": part.index, "item_id": item["id"]}
         if part.call is None:
+            place["content_index"] = 0
             added = _content(part.kind, "", [])
             events += self._event("response.content_part.added", **place, part=added)
         if part.kind is Content and self._scores is None:
@@ -287,7 +260,7 @@ class ResponsesResponse(PartsBuilder):
             told, self._scored = self._scored, []
             self._logprobs += told
             scores = b',"logprobs":' + msgspec.json.encode(told)
-        if not part.before:  # free text leaves as soon as its JSON is whole
+        if not part.before:
             return b""
         number = self._number
         self._number += 1
@@ -296,7 +269,7 @@ class ResponsesResponse(PartsBuilder):
 
     def _closed(self, part: Part) -> bytes:
         item, text = self._items[part.index], part.text
-        place: dict[str, Any] = {"item_id": part.id, "output_index": part.index}
+        place: dict[str, Any] = {"item_id": item["id"], "output_index": part.index}
         if item["type"] == "custom_tool_call":
             item["input"] = text = _free_text(text)
             kind = "response.custom_tool_call_input"
@@ -310,12 +283,8 @@ class ResponsesResponse(PartsBuilder):
             done = _content(part.kind, text, self._logprobs)
             item["content"], self._logprobs = [done], []
             place["content_index"] = 0
-            if part.kind is Reasoning:
-                events = self._event("response.reasoning_text.done", **place, text=text)
-            else:
-                scores = done["logprobs"]
-                kind = "response.output_text.done"
-                events = self._event(kind, **place, text=text, logprobs=scores)
+            told = {key: done[key] for key in ("text", "logprobs") if key in done}
+            events = self._event(f"response.{done['type']}.done", **place, **told)
             events += self._event("response.content_part.done", **place, part=done)
         item["status"] = self._end_status
         return events + self._event("response.output_item.done", output_index=part.index, item=item)
@@ -413,23 +382,7 @@ def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
         transcript.say("user", request.input)
     else:
         for index, each in enumerate(request.input):
-            place = f"input[{index}]"
-            item = checked(place, {"type": "message", **each}, Item)
-            if isinstance(item, MessageItem):
-                role = "system" if item.role == "developer" else item.role
-                transcript.say(role, text_of(item.content))
-            elif isinstance(item, ReasoningItem):
-                transcript.think(text_of(item.content or item.summary))
-            elif isinstance(item, CallItem):
-                name = tools.flat(item.name, item.namespace)
-                transcript.call(item.call_id, name, item.arguments)
-            elif isinstance(item, FreeCallItem):
-                name = tools.flat(item.name, item.namespace)
-                transcript.call(item.call_id, name, as_json(place, {"input": item.input}))
-            elif isinstance(item, ToolsItem):
-                tools.add(f"{place}.tools", item.tools)
-            else:
-                transcript.result(item.call_id, text_of(item.output))
+            _read_item(f"input[{index}]", each, transcript, tools)
     effort = request.reasoning.effort if request.reasoning else None
     form = (request.text or TextOptions()).format or TextFormat()
     choice, forced, allowed = _choice(request.tool_choice, tools)
@@ -443,6 +396,29 @@ def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
         options=ChatOptions(variables=thinking(effort) | (request.chat_template_kwargs or {})),
     )
     return asked if allowed is None else asked.with_tools(allowed, "tool_choice.tools")
+
+
+def _read_item(place: str, given: dict[str, Any], transcript: Transcript, tools: _Tools) -> None:
+    item: Any = checked(place, given, Item)
+    if item.type not in _NEEDS:
+        raise invalid(f"{place}.type", f"invalid value {item.type[:40]!r}")
+    for field in _NEEDS[item.type]:
+        if getattr(item, field) is None:
+            raise invalid(f"{place}.{field}", "is missing")
+    if item.type == "message":
+        role = "system" if item.role == "developer" else item.role
+        transcript.say(role, text_of(item.content))
+    elif item.type == "reasoning":
+        transcript.think(text_of(item.content or item.summary or ""))
+    elif item.type == "function_call":
+        transcript.call(item.call_id, tools.flat(item.name, item.namespace), item.arguments)
+    elif item.type == "custom_tool_call":
+        arguments = as_json(place, {"input": item.input})
+        transcript.call(item.call_id, tools.flat(item.name, item.namespace), arguments)
+    elif item.type == "additional_tools":
+        tools.add(f"{place}.tools", item.tools)
+    else:
+        transcript.result(item.call_id, text_of(item.output))
 
 
 def _choice(
