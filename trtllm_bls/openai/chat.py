@@ -20,36 +20,16 @@ from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, Ending, TextChunk, Wants
 
 
-def _message(parts: list[Event]) -> dict[str, Any]:
-    reasoning = "".join([event.text for event in parts if isinstance(event, Reasoning)])
-    content = "".join([event.text for event in parts if isinstance(event, Content)])
-    calls = [_call(event) for event in parts if isinstance(event, ToolCall)]
-    for event in parts:
-        if isinstance(event, Arguments):
-            calls[event.index]["function"]["arguments"] += event.text
-    message: dict[str, Any] = {"content": content or (None if calls else "")}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
 def _delta(event: Event) -> dict[str, Any]:
     if isinstance(event, Content):
         return {"content": event.text}
     if isinstance(event, Reasoning):
         return {"reasoning_content": event.text}
-    if isinstance(event, Arguments):
-        call: dict[str, Any] = {"index": event.index, "function": {"arguments": event.text}}
-    else:
-        call = {"index": event.index, **_call(event)}
+    function = {"arguments": event.text if isinstance(event, Arguments) else ""}
+    call: dict[str, Any] = {"index": event.index, "function": function}
+    if isinstance(event, ToolCall):
+        call |= {"id": event.id, "type": "function", "function": {"name": event.name, **function}}
     return {"tool_calls": [call]}
-
-
-def _call(event: ToolCall) -> dict[str, Any]:
-    function = {"name": event.name, "arguments": ""}
-    return {"id": event.id, "type": "function", "function": function}
 
 
 class ChatResponse(ChoicesBuilder):
@@ -114,8 +94,21 @@ class ChatResponse(ChoicesBuilder):
 
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         logprobs = None if self._scores is None else chat_logprobs(self._scores.of(chunk))
-        parts = self._parts[index].feed(chunk.text, end=True)
-        message = {"role": "assistant", "refusal": None, **_message(parts)}
+        texts, calls = {Content: "", Reasoning: ""}, list[dict[str, Any]]()
+        for event in self._parts[index].feed(chunk.text, end=True):
+            if isinstance(event, (Content, Reasoning)):
+                texts[type(event)] += event.text
+            elif isinstance(event, Arguments):
+                calls[event.index]["function"]["arguments"] += event.text
+            else:
+                function = {"name": event.name, "arguments": ""}
+                calls.append({"id": event.id, "type": "function", "function": function})
+        message: dict[str, Any] = {"role": "assistant", "refusal": None}
+        message["content"] = texts[Content] or (None if calls else "")
+        if texts[Reasoning]:
+            message["reasoning_content"] = texts[Reasoning]
+        if calls:
+            message["tool_calls"] = calls
         return {"message": message, "logprobs": logprobs}
 
     def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
@@ -143,21 +136,6 @@ def conversation_of(request: ChatRequest) -> Conversation:
     if (given := request.response_format) is not None:
         schema = given.json_schema and given.json_schema.schema
         form = format_guide("response_format", given.type, schema, "json_schema.schema")
-    asked = Conversation(
-        messages=[_read_message(*each) for each in enumerate(request.messages)],
-        tools=request.tools or (),
-        choice=choice,
-        forced=forced,
-        parallel=request.parallel_tool_calls is not False,
-        guide=guided_decoding(request, form),
-        options=_options(request),
-    )
-    if allowed is not None:
-        return asked.with_tools({tool.function.name for tool in allowed.tools}, f"{place}.tools")
-    return asked
-
-
-def _options(request: ChatRequest) -> ChatOptions:
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
@@ -165,11 +143,22 @@ def _options(request: ChatRequest) -> ChatOptions:
     if request.continue_final_message and generation_prompt:
         problem = "is only allowed when add_generation_prompt is false"
         raise invalid("continue_final_message", problem)
-    return ChatOptions(
-        add_generation_prompt=generation_prompt,
-        continue_final_message=bool(request.continue_final_message),
-        variables=variables,
+    asked = Conversation(
+        messages=[_read_message(*each) for each in enumerate(request.messages)],
+        tools=request.tools or (),
+        choice=choice,
+        forced=forced,
+        parallel=request.parallel_tool_calls is not False,
+        guide=guided_decoding(request, form),
+        options=ChatOptions(
+            add_generation_prompt=generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            variables=variables,
+        ),
     )
+    if allowed is not None:
+        return asked.with_tools({tool.function.name for tool in allowed.tools}, f"{place}.tools")
+    return asked
 
 
 def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:

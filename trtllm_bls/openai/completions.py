@@ -35,11 +35,7 @@ class CompletionResponse(ChoicesBuilder):
     id_prefix = "cmpl-"
 
     def __init__(
-        self,
-        request: CompletionRequest,
-        head: Head,
-        tokenizer: Tokenizer,
-        formats: ChatFormats,
+        self, request: CompletionRequest, head: Head, tokenizer: Tokenizer, formats: ChatFormats
     ) -> None:
         if request.best_of is not None and request.best_of > (request.n or 1):
             raise invalid("best_of", "above n is not supported; send n", "unsupported_parameter")
@@ -74,13 +70,11 @@ class CompletionResponse(ChoicesBuilder):
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def _events(self, index: int, chunk: TextChunk) -> bytes:
-        if ending := well_ended(chunk):
-            fields = self._choice(index, chunk) | self._finish(index, ending)
-            return self._frames.choice(index, **fields)
-        if self._scores is not None and chunk.tokens:
-            fields = self._choice(index, chunk)
-            return self._frames.choice(index, **fields, finish_reason=None)
-        return self._frames.text(index, chunk.text) if chunk.text else b""
+        ending = well_ended(chunk)
+        if ending is None and (self._scores is None or not chunk.tokens):
+            return self._frames.text(index, chunk.text) if chunk.text else b""
+        finish = self._finish(index, ending) if ending else {"finish_reason": None}
+        return self._frames.choice(index, **self._choice(index, chunk), **finish)
 
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         scores = None

@@ -86,25 +86,14 @@ _COUNT = _object(input_tokens=_NUMBER)
 _PROMPT, _VERSION = _object(prompt=_TEXT), _object(version=_TEXT)
 _METRICS = {"description": "For Prometheus", "content": {"text/plain": {"schema": _TEXT}}}
 # What is checked beyond the types.
-_FURTHER: dict[str, dict[str, Any]] = {
-    "ChatRequest": {
-        "messages": {
-            "type": "array",
-            "minItems": 1,
-            "items": {"$ref": "#/components/schemas/ChatMessage"},
-        }
-    },
-    "CompletionRequest": {
-        "prompt": {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
-                {"type": "array", "minItems": 1, "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
-    },
-}
+_IDS, _WORD = {"type": "array", "items": _NUMBER}, {"type": "string", "minLength": 1}
+_PROMPTS = [
+    _WORD,
+    {"type": "array", "minItems": 1, "items": _WORD},
+    {**_IDS, "minItems": 1},
+    {"type": "array", "items": _IDS},
+]
+_MESSAGES = {"items": {"$ref": "#/components/schemas/ChatMessage"}}
 _WHY = {
     400: "A field is wrong; param names it",
     401: "No valid API key",
@@ -132,8 +121,9 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         (*kinds, ChatMessage, Error), ref_template="#/components/schemas/{name}"
     )
     for kind in kinds:
-        properties = schemas[kind.__name__]["properties"]
-        properties |= {"model": {"enum": list(model_names)}, **_FURTHER.get(kind.__name__, {})}
+        schemas[kind.__name__]["properties"]["model"] = {"enum": list(model_names)}
+    schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": _PROMPTS}
+    schemas["ChatRequest"]["properties"]["messages"] |= _MESSAGES
     chat = _answer("chat.completion", message=_object("role", "content"))
     completion = _answer("text_completion", text=_TEXT)
     name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}

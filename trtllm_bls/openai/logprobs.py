@@ -92,29 +92,19 @@ class CompletionLogprobs:
         self._offset = 0
 
     def next(self, scores: Sequence[tuple[TokenText, list[tuple[bytes, float]]]]) -> dict[str, Any]:
-        offsets = []
-        for token, _ in scores:
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(token.data))
-        others = [_map(token, alternatives) for token, alternatives in scores]
-        return {
-            "tokens": [spelled(token.data) for token, _ in scores],
-            "token_logprobs": [
-                None if token.log_prob is None else _finite(token.log_prob) for token, _ in scores
-            ],
-            "top_logprobs": others if any(others) else None,
-            "text_offset": offsets,
+        told: dict[str, list[Any]] = {
+            **{"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         }
-
-
-def _map(token: TokenText, alternatives: list[tuple[bytes, float]]) -> dict[str, float] | None:
-    """The alternatives by their spelling, and the chosen token beside them."""
-    if not alternatives:
-        return None
-    return {
-        spelled(data): _finite(log_prob)
-        for data, log_prob in [*alternatives, (token.data, token.log_prob)]
-    }
+        for token, others in scores:
+            told["tokens"].append(spelled(token.data))
+            known = token.log_prob is not None
+            told["token_logprobs"].append(_finite(token.log_prob) if known else None)
+            both = [*others, (token.data, token.log_prob)]  # the chosen one beside the others
+            likely = {spelled(data): _finite(log_prob) for data, log_prob in both}
+            told["top_logprobs"].append(likely if others else None)
+            told["text_offset"].append(self._offset)
+            self._offset += len(self._decoder.decode(token.data))
+        return told if any(told["top_logprobs"]) else {**told, "top_logprobs": None}
 
 
 def _finite(log_prob: float | None) -> float:

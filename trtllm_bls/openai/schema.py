@@ -256,6 +256,8 @@ _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
 _LONE_HALF = re.compile(
     rb"\\u[dD][89abAB]\w\w(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]\w\w)\\u[dD][c-fC-F]\w\w"
 )
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_PATH = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
 _seen: set[str] = set()  # unknown fields that the log has named
@@ -264,7 +266,12 @@ _seen: set[str] = set()  # unknown fields that the log has named
 def decode(body: bytes, kind: type[_Kind]) -> _Kind:
     """The request in ``body``. Raises ``ApiError`` 400, with ``param`` where a field is wrong."""
     # Millions of empty lists would hold the GIL for half a second while they are made.
-    if _num_containers(body) > _MOST_CONTAINERS:
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > _MOST_CONTAINERS:  # many may be in strings, as of a program's text
+        unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+        outside = _STRING.sub(b"", unescaped.translate(None, _NO_STRUCTURE))
+        containers = outside.count(b"[") + outside.count(b"{")
+    if containers > _MOST_CONTAINERS:
         problem = f"the body has more than {_MOST_CONTAINERS} lists and objects"
         raise ApiError(400, problem)
     try:
@@ -276,57 +283,34 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
     if len(fields) > _MOST_FIELDS:
-        raise ApiError(
-            400, f"the body has {len(fields)} fields; at most {_MOST_FIELDS} are allowed"
-        )
+        problem = f"the body has {len(fields)} fields; at most {_MOST_FIELDS} are allowed"
+        raise ApiError(400, problem)
+    refused, no_effect = getattr(kind, "refused", {}), getattr(kind, "no_effect", ())
     for name in fields.keys() - set(kind.__struct_fields__):
-        _check_further(kind, name, fields[name])
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise _wrong_field(str(error)) from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
+        if name in refused:
+            if fields[name] is not None and fields[name] not in refused[name]:
+                raise invalid(name, "is not supported by this server", "unsupported_parameter")
+        elif name not in no_effect and name not in _seen and len(_seen) < 100:
+            _seen.add(name)
+            log.info("requests bring the field %.80r, which is unknown and has no effect", name)
+    return checked("", fields, kind)
 
 
 def checked(field: str, value: object, kind: type[_Value]) -> _Value:
-    """A field's value as ``kind``. Raises ``ApiError`` 400 on the part of it that is wrong."""
+    """The value of ``field``, or of the whole body, as ``kind``.
+
+    Raises ``ApiError`` 400 on the part of it that is wrong.
+    """
     try:
         return msgspec.convert(value, kind)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
     except msgspec.ValidationError as error:
-        raise _wrong_field(str(error), field) from None
-
-
-def _num_containers(body: bytes) -> int:
-    """An upper bound of the lists and objects in JSON; exact where it is large."""
-    count = body.count(b"[") + body.count(b"{")
-    if count > _MOST_CONTAINERS:  # many may be in strings, as of a program's text
-        unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-        outside = _STRING.sub(b"", unescaped.translate(None, _NO_STRUCTURE))
-        count = outside.count(b"[") + outside.count(b"{")
-    return count
-
-
-def _check_further(kind: type[msgspec.Struct], name: str, value: Any) -> None:
-    """Refuse or log a field that the schema does not have."""
-    refused = getattr(kind, "refused", {})
-    if name in refused:
-        if value is not None and value not in refused[name]:
-            raise invalid(name, "is not supported by this server", "unsupported_parameter")
-    elif name not in getattr(kind, "no_effect", ()) and name not in _seen and len(_seen) < 100:
-        _seen.add(name)
-        log.info("requests bring the field %.80r, which is unknown and has no effect", name)
-
-
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
-_PATH = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
-
-
-def _wrong_field(message: str, field: str = "") -> ApiError:
-    """msgspec's message about a value of ``field``, or the whole body, with the place in front."""
-    path = _PATH.match(message)
-    problem, place = path.groups() if path else (message, "")
-    name = (field + place).removeprefix(".")
-    if missing := _MISSING.match(problem):
-        return invalid(f"{name}.{missing[1]}".removeprefix("."), "is missing")
-    return invalid(name, problem[:1].lower() + problem[1:]) if name else ApiError(400, message)
+        path = _PATH.match(str(error))
+        problem, place = path.groups() if path else (str(error), "")
+        name = (field + place).removeprefix(".")
+        if missing := _MISSING.match(problem):
+            raise invalid(f"{name}.{missing[1]}".removeprefix("."), "is missing") from None
+        if not name:
+            raise ApiError(400, str(error)) from None
+        raise invalid(name, problem[:1].lower() + problem[1:]) from None
