@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import msgspec
 
 from trtllm_bls.chat_parsing.parser import Arguments, Content, Reasoning, ToolCall
-from trtllm_bls.openai.conversation import ChatFormats, ChatTurn, Conversation
+from trtllm_bls.openai.conversation import ChatFormats, Conversation, chat_turn
 from trtllm_bls.openai.errors import DONE, ApiError, invalid
 from trtllm_bls.openai.schema import Common, Generation
 from trtllm_bls.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class ResponseBuilder(ABC):
     @property
     def is_large(self) -> bool:
         """Whether the end of the response takes so long that a thread should make it."""
-        return False
+        return self.requests[0].wants.log_probs
 
     @abstractmethod
     def last_events(self) -> bytes:
@@ -91,9 +91,6 @@ def well_ended(chunk: TextChunk) -> Ending | None:
     """The ending of its sequence, unless it was cancelled or failed: then an error follows."""
     ending = chunk.ending
     return None if ending is None or ending.finish_reason in _UNFINISHED else ending
-
-
-# --- choices -------------------------------------------------------------------------------------
 
 
 class Frames:
@@ -156,10 +153,6 @@ class ChoicesBuilder(ResponseBuilder):
             self._ended[index] = chunk, ending
         return b""
 
-    @property
-    def is_large(self) -> bool:
-        return self.requests[0].wants.log_probs
-
     def last_events(self) -> bytes:
         return (self._frames.usage(self._usage()) if self._wants_usage else b"") + DONE
 
@@ -203,8 +196,6 @@ class ChoicesBuilder(ResponseBuilder):
         return usage
 
 
-# --- parts ---------------------------------------------------------------------------------------
-
 Kind: TypeAlias = type[Content] | type[Reasoning] | type[ToolCall]
 
 
@@ -243,10 +234,11 @@ class PartsBuilder(ResponseBuilder):
         asked: Conversation,
         **fields: Any,
     ) -> None:
-        turn = ChatTurn(request, asked, tokenizer, formats, fits_max_tokens=True, **fields)
-        super().__init__(head, [turn.text], turn.guide_field)
+        fields["fits_max_tokens"] = True
+        text, guide, parsers = chat_turn(request, asked, tokenizer, formats, **fields)
+        super().__init__(head, [text], guide)
         self._tokenizer = tokenizer
-        self._answer = turn.parts[0]
+        (self._answer,) = parsers
         self._parts: list[Part] = []
         self._is_open = False  # the last part
         self._begun = False
@@ -278,10 +270,9 @@ class PartsBuilder(ResponseBuilder):
 
     def _open(self, kind: Kind, call: ToolCall | None = None) -> bytes:
         events = self._close()
-        part = Part(kind, len(self._parts), call)
-        self._parts.append(part)
+        self._parts.append(Part(kind, len(self._parts), call))
         self._is_open = True
-        return events + self._opened(part)
+        return events + self._opened(self._parts[-1])
 
     def _close(self) -> bytes:
         if not self._is_open:
@@ -292,8 +283,7 @@ class PartsBuilder(ResponseBuilder):
     @property
     def is_large(self) -> bool:
         # Tokenising the reasoning takes a millisecond for some thousand characters.
-        scored = self.requests[0].wants.log_probs
-        return scored or sum(map(len, self._reasoning())) > 4096
+        return super().is_large or sum(map(len, self._reasoning())) > 4096
 
     def _reasoning(self) -> list[str]:
         return [part.text for part in self._parts if part.kind is Reasoning]

@@ -8,8 +8,8 @@ from trtllm_bls.chat_parsing.parser import Arguments, Content, Event, Reasoning,
 from trtllm_bls.openai.builder import ChoicesBuilder, Head, well_ended
 from trtllm_bls.openai.conversation import (
     ChatFormats,
-    ChatTurn,
     Conversation,
+    chat_turn,
     format_guide,
     guided_decoding,
 )
@@ -46,7 +46,7 @@ class ChatResponse(ChoicesBuilder):
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
         limit, prediction = request.max_completion_tokens, request.prediction
-        turn = ChatTurn(
+        text, guide, self._parsers = chat_turn(
             request,
             conversation_of(request),
             tokenizer,
@@ -59,8 +59,7 @@ class ChatResponse(ChoicesBuilder):
             return_drafted=bool(request.return_drafted),
             prediction=text_of(prediction.content) if prediction else None,
         )
-        super().__init__(request, head, [turn.text], turn.guide_field)
-        self._parts = turn.parts
+        super().__init__(request, head, [text], guide)
         self._begun: set[int] = set()
         scores = TokenScores(tokenizer, request.top_logprobs or 0)
         self._scores = scores if request.logprobs else None
@@ -75,11 +74,11 @@ class ChatResponse(ChoicesBuilder):
         logprobs = None
         if self._scores is not None and chunk.tokens:
             logprobs = chat_logprobs(self._scores.of(chunk))
-        parts = self._parts[index]
-        if parts.plain and not chunk.drafted and logprobs is None:
+        parser = self._parsers[index]
+        if parser.plain and not chunk.drafted and logprobs is None:
             events += self._frames.text(index, chunk.text) if chunk.text else b""
         else:
-            found = map(_delta, parts.feed(chunk.text, end=well_ended(chunk) is not None))
+            found = map(_delta, parser.feed(chunk.text, end=well_ended(chunk) is not None))
             for delta in [*found] or [{}] * (logprobs is not None):
                 fields: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
                 fields["finish_reason"] = None
@@ -95,7 +94,7 @@ class ChatResponse(ChoicesBuilder):
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         logprobs = None if self._scores is None else chat_logprobs(self._scores.of(chunk))
         texts, calls = {Content: "", Reasoning: ""}, list[dict[str, Any]]()
-        for event in self._parts[index].feed(chunk.text, end=True):
+        for event in self._parsers[index].feed(chunk.text, end=True):
             if isinstance(event, (Content, Reasoning)):
                 texts[type(event)] += event.text
             elif isinstance(event, Arguments):
@@ -113,7 +112,7 @@ class ChatResponse(ChoicesBuilder):
 
     def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
         fields = super()._finish(index, ending)
-        if fields["finish_reason"] == "stop" and self._parts[index].has_calls:
+        if fields["finish_reason"] == "stop" and self._parsers[index].has_calls:
             fields["finish_reason"] = "tool_calls"
         return fields
 

@@ -40,9 +40,6 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 _ANY_TEXT = {"type": "any_text"}
 
 
-# --- fields that all APIs have -------------------------------------------------------------------
-
-
 def shared_fields(request: Generation, vocab_size: int) -> dict[str, Any]:
     """The fields of ``TextRequest`` that requests of all APIs have. Raises ``ApiError``."""
     bias = []
@@ -89,9 +86,6 @@ def sampling(request: Generation) -> Sampling:
         min_tokens=request.min_tokens or None,
         **chosen,
     )
-
-
-# --- the form of the answer ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -324,9 +318,6 @@ def _or_calls(guide: GuidedDecoding, tools: ToolFormat, names: Iterable[str]) ->
     return GuidedDecoding(guide.field, "structural_tag", tag)
 
 
-# --- from turns to a text request ----------------------------------------------------------------
-
-
 class Transcript:
     """A conversation as chat templates take it, from turns in any pieces."""
 
@@ -393,48 +384,45 @@ def thinking(effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
     return variables
 
 
-class ChatTurn:
-    """One conversation that is to be answered. Raises ``ApiError`` where it cannot be.
+def chat_turn(
+    request: Generation,
+    asked: Conversation,
+    tokenizer: Tokenizer,
+    formats: ChatFormats,
+    *,
+    choices: int = 1,
+    **fields: Any,
+) -> tuple[TextRequest, str, list[ChatParser]]:
+    """What is asked of the orchestrator, which field asked for guided decoding, if any, and what
+    parses each choice.
 
-    ``text``: what is asked of the orchestrator; ``fields`` are further ones of it. ``parts``: one
-    for each choice. ``guide_field``: the request's field that asked for guided decoding, if any.
+    ``fields`` are further ones of the ``TextRequest``. Raises ``ApiError``.
     """
-
-    def __init__(
-        self,
-        request: Generation,
-        asked: Conversation,
-        tokenizer: Tokenizer,
-        formats: ChatFormats,
-        *,
-        choices: int = 1,
-        **fields: Any,
-    ) -> None:
-        guide, calls, schemas = answer_form(asked, formats)
-        # Where there is a guide, the engine enforces the form from the first token on.
-        reasoning = formats.reasoning if guide is None else None
-        tools = as_json("tools", asked.tools) if asked.tools and asked.choice != "none" else None
-        options = replace(asked.options, tools=tools)
-        shared = shared_fields(request, tokenizer.model_vocab_size)
-        marked = any(each is not None and each.special for each in (calls, reasoning))
-        if marked and request.skip_special_tokens is None:  # the text has to keep the markers
-            shared["skip_special_tokens"] = False
-        self.guide_field = guide.field if guide else ""
-        self.text = TextRequest(
-            request_id=uuid.uuid4().hex,
-            messages=as_json("messages", formats.conversations.fitted(asked.messages)),
-            chat=options,
-            num_return_sequences=choices,
-            extras=guide.extras if guide else {},
-            **{**shared, **fields},
-        )
-        opened = False  # whether the prompt ends with the tag that begins reasoning
-        if reasoning is not None:
-            with suppress(InvalidRequest):  # rendering the whole conversation raises it again
-                prompt = tokenizer.render_chat([{"role": "user", "content": "a"}], options)
-                opened = prompt.rstrip().endswith(reasoning.begin)
-        most = None if asked.parallel else 1
-        self.parts = [
-            ChatParser(calls, reasoning, opened=opened, schemas=schemas, most_calls=most)
-            for _ in range(choices)
-        ]
+    guide, calls, schemas = answer_form(asked, formats)
+    # Where there is a guide, the engine enforces the form from the first token on.
+    reasoning = formats.reasoning if guide is None else None
+    tools = as_json("tools", asked.tools) if asked.tools and asked.choice != "none" else None
+    options = replace(asked.options, tools=tools)
+    shared = shared_fields(request, tokenizer.model_vocab_size)
+    marked = any(each is not None and each.special for each in (calls, reasoning))
+    if marked and request.skip_special_tokens is None:  # the text has to keep the markers
+        shared["skip_special_tokens"] = False
+    text = TextRequest(
+        request_id=uuid.uuid4().hex,
+        messages=as_json("messages", formats.conversations.fitted(asked.messages)),
+        chat=options,
+        num_return_sequences=choices,
+        extras=guide.extras if guide else {},
+        **{**shared, **fields},
+    )
+    opened = False  # whether the prompt ends with the tag that begins reasoning
+    if reasoning is not None:
+        with suppress(InvalidRequest):  # rendering the whole conversation raises it again
+            prompt = tokenizer.render_chat([{"role": "user", "content": "a"}], options)
+            opened = prompt.rstrip().endswith(reasoning.begin)
+    most = None if asked.parallel else 1
+    parsers = [
+        ChatParser(calls, reasoning, opened=opened, schemas=schemas, most_calls=most)
+        for _ in range(choices)
+    ]
+    return text, guide.field if guide else "", parsers

@@ -246,9 +246,6 @@ class MessagesResponse(PartsBuilder):
         }
 
 
-# --- errors -----------------------------------------------------------------------------------
-
-
 def error_answer(error: ApiError) -> tuple[int, dict[str, str]]:
     """The status and the error object of an error, as Anthropic's clients read them."""
     status, message = error.status, error.message
@@ -260,9 +257,6 @@ def error_answer(error: ApiError) -> tuple[int, dict[str, str]]:
         message = f"prompt is too long: {told}"
     kind = "api_error" if status >= 500 else "invalid_request_error"
     return status, {"type": _TYPES.get(status, kind), "message": message}
-
-
-# --- requests ---------------------------------------------------------------------------------
 
 
 def _conversation(request: CountTokensRequest) -> Conversation:

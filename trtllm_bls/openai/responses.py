@@ -370,9 +370,6 @@ def _echoed(request: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-# --- requests ---------------------------------------------------------------------------------
-
-
 def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
     tools.add("tools", request.tools or [])
     transcript = Transcript()
