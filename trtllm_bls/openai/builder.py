@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
@@ -18,6 +17,7 @@ from trtllm_bls.openai.schema import Common, Generation
 from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import Ending, FinishReason, TextChunk, TextRequest
 
+Opening: TypeAlias = Content | Reasoning | ToolCall  # what a part begins with
 _UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
 # OpenAI has no word for a time limit. The answer was cut, as by max_tokens.
 _FINISH = {
@@ -157,7 +157,7 @@ class ChoicesBuilder(ResponseBuilder):
         return (self._frames.usage(self._usage()) if self._wants_usage else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        return error.event
+        return b"data: " + error.body + b"\n\n" + DONE
 
     def whole(self) -> bytes:
         fields = msgspec.structs.asdict(self._head)
@@ -196,26 +196,6 @@ class ChoicesBuilder(ResponseBuilder):
         return usage
 
 
-Kind: TypeAlias = type[Content] | type[Reasoning] | type[ToolCall]
-
-
-@dataclass(slots=True)
-class Part:
-    """A text, reasoning, or a call. ``before`` and ``after``: the constant bytes of its deltas."""
-
-    kind: Kind
-    index: int
-    call: ToolCall | None
-    before: bytes = b""
-    after: bytes = b""
-    texts: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        """All of it; of a call, its arguments."""
-        return "".join(self.texts)
-
-
 def sse(kind: str, **fields: object) -> bytes:
     """A server-sent event, whose type is also in its JSON."""
     data = msgspec.json.encode({"type": kind, **fields})
@@ -237,26 +217,27 @@ class PartsBuilder(ResponseBuilder):
         fields["fits_max_tokens"] = True
         text, guide, parsers = chat_turn(request, asked, tokenizer, formats, **fields)
         super().__init__(head, [text], guide)
+        (self._parser,) = parsers
         self._tokenizer = tokenizer
-        (self._answer,) = parsers
-        self._parts: list[Part] = []
-        self._is_open = False  # the last part
+        self._items: list[dict[str, Any]] = []  # the parts so far, as the API shows them
+        self._kind: type[Opening] | None = None  # of the last part, while it is open
+        self._texts: list[str] = []  # of the open part; of a call, its arguments
+        self._before = self._after = b""  # the constant bytes of the open part's deltas
+        self._reasoning: list[str] = []  # of parts that are closed
         self._begun = False
         self._ending: Ending | None = None
 
     def add(self, index: int, chunk: TextChunk) -> bytes:
         events = self._begin_once()
         self._ending = well_ended(chunk)
-        for event in self._answer.feed(chunk.text, end=self._ending is not None):
-            if isinstance(event, ToolCall):
-                events += self._open(ToolCall, event)
-                continue
-            goes_on = self._is_open and self._parts[-1].kind is type(event)
-            if not isinstance(event, Arguments) and not goes_on:
-                events += self._open(type(event))
-            part = self._parts[-1]
-            part.texts.append(event.text)
-            events += self._grown(part, event.text)
+        for event in self._parser.feed(chunk.text, end=self._ending is not None):
+            begins = isinstance(event, ToolCall) or self._kind is not type(event)
+            if begins and not isinstance(event, Arguments):
+                events += self._close() + self._open(event)
+                self._kind = type(event)
+            if not isinstance(event, ToolCall):
+                self._texts.append(event.text)
+                events += self._grown(event.text)
         if self._ending is not None:
             self.count_cached(self._ending)
             events += self._close()
@@ -268,25 +249,20 @@ class PartsBuilder(ResponseBuilder):
         self._begun = True
         return self._first_events()
 
-    def _open(self, kind: Kind, call: ToolCall | None = None) -> bytes:
-        events = self._close()
-        self._parts.append(Part(kind, len(self._parts), call))
-        self._is_open = True
-        return events + self._opened(self._parts[-1])
-
     def _close(self) -> bytes:
-        if not self._is_open:
+        if self._kind is None:
             return b""
-        self._is_open = False
-        return self._closed(self._parts[-1])
+        text = "".join(self._texts)
+        self._texts.clear()
+        if self._kind is Reasoning:
+            self._reasoning.append(text)
+        self._kind = None
+        return self._closed(self._items[-1], text)
 
     @property
     def is_large(self) -> bool:
         # Tokenising the reasoning takes a millisecond for some thousand characters.
-        return super().is_large or sum(map(len, self._reasoning())) > 4096
-
-    def _reasoning(self) -> list[str]:
-        return [part.text for part in self._parts if part.kind is Reasoning]
+        return super().is_large or sum(map(len, self._reasoning)) > 4096
 
     @abstractmethod
     def ping(self) -> bytes:
@@ -296,10 +272,12 @@ class PartsBuilder(ResponseBuilder):
     def _first_events(self) -> bytes: ...
 
     @abstractmethod
-    def _opened(self, part: Part) -> bytes: ...
+    def _open(self, event: Opening) -> bytes:
+        """Add an item, which ``event`` begins; the events that tell it."""
 
-    def _grown(self, part: Part, text: str) -> bytes:
-        return part.before + msgspec.json.encode(text) + part.after
+    def _grown(self, text: str) -> bytes:
+        return self._before + msgspec.json.encode(text) + self._after
 
     @abstractmethod
-    def _closed(self, part: Part) -> bytes: ...
+    def _closed(self, item: dict[str, Any], text: str) -> bytes:
+        """Complete the item, which has all of its text now; the events that tell it."""

@@ -82,11 +82,6 @@ class ApiError(Refused):
         code = self.code or _CODES.get(self.status)
         return msgspec.json.encode({"error": Error(self.message, kind, self.param, code)})
 
-    @property
-    def event(self) -> bytes:
-        """The error as the last event of a stream that has begun."""
-        return b"data: " + self.body + b"\n\n" + DONE
-
 
 def error_body(status: int, message: str) -> bytes:
     """The JSON of a refusal that names no field."""

@@ -6,12 +6,13 @@ Events, fields and errors follow the types of Anthropic's own package.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from trtllm_bls.chat_parsing.parser import Content, Reasoning
-from trtllm_bls.openai.builder import Head, Part, PartsBuilder, sse
+from trtllm_bls.chat_parsing.parser import Reasoning, ToolCall
+from trtllm_bls.openai.builder import Head, Opening, PartsBuilder, sse
 from trtllm_bls.openai.conversation import (
     ChatFormats,
     Conversation,
@@ -173,50 +174,49 @@ class MessagesResponse(PartsBuilder):
         return sse("error", error=error_answer(error)[1])
 
     def whole(self) -> bytes:
-        return msgspec.json.encode(self._message([self._block(part) for part in self._parts]))
+        return msgspec.json.encode(self._message())
 
     def _first_events(self) -> bytes:
-        return sse("message_start", message=self._message([]))
+        return sse("message_start", message=self._message())
 
-    def _opened(self, part: Part) -> bytes:
-        kinds: dict[Any, tuple[str, str]] = {
-            Content: ("text_delta", "text"),
-            Reasoning: ("thinking_delta", "thinking"),
-        }
-        kind, key = kinds.get(part.kind, ("input_json_delta", "partial_json"))
-        start = {"type": "content_block_delta", "index": part.index, "delta": {"type": kind}}
+    def _open(self, event: Opening) -> bytes:
+        kind, key = "text_delta", "text"
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if isinstance(event, ToolCall):
+            kind, key = "input_json_delta", "partial_json"
+            block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+        elif isinstance(event, Reasoning):
+            kind, key = "thinking_delta", "thinking"
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        index = len(self._items)
+        self._items.append(block)
+        start = {"type": "content_block_delta", "index": index, "delta": {"type": kind}}
         fields = msgspec.json.encode(start)[:-2]
-        part.before = b'event: content_block_delta\ndata: %b,"%b":' % (fields, key.encode())
-        part.after = b"}}\n\n"
-        block = self._block(part)
-        return sse("content_block_start", index=part.index, content_block=block)
+        self._before = b'event: content_block_delta\ndata: %b,"%b":' % (fields, key.encode())
+        self._after = b"}}\n\n"
+        return sse("content_block_start", index=index, content_block=block)
 
-    def _closed(self, part: Part) -> bytes:
-        signed = b""
-        if part.kind is Reasoning:  # clients send it back, and some want it before the stop
+    def _closed(self, item: dict[str, Any], text: str) -> bytes:
+        events, index = b"", len(self._items) - 1
+        if item["type"] == "tool_use":
+            with suppress(msgspec.DecodeError):  # cut, or not JSON at all
+                item["input"] = msgspec.json.decode(text or "{}")
+        elif item["type"] == "text":
+            item["text"] = text
+        else:
+            item["thinking"] = text
+            # Clients send the signature back, and some want it before the stop.
             delta = {"type": "signature_delta", "signature": ""}
-            signed = sse("content_block_delta", index=part.index, delta=delta)
-        return signed + sse("content_block_stop", index=part.index)
+            events = sse("content_block_delta", index=index, delta=delta)
+        return events + sse("content_block_stop", index=index)
 
-    def _block(self, part: Part) -> dict[str, Any]:
-        text = part.text
-        if part.kind is Content:
-            return {"type": "text", "text": text}
-        if part.call is None:
-            return {"type": "thinking", "thinking": text, "signature": ""}
-        try:
-            given = msgspec.json.decode(text or "{}")
-        except msgspec.DecodeError:  # cut, or not JSON at all
-            given = {}
-        return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": given}
-
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _message(self) -> dict[str, Any]:
         return {
             "id": self._head.id,
             "type": "message",
             "role": "assistant",
             "model": self._head.model,
-            "content": content,
+            "content": self._items,
             **self._stopped(),
             "usage": self._usage(),
         }
@@ -227,7 +227,7 @@ class MessagesResponse(PartsBuilder):
             return {"stop_reason": None, "stop_sequence": None}
         if ending.finish_reason is FinishReason.STOP and ending.stop_reason is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": ending.stop_reason}
-        reason = "tool_use" if self._answer.has_calls else "end_turn"
+        reason = "tool_use" if self._parser.has_calls else "end_turn"
         if ending.finish_reason in (FinishReason.LENGTH, FinishReason.TIMEOUT):
             reason = "max_tokens"
             asked = self.requests[0].max_tokens or 0

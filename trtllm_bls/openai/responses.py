@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from trtllm_bls.chat_parsing.parser import Content, Reasoning
-from trtllm_bls.openai.builder import Head, Kind, Part, PartsBuilder, sse
+from trtllm_bls.chat_parsing.parser import Content, Reasoning, ToolCall
+from trtllm_bls.openai.builder import Head, Opening, PartsBuilder, sse
 from trtllm_bls.openai.conversation import (
     ChatFormats,
     Conversation,
@@ -187,7 +187,6 @@ class ResponsesResponse(PartsBuilder):
         self._scored: list[Any] = []  # log-probabilities of tokens whose text has not left
         self._logprobs: list[Any] = []  # of the message so far
         self._number = 0
-        self._items: list[dict[str, Any]] = []
         self._echoed = _echoed(request)
 
     def ping(self) -> bytes:
@@ -222,31 +221,30 @@ class ResponsesResponse(PartsBuilder):
             "response.in_progress", response=response
         )
 
-    def _opened(self, part: Part) -> bytes:
+    def _open(self, event: Opening) -> bytes:
         item: dict[str, Any] = {"type": "message", "role": "assistant", "content": []}
-        if part.call is not None:
-            known = self._tools.origins.get(part.call.name)
-            name, namespace, free = known or (part.call.name, None, False)
+        if isinstance(event, ToolCall):
+            known = self._tools.origins.get(event.name)
+            name, namespace, free = known or (event.name, None, False)
             kind, key = ("custom_tool_call", "input") if free else ("function_call", "arguments")
-            item = {"type": kind, "call_id": part.call.id, "name": name, key: ""}
+            item = {"type": kind, "call_id": event.id, "name": name, key: ""}
             if namespace:
                 item["namespace"] = namespace
-        elif part.kind is Reasoning:
+        elif isinstance(event, Reasoning):
             item = {"type": "reasoning", "summary": [], "content": []}
         prefix, delta = _OUTPUTS[item["type"]]
         item |= {"id": f"{prefix}_{secrets.token_hex(16)}", "status": "in_progress"}
+        place = {"output_index": len(self._items), "item_id": item["id"]}
+        events = self._event("response.output_item.added", output_index=len(self._items), item=item)
         self._items.append(item)
-        events = self._event("response.output_item.added", output_index=part.index, item=item)
-        place = {"output_index": part.index, "item_id": item["id"]}
-        if part.call is None:
+        if not isinstance(event, ToolCall):
             place["content_index"] = 0
-            added = _content(part.kind, "", [])
+            added = _content(item, "", [])
             events += self._event("response.content_part.added", **place, part=added)
-        if part.kind is Content and self._scores is None:
+        if isinstance(event, Content) and self._scores is None:
             place["logprobs"] = []
-        if delta:
-            fields = msgspec.json.encode({"type": delta, **place})[:-1]
-            part.before = b"event: %b\ndata: %b" % (delta.encode(), fields)
+        fields = msgspec.json.encode({"type": delta, **place})[:-1]
+        self._before = b"event: %b\ndata: %b" % (delta.encode(), fields) if delta else b""
         return events
 
     def add(self, index: int, chunk: TextChunk) -> bytes:
@@ -254,22 +252,22 @@ class ResponsesResponse(PartsBuilder):
             self._scored += chat_logprobs(self._scores.of(chunk))["content"]
         return super().add(index, chunk)
 
-    def _grown(self, part: Part, text: str) -> bytes:
+    def _grown(self, text: str) -> bytes:
         scores = b""
-        if self._scores is not None and part.kind is Content:
+        if self._scores is not None and self._kind is Content:
             told, self._scored = self._scored, []
             self._logprobs += told
             scores = b',"logprobs":' + msgspec.json.encode(told)
-        if not part.before:
+        if not self._before:
             return b""
         number = self._number
         self._number += 1
         delta = msgspec.json.encode(text)
-        return b'%b%b,"sequence_number":%d,"delta":%b}\n\n' % (part.before, scores, number, delta)
+        return b'%b%b,"sequence_number":%d,"delta":%b}\n\n' % (self._before, scores, number, delta)
 
-    def _closed(self, part: Part) -> bytes:
-        item, text = self._items[part.index], part.text
-        place: dict[str, Any] = {"item_id": item["id"], "output_index": part.index}
+    def _closed(self, item: dict[str, Any], text: str) -> bytes:
+        index = len(self._items) - 1
+        place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
         if item["type"] == "custom_tool_call":
             item["input"] = text = _free_text(text)
             kind = "response.custom_tool_call_input"
@@ -280,14 +278,14 @@ class ResponsesResponse(PartsBuilder):
             kind = "response.function_call_arguments.done"
             events = self._event(kind, **place, name=item["name"], arguments=text)
         else:
-            done = _content(part.kind, text, self._logprobs)
+            done = _content(item, text, self._logprobs)
             item["content"], self._logprobs = [done], []
             place["content_index"] = 0
             told = {key: done[key] for key in ("text", "logprobs") if key in done}
             events = self._event(f"response.{done['type']}.done", **place, **told)
             events += self._event("response.content_part.done", **place, part=done)
         item["status"] = self._end_status
-        return events + self._event("response.output_item.done", output_index=part.index, item=item)
+        return events + self._event("response.output_item.done", output_index=index, item=item)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number = self._number
@@ -314,7 +312,7 @@ class ResponsesResponse(PartsBuilder):
         assert self._ending is not None
         made = self._ending.completion_tokens
         # Chunks do not say which tokens were reasoning, so its text is tokenised.
-        reasoning = self._tokenizer.encode_all(self._reasoning(), add_special_tokens=False)
+        reasoning = self._tokenizer.encode_all(self._reasoning, add_special_tokens=False)
         return {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {
@@ -327,8 +325,8 @@ class ResponsesResponse(PartsBuilder):
         }
 
 
-def _content(kind: Kind, text: str, logprobs: list[Any]) -> dict[str, Any]:
-    if kind is Reasoning:
+def _content(item: dict[str, Any], text: str, logprobs: list[Any]) -> dict[str, Any]:
+    if item["type"] == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
