@@ -157,11 +157,9 @@ def printable(text: str, most: int = MAX_LINE) -> str:
         left_out = len(text) - 2 * half
         text = f"{text[:half]} [{left_out} characters left out] {text[len(text) - half :]}"
     text = " ".join(text.split())
-    return text if text.isprintable() else "".join(map(_printable, text))[:most]
-
-
-def _printable(character: str) -> str:
-    return character if character.isprintable() else ascii(character)[1:-1]
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)[:most]
 
 
 def to_wire(error: TrtllmBlsError) -> str:

@@ -120,7 +120,7 @@ class GrpcEngine:
             config = service_pb2.ModelConfigResponse.FromString(answer).config
         except GrpcError as error:
             failure = self.failure(error)
-            if self._own_server and not await self._server_answers():
+            if self._own_server and await self._problem() is not None:
                 failure = EngineUnavailable(f"{failure}; {_ADVICE}")
             raise failure from error
         except DecodeError as error:
@@ -130,16 +130,12 @@ class GrpcEngine:
         return self._model.capacity
 
     async def _problem(self) -> str | None:
-        answers = await self._server_answers()
-        return None if answers else f"{self.name} at {self._url}: its server does not answer"
-
-    async def _server_answers(self) -> bool:
-        """Whether there is a Triton at the address, whatever its models do."""
+        """Whether there is no Triton at the address, whatever its models do."""
         try:
             await self._channel.unary(_SERVICE + "ServerLive", b"", _PROBE_SECONDS)
         except GrpcError:
-            return False
-        return True
+            return f"{self.name} at {self._url}: its server does not answer"
+        return None
 
 
 class GrpcChunks(CallChunks):

@@ -178,14 +178,16 @@ class ServiceAnswer:
         ids = (several[0],) if len(several) == 1 else tuple(several[:])
         if not self._scored:
             return sequence.feed(ids)
-        return sequence.feed(ids, *self._scores(_paired(ids, part.logprobs)))
+        return sequence.feed(ids, *self._scores(ids, part.logprobs))
 
     def _read_complete(self, sequence: SequenceEnds, part: Any) -> list[EngineChunk]:
         """A ``GenerateComplete``, which repeats all ids, or all but those of a stop."""
         if part.finish_reason == "error":
             raise EngineError("the engine failed while it answered")
         every: tuple[int, ...] = tuple(part.output_token_ids[:])
-        entries = _paired(every, part.logprobs)[sequence.received :] if self._scored else None
+        scores: tuple[Any, Any] = (None, None)
+        if self._scored:
+            scores = self._scores(every, part.logprobs, sequence.received)
         ids, reason = every[sequence.received :], trtllm.REASONS.get(part.finish_reason)
         if part.finish_reason == "stop":
             matched = part.matched_token_id if part.HasField("matched_token_id") else None
@@ -193,28 +195,26 @@ class ServiceAnswer:
                 reason = FinishReason.STOP
             elif ids and matched in (None, ids[-1]):
                 ids = ids[:-1]  # an end id of the server's own
-        return sequence.feed(ids, *self._scores(entries), ended=True, reason=reason)
+        return sequence.feed(ids, *scores, ended=True, reason=reason)
 
     def _scores(
-        self, entries: Sequence[Any] | None
-    ) -> tuple[list[float] | None, list[TopLogProbs] | None]:
-        """Log-probabilities, and those of the likeliest ids of each place."""
-        if entries is None:
-            return None, None
-        values = [entry.logprob for entry in entries]
+        self, ids: Sequence[int], entries: Iterable[Any], skip: int = 0
+    ) -> tuple[list[float], list[TopLogProbs] | None]:
+        """Log-probabilities of the ids after the first ``skip``, and those of the likeliest ids of
+        each place. There may be other entries, for ids that were cut off."""
+        left = iter(entries)
+        found: list[Any] = [
+            next((entry for entry in left if entry.token_id == token), None) for token in ids
+        ]
+        if None in found:
+            raise EngineError("the engine's log-probabilities are not those of its tokens")
+        values = [entry.logprob for entry in found[skip:]]
         if not self._top:
             return values, None
-        pairs = [[(top.token_id, top.logprob) for top in entry.top_logprobs] for entry in entries]
+        pairs = [
+            [(top.token_id, top.logprob) for top in each.top_logprobs] for each in found[skip:]
+        ]
         return values, [trtllm.likeliest(listed, self._top) for listed in pairs]
-
-
-def _paired(ids: Sequence[int], entries: Iterable[Any]) -> list[Any]:
-    """The entry of each id; there may be others, for ids that were cut off."""
-    left = iter(entries)
-    found = [next((entry for entry in left if entry.token_id == token), None) for token in ids]
-    if None in found:
-        raise EngineError("the engine's log-probabilities are not those of its tokens")
-    return found
 
 
 # --- the engine -----------------------------------------------------------------------------
