@@ -427,6 +427,9 @@ class Tokenizer:
         self._make: dict[bool, Callable[[], Detokenizer]] = {
             skip: choose_detokenizer(self, skip) for skip in (True, False)
         }
+        word = self.encode_word("a")
+        # These stand for all texts that may come before a word.
+        self._texts_before = (word,) if self.eos_id is None else (word, (*word, self.eos_id))
 
     # --- text to ids ---
 
@@ -445,7 +448,8 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[PromptIds]:
         """What ``encode`` gives for each text; releases the interpreter's lock meanwhile."""
-        return [self._begun_once(ids) for ids in self._encode_all(texts, add_special_tokens)]
+        found = self._encode_all(texts, add_special_tokens)
+        return [self._begun_once(tuple(ids)) for ids in found]
 
     def _begun_once(self, token_ids: PromptIds) -> PromptIds:
         """The ids with a single begin-of-sequence id where they begin with several."""
@@ -502,7 +506,7 @@ class Tokenizer:
     def _ends_with(self, word: str, token_ids: tuple[int, ...]) -> bool:
         """Whether every text that goes on with these ids ends with ``word``.
 
-        Two texts before the ids stand for all others. Decoders treat the first token of a text
+        Decoders treat the first token of a text
         differently, and some put a space after the last token of a word but not after other tokens.
         """
         return all(self._text(token_ids, before).endswith(word) for before in self._texts_before)
@@ -513,24 +517,25 @@ class Tokenizer:
         detokenizer.feed(after)
         return detokenizer.feed(token_ids) + detokenizer.flush()
 
-    @cached_property
-    def _texts_before(self) -> tuple[tuple[int, ...], ...]:
-        word = self.encode_word("a")
-        return (word,) if self.eos_id is None else (word, (*word, self.eos_id))
-
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
         _check_unicode(text, field)
         ids: list[int]
-        if self._backend is None:
-            ids = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-        elif len(text) < _SHORT:
+        if self._backend is not None and len(text) < _SHORT:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # a batch releases the interpreter's lock, and "fast" computes no offsets
-            (encoding,) = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-            ids = encoding.ids
+        else:
+            (ids,) = self._encode_all([text], add_special_tokens)
         return ids
+
+    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """The ids of each text; a tokenizer of the library releases the interpreter's lock."""
+        if self._backend is None:
+            for text in texts:
+                _check_unicode(text, "messages")
+            how = {"add_special_tokens": add_special_tokens, "verbose": False}
+            return [self._hf.encode(text, **how) for text in texts]
+        # "Fast" computes no offsets.
+        made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in made]
 
     @property
     def chat_template(self) -> str | None:
@@ -667,12 +672,6 @@ class Tokenizer:
             problem = f"spell a control token before {wrong[:20]!r}, which cannot be told from text"
             raise InvalidRequest("messages", problem)
         return tuple(itertools.chain(ids, *(known[text] for text in more)))
-
-    def _encode_all(self, texts: Sequence[str], special: bool) -> Iterator[tuple[int, ...]]:
-        if self._backend is None:
-            return (tuple(self._encode(text, special, "messages")) for text in texts)
-        made = self._backend.encode_batch_fast(texts, add_special_tokens=special)
-        return (tuple(encoding.ids) for encoding in made)
 
     # --- ids to text ---
 

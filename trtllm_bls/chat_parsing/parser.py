@@ -187,12 +187,12 @@ class ChatParser:
         """After a marker or a call: begin the next call, or return to content."""
         tools, text = self._tools, self._buffer.lstrip()
         self._hold(len(self._buffer) - len(text))
-        found = _compiled(tools.header).match(text, partial=True)
-        if found is not None and not found.partial:
-            self._open(found)
+        header = _compiled(tools.header).match(text, partial=True)
+        if header is not None and not header.partial:
+            self._open(header)
             return True
         markers = (*tools.begin, *tools.noise)
-        if found is not None or any(each.startswith(text) and each != text for each in markers):
+        if header is not None or any(each.startswith(text) and each != text for each in markers):
             return False
         marker = max((each for each in markers if text.startswith(each)), key=len, default="")
         if not marker:
@@ -529,8 +529,20 @@ class PythonCall(CharReader):
         span = _Span("\"'", depth=1)
         while not span.feed(char := (yield)):
             text += char
-        self.given = _dumped(_keywords(text))
-        self.begun = True
+        with warnings.catch_warnings():  # about escapes that Python does not know
+            warnings.simplefilter("ignore")
+            call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+            raise ValueError("arguments without names")
+        values = {k.arg: ast.literal_eval(_JsonNames().visit(k.value)) for k in call.keywords}
+        self.given, self.begun = _dumped(values), True
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Takes ``true``, ``false`` and ``null`` as literals; other names raise ``KeyError``."""
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant({"true": True, "false": False, "null": None}[node.id])
 
 
 _QUOTE = '<|"|>'
@@ -592,26 +604,6 @@ class GemmaCall(CharReader):
     def _give(self, text: str) -> None:
         self.given += self._comma + text
         self._comma = ""
-
-
-_JSON_NAMES = {"true": True, "false": False, "null": None}
-
-
-class _JsonNames(ast.NodeTransformer):
-    """Takes ``true``, ``false`` and ``null`` as literals; other names raise ``KeyError``."""
-
-    def visit_Name(self, node: ast.Name) -> ast.Constant:
-        return ast.Constant(_JSON_NAMES[node.id])
-
-
-def _keywords(text: str) -> dict[str, Any]:
-    """The arguments by name. Raises ``ValueError`` for others, and what ``ast`` raises."""
-    with warnings.catch_warnings():  # about escapes that Python does not know
-        warnings.simplefilter("ignore")
-        call = ast.parse(f"f({text})", mode="eval").body
-    if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
-        raise ValueError("arguments without names")
-    return {str(k.arg): ast.literal_eval(_JsonNames().visit(k.value)) for k in call.keywords}
 
 
 def _json_of(text: str, kinds: Collection[str]) -> str:
