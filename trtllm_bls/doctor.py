@@ -1,9 +1,7 @@
 """``trtllm-bls doctor``: finds what is wrong with a deployment before the first request.
 
-From top to bottom: what is examined (``Subject``), how a check reports (``Finding``), the checks of
-this machine, of parameters and engines, of addresses and of tokenizers, and the command line. No
-check changes anything. Where a rule exists elsewhere in the package, the check asks there. The last
-command, ``conformance``, asks an engine itself.
+No check changes anything. Where a rule exists elsewhere in the package, the check asks there. The
+last command, ``conformance``, asks an engine itself.
 """
 
 from __future__ import annotations
@@ -32,49 +30,22 @@ from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from trtllm_bls.client import Tls
-from trtllm_bls.configure.engine import (
-    EXTERNAL_DRAFTS,
-    RELEASES,
-    EngineDir,
-    check_drafting,
-    check_target,
-    check_vocabulary,
-    ends_after_one_step,
-    image_of,
-    misfits,
-    models_for,
-    read_engine,
-)
+from trtllm_bls.configure import engine as cpp
 from trtllm_bls.contract import BLS, ENGINE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING, Model
 from trtllm_bls.engines.triton.own_port import listening_processes
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
-from trtllm_bls.launcher.checks import (
-    PYTHON,
-    check_environment,
-    check_numpy,
-    check_platform,
-    check_shared_memory,
-    embedded_numpy,
-    find_server,
-)
+from trtllm_bls.launcher import checks
 from trtllm_bls.parameters import (
     EngineKind,
     EngineParameters,
+    cpp_backend,
     is_true,
     parameters_of,
     parse_engine,
     suggestion,
 )
 from trtllm_bls.parameters import check as check_ours
-from trtllm_bls.parameters.cpp_backend import (
-    GUIDES,
-    LAST,
-    Version,
-    check_backend,
-    keys_of,
-    parse_version,
-)
 from trtllm_bls.parameters.model_config import dtype_of, instances_of, read_config, values_of
 from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings import ServeSettings, TlsConnection, option, options_of, setting
@@ -102,7 +73,7 @@ def serve_ports() -> dict[str, int]:
 
 def _release(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
     try:
-        return value if value and parse_version(value) else ""
+        return value if value and cpp_backend.parse_version(value) else ""
     except SettingsError as error:
         raise click.UsageError(str(error), ctx) from error
 
@@ -155,10 +126,10 @@ class Subject:
             directories[self.target] = self.engine_dir
         if self.draft_engine_dir:
             directories[self.draft or "the draft"] = self.draft_engine_dir
-        self.engines: dict[str, EngineDir] = {}  # by model, of the options or of the repository
+        self.engines: dict[str, cpp.EngineDir] = {}  # by model, of the options or of the repository
         for name, directory in directories.items():
             try:
-                engine = read_engine(f"{name}: engine", directory, check=True)
+                engine = cpp.read_engine(f"{name}: engine", directory, check=True)
                 engine.release()  # raises where there is no such release
                 self.engines[name] = engine
             except SettingsError as error:
@@ -186,7 +157,7 @@ class Subject:
 
         def of_release(engine: str) -> dict[str, Model]:
             logits = self.engines[engine].logits if engine in self.engines else "FP32"
-            return models_for(self.release or LAST, logits)
+            return cpp.models_for(self.release or cpp_backend.LAST, logits)
 
         # As the ensemble hands it on.
         text = of_release(self.target) if self.cpp_models else {each.name: each for each in MODELS}
@@ -215,10 +186,10 @@ class Subject:
         return self.version or self.packages("tensorrt-llm") or ""
 
     @property
-    def release(self) -> Version | None:
+    def release(self) -> cpp_backend.Version | None:
         """The release of the backend, or else of the target's engine."""
         if self.backend_version:
-            return parse_version(self.backend_version)
+            return cpp_backend.parse_version(self.backend_version)
         engine = self.engines.get(self.target)
         return engine.release() if engine else None
 
@@ -278,8 +249,7 @@ def check(
 def examine(
     subject: Subject, checks: Sequence[Check] | None = None
 ) -> Iterator[tuple[str, Finding]]:
-    """Every finding with its check's name, in the order of the list. An error of this package that
-    a check raises is its last finding."""
+    """Every finding with its check's name. What a check raises is its last finding."""
     for each in CHECKS if checks is None else checks:
         if not each.applies(subject):
             continue
@@ -301,15 +271,14 @@ _LOOPBACK = ("localhost", "127.0.0.1")
 
 @check("this machine can run the server's models")
 def platform_and_place(subject: Subject) -> None:
-    """Linux, and an environment whose path the embedded Python can read."""
-    check_platform()
-    check_environment(sys.prefix)
+    checks.check_platform()
+    checks.check_environment(sys.prefix)
 
 
 @check("shared memory has room for the models' tensors")
 def shared_memory(subject: Subject) -> Findings:
     """Docker's default of 64 MB is filled by a few large answers."""
-    if warning := check_shared_memory(subject.shared_memory):
+    if warning := checks.check_shared_memory(subject.shared_memory):
         yield Finding.of(SetupError(warning), "warn")
 
 
@@ -352,18 +321,17 @@ def packages(subject: Subject) -> Findings:
 def _server(subject: Subject) -> Any:
     """The server that is named, or else is found here."""
     with suppress(SetupError):
-        return subject.server or find_server(None)
+        return subject.server or checks.find_server(None)
     return None
 
 
 @check("the server here runs models on this Python and its numpy", _server)
 def server_python(subject: Subject) -> Findings:
-    """A stub for this version of Python, which can read the numpy that it will import."""
-    installation = find_server(subject.server)
-    if not installation.stub(PYTHON).is_file():
-        what = f"{installation.root} has no Python backend for Python {PYTHON}"
+    installation = checks.find_server(subject.server)
+    if not installation.stub(checks.PYTHON).is_file():
+        what = f"{installation.root} has no Python backend for Python {checks.PYTHON}"
         yield fault(what, "install trtllm-bls with the Python of the container")
-    check_numpy(installation, embedded_numpy())
+    checks.check_numpy(installation, checks.embedded_numpy())
 
 
 @check(
@@ -373,7 +341,7 @@ def server_python(subject: Subject) -> Findings:
 def pins(subject: Subject) -> Findings:
     """Another one can break `import tensorrt_llm`, which builds engines but does not serve them."""
     present, release = subject.packages("transformers"), subject.packages("tensorrt-llm") or ""
-    pinned = RELEASES.get(str(parse_version(release)), {}).get("transformers")
+    pinned = cpp.RELEASES.get(str(cpp_backend.parse_version(release)), {}).get("transformers")
     if present and pinned and _numbers(present, 2) != _numbers(pinned, 2):
         what = f"transformers {present} beside tensorrt-llm {release}, made with {pinned}"
         yield warn(what, f"pip install transformers=={pinned} before building engines here")
@@ -382,14 +350,8 @@ def pins(subject: Subject) -> Findings:
 # --- parameters and engines: what TensorRT-LLM would ignore or refuse later -------------------
 
 
-def _speculates(subject: Subject) -> bool:
-    source = subject.values(BLS.name).get("draft_source", "off")
-    return subject.target in subject.engines and (len(subject.engines) > 1 or source != "off")
-
-
 @check("configurations and engine directories can be read", lambda s: s.repository or s.engine_dir)
 def readable(subject: Subject) -> Findings:
-    """A file that cannot be read hides everything else."""
     if subject.repository and not subject.configs and not subject.unreadable:
         yield fault(f"{subject.repository}: no model in it", "name the model repository")
     yield from map(Finding.of, subject.unreadable)
@@ -408,14 +370,13 @@ def placeholders(subject: Subject) -> Findings:
 
 @check("every parameter is known and has a value that can be read", lambda s: s.configs)
 def parameters(subject: Subject) -> Findings:
-    """Names and values, each judged by whoever reads them."""
     for model, known in subject.known_models.items():
         for key, value in subject.values(model).items():
             if "${" in value or not value:
                 continue
             try:
                 if model in subject.cpp_models:
-                    check_backend(key, value, subject.release)
+                    cpp_backend.check_backend(key, value, subject.release)
                 else:
                     check_ours(known.name, key, value)
             except SettingsError as error:
@@ -446,7 +407,6 @@ def llm_api(subject: Subject) -> Findings:
 
 @check("Triton can load every model", lambda s: s.configs)
 def layout(subject: Subject) -> Findings:
-    """Its name, its code, and room for a request in its batch."""
     assert subject.repository is not None
     for model, config in subject.configs.items():
         if config.name not in ("", model) and "${" not in config.name:
@@ -470,7 +430,6 @@ def layout(subject: Subject) -> Findings:
 
 @check("every model that another one calls is there", lambda s: s.configs)
 def wiring(subject: Subject) -> Findings:
-    """The orchestrator's engines, and the ensemble's steps."""
     called = {
         model: [step.model_name for step in config.ensemble_scheduling.step]
         for model, config in subject.configs.items()
@@ -506,25 +465,24 @@ def tensors(subject: Subject) -> Findings:
 @check("every parameter that the release demands is there", lambda s: s.cpp_models)
 def demanded_parameters(subject: Subject) -> Findings:
     """Without one of them the instance ends at load."""
-    release = subject.release or LAST
+    release = subject.release or cpp_backend.LAST
     for model in subject.cpp_models:
         values = subject.values(model)
-        # What every release demands has a line of its own.
         needed = {"gpt_model_path": "DIRECTORY", "gpt_model_type": "inflight_fused_batching"}
         for name, value in needed.items():
             if not values.get(name):
                 yield fault(f"{model}: {name} is missing", f"set {name}={value}")
-        demanded = {n: key.demanded for n, key in keys_of(release).items() if key.demanded}
-        known = {*values, *needed}
-        absent = [n for n, since in demanded.items() if since <= release and n not in known]
+        absent = []
+        for name, key in cpp_backend.keys_of(release).items():
+            if key.is_demanded(release) and name not in {*values, *needed}:
+                absent.append(name)
         if absent:
-            mend = "add them, with an empty value where nothing is meant"
-            yield fault(f"{model}: no {', '.join(absent)}", mend)
+            what = f"{model}: no {', '.join(absent)}"
+            yield fault(what, "add them, with an empty value where nothing is meant")
 
 
 @check("backend and engines are of one release", lambda s: s.engines)
 def versions(subject: Subject) -> Findings:
-    """An engine runs on the release that built it."""
     backend = subject.backend_version
     for model, engine in subject.engines.items():
         built, release = engine.version, engine.release()
@@ -534,7 +492,7 @@ def versions(subject: Subject) -> Findings:
         elif backend and _numbers(built, 3) != _numbers(backend, 3):
             level: Level = "warn" if _numbers(built, 2) == _numbers(backend, 2) else "error"
             what = f"{model}: its engine is of {built}, the backend of {backend}"
-            image = image_of(release)
+            image = cpp.image_of(release)
             other = f", or serve it from {image}" if image else ""
             yield Finding(level, what, f"build it in the container that serves it{other}")
 
@@ -562,13 +520,13 @@ def decoupled(subject: Subject) -> Findings:
 @check("requests without drafts run to their end", lambda s: s.engines)
 def one_step_drafts(subject: Subject) -> Findings:
     """Older releases end each request to an engine for external drafts after one step."""
-    release = subject.release or LAST
+    release = subject.release or cpp_backend.LAST
     for model, engine in subject.engines.items():
-        if not ends_after_one_step(engine, release):
+        if not cpp.ends_after_one_step(engine, release):
             continue
         if model != subject.target:
             mend = "build it without a speculative_decoding_mode"
-            yield fault(f"{model}: drafts one token only ({EXTERNAL_DRAFTS})", mend)
+            yield fault(f"{model}: drafts one token only ({cpp.EXTERNAL_DRAFTS})", mend)
         elif not is_true(subject.values(model).get("one_step_requests", "")):
             mend = f"set {model}.one_step_requests=true; trtllm-bls configure writes it"
             yield fault(f"{model}: requests without drafts answer one token", mend)
@@ -576,19 +534,17 @@ def one_step_drafts(subject: Subject) -> Findings:
 
 @check("the engines were built for what their parameters ask", lambda s: s.configs and s.engines)
 def built_for(subject: Subject) -> Findings:
-    """Paged context attention, beams, GPUs for all ranks, guided decoding, no encoder."""
     for model in subject.engines.keys() & subject.configs.keys():
         values = subject.values(model)
-        yield from map(Finding.of, misfits(model, subject.engines[model], values))
-        guides = values.get(GUIDES[1])
+        yield from map(Finding.of, cpp.misfits(model, subject.engines[model], values))
+        guides = values.get(cpp_backend.GUIDES[1])
         if guides and not Path(guides).is_file():
-            what = f"{model}.{GUIDES[1]}: {guides} is not there"
+            what = f"{model}.{cpp_backend.GUIDES[1]}: {guides} is not there"
             yield fault(what, "make it as docs/engines.md#guided-decoding says")
 
 
 @check("ranks can be started", lambda s: any(e.ranks > 1 for e in s.engines.values()))
 def ranks(subject: Subject) -> Findings:
-    """An engine of several ranks is started by MPI or by Slurm."""
     path = subject.environment.get("PATH", "")
     if not any(shutil.which(program, path=path) for program in ("mpirun", "srun")):
         counts = [f"{name}: {e.ranks} ranks" for name, e in subject.engines.items() if e.ranks > 1]
@@ -598,27 +554,30 @@ def ranks(subject: Subject) -> Findings:
 
 @check("the server here has every backend", lambda s: s.configs and _server(s))
 def backends(subject: Subject) -> Findings:
-    """Triton would end with a line of its own."""
     with suppress(SetupError):  # told by the check of the server's Python
-        there = find_server(subject.server).backends
+        there = checks.find_server(subject.server).backends
         for model, config in subject.configs.items():
             name = config.backend
             if name and "${" not in name and not (there / name).is_dir():
-                image = image_of(subject.release) if subject.release else None
+                image = cpp.image_of(subject.release) if subject.release else None
                 mend = f"serve it from {image or 'the container that has it'}"
                 yield fault(f"{model}: no backend {name} in {there}", mend)
 
 
+def _speculates(subject: Subject) -> bool:
+    source = subject.values(BLS.name).get("draft_source", "off")
+    return subject.target in subject.engines and (len(subject.engines) > 1 or source != "off")
+
+
 @check("the target can verify drafts, and the draft can make them", _speculates)
 def speculation(subject: Subject) -> None:
-    """Paged context, reuse of the KV cache, the right mode, no fast logits."""
     reuse = {"enable_kv_cache_reuse": "true" if not subject.configs else ""}
     values = {name: reuse | subject.values(name) for name in subject.engines}
     target = subject.target
     engines = {ENGINE.name if name == target else name: e for name, e in subject.engines.items()}
-    check_target(target, subject.engines[target], values[target])
+    cpp.check_target(target, subject.engines[target], values[target])
     values[ENGINE.name] = values[target]
-    check_drafting(engines, values, subject.release or LAST)
+    cpp.check_drafting(engines, values, subject.release or cpp_backend.LAST)
 
 
 @check("target and draft have logits of one type", lambda s: len(s.engines) > 1)
@@ -632,7 +591,6 @@ def logits_types(subject: Subject) -> Findings:
 
 @check("a stalled engine is told from a slow one", lambda s: BLS.name in s.configs)
 def time_limits(subject: Subject) -> Findings:
-    """The limit of a silence has to be the shorter one."""
     values, declared = subject.values(BLS.name), parameters_of(BLS.name)
     keys = "engine_stall_seconds", "request_timeout_seconds"
     with suppress(ValueError):  # told by the check of parameters
@@ -708,7 +666,6 @@ def _engines_elsewhere(subject: Subject) -> list[tuple[str, EngineKind]]:
 
 @check("engines elsewhere are there", _engines_elsewhere)
 def engine_addresses(subject: Subject) -> Findings:
-    """Each takes a connection; TensorRT-LLM's service is asked for its health."""
     for address, kind in _engines_elsewhere(subject):
         if problem := _unreachable(address):
             mend = "start it (trtllm-serve MODEL --grpc), or mend the address"
@@ -763,7 +720,6 @@ def _listeners(url: str) -> list[str]:
 
 @check("the server answers and its models are ready", lambda s: s.url)
 def server(subject: Subject) -> Findings:
-    """Triton, live, with every model of the repository (or tensorrt_llm_bls and its engine)."""
     with _client(subject) as client:
         try:
             name = client.get_server_metadata(client_timeout=_ANSWER_S).name
@@ -815,7 +771,6 @@ _loaded = cache(load_tokenizer)  # it takes seconds
 
 @check("tokenizers can be loaded", lambda s: s.tokenizer)
 def tokenizer(subject: Subject) -> None:
-    """By the packages that are installed here."""
     for directory in (subject.tokenizer, subject.directory(BLS.name, "draft_tokenizer_dir")):
         if directory:
             _loaded(directory)
@@ -841,7 +796,7 @@ def vocabulary(subject: Subject) -> Findings:
     assert subject.tokens is not None
     tokens, mend = subject.tokens.vocab_size, "use the tokenizer that the model was trained with"
     for model, engine in subject.engines.items():
-        check_vocabulary(model, engine, subject.tokens)
+        cpp.check_vocabulary(model, engine, subject.tokens)
         size = engine.vocab_size or tokens
         if tokens > size:
             what = f"{model}: {tokens - size} added tokens are beyond its embeddings"

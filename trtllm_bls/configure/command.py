@@ -43,8 +43,8 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
         return
     version = parse_version(release, "--keys")
     for name, key in sorted(keys_of(version).items()):
-        demanded = key.demanded is not None and key.demanded <= version
-        click.echo(f"{name}: {key.expected}{' (always written)' if demanded else ''}")
+        always = " (always written)" if key.is_demanded(version) else ""
+        click.echo(f"{name}: {key.expected}{always}")
     ctx.exit()
 
 

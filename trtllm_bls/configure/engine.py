@@ -126,12 +126,6 @@ class EngineDir:
         """The release of TensorRT-LLM; raises ``SettingsError`` if ``version`` names none."""
         return parse_version(self.version, f"{self.path}: version") if self.version else None
 
-    @property
-    def takes_drafts(self) -> bool:
-        """Whether a request may bring a draft, as far as the directory says."""
-        fits = self.mode in ("", EXTERNAL_DRAFTS) and self.max_draft_tokens != 0
-        return fits and self.paged_context is not False
-
     def max_prompt_tokens(self, chunked: bool) -> int | None:
         """The longest prompt: one generated token must fit behind it. Without chunked context the
         whole prompt must fit into one forward pass, too."""
@@ -226,7 +220,7 @@ def engine_parameters(engine: EngineDir, version: Version) -> dict[str, str]:
         "executor_worker_path": _WORKER,
     }
     keys = keys_of(version)
-    demanded = {name: "" for name, key in keys.items() if key.demanded and key.demanded <= version}
+    demanded = {name: "" for name, key in keys.items() if key.is_demanded(version)}
     read = {name: value for name, value in wanted.items() if name in keys}
     return demanded | read | {"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}
 
@@ -236,7 +230,7 @@ def engine_facts(
 ) -> dict[str, str]:
     """The ``EngineFacts`` of the engine as it will run with ``parameters``."""
     chunked = is_true(parameters["enable_chunked_context"])
-    takes_drafts = engine.takes_drafts and is_true(parameters["enable_kv_cache_reuse"])
+    takes_drafts = _drafting_problem(engine, parameters) == ""
     facts = {
         "max_sequence_tokens": engine.max_sequence_tokens,
         "max_prompt_tokens": engine.max_prompt_tokens(chunked),
@@ -319,19 +313,23 @@ def check_vocabulary(name: str, engine: EngineDir, tokenizer: Tokenizer) -> None
         )
 
 
+def _drafting_problem(engine: EngineDir, parameters: Mapping[str, str]) -> str:
+    """Why the engine cannot verify drafts; empty where it can, as far as its directory says."""
+    build = "build it with --speculative_decoding_mode draft_tokens_external --max_draft_len 10"
+    if engine.mode not in ("", EXTERNAL_DRAFTS):
+        return f"was built for speculative_decoding_mode {engine.mode}; {build}"
+    if engine.max_draft_tokens == 0:
+        return f"cannot verify drafts; {build}"
+    if engine.paged_context is False:
+        return "has no paged context attention; build it with --use_paged_context_fmha enable"
+    if not is_true(parameters["enable_kv_cache_reuse"]):
+        return "cannot verify drafts without its KV cache; set enable_kv_cache_reuse=true"
+    return ""
+
+
 def check_target(option: str, engine: EngineDir, parameters: Mapping[str, str]) -> None:
     """Raises ``SettingsError`` naming ``option`` if the engine cannot verify drafts."""
-    build = "build it with --speculative_decoding_mode draft_tokens_external --max_draft_len 10"
-    problem = ""
-    if engine.mode not in ("", EXTERNAL_DRAFTS):
-        problem = f"was built for speculative_decoding_mode {engine.mode}; {build}"
-    elif engine.max_draft_tokens == 0:
-        problem = f"cannot verify drafts; {build}"
-    elif engine.paged_context is False:
-        problem = "has no paged context attention; build it with --use_paged_context_fmha enable"
-    elif not is_true(parameters["enable_kv_cache_reuse"]):
-        problem = "cannot verify drafts without its KV cache; set enable_kv_cache_reuse=true"
-    if problem:
+    if problem := _drafting_problem(engine, parameters):
         raise SettingsError(f"{option}: the engine in {engine.path} {problem}")
 
 

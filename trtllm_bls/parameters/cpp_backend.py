@@ -47,6 +47,10 @@ class Key:
     until: Version
     demanded: Version | None
 
+    def is_demanded(self, version: Version) -> bool:
+        """Whether this release does not load without it."""
+        return self.demanded is not None and self.demanded <= version
+
 
 _KINDS = {
     "flag": ("true or false", r"true|True|TRUE|1|false|False|FALSE|0"),
