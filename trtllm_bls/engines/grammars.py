@@ -21,7 +21,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +117,16 @@ def _grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:
         if grammar == text and "%json" in text:  # Lark's own, whose schema nobody has checked
             raise ValueError("%json is not allowed in it; send a json_schema")
         return grammar
+    if kind == "json":
+        text = '{"type": "object"}'
     try:
-        read = _read(text) if kind != "json" else {"type": "object"}
+        read = json.loads(
+            text,
+            object_hook=_checked,
+            parse_int=_number,
+            parse_float=_number,
+            parse_constant=_number,
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if kind == "structural_tag":
@@ -193,13 +200,6 @@ def _portable(pattern: str) -> str:
     return "".join(found)
 
 
-def _read(text: str) -> Any:
-    integer, other = partial(_exact, int), partial(_exact, float)
-    return json.loads(
-        text, object_hook=_checked, parse_int=integer, parse_float=other, parse_constant=other
-    )
-
-
 def _checked(schema: dict[str, Any]) -> dict[str, Any]:
     """Refuse what llguidance does not keep: it counts a key that is written twice as two."""
     least, required = schema.get("minProperties"), schema.get("required")
@@ -209,8 +209,8 @@ def _checked(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _exact(kind: type[int] | type[float], written: str) -> float:
-    number = kind(written)
+def _number(written: str) -> float:
+    number = int(written) if written.lstrip("-").isdigit() else float(written)
     if not abs(number) <= _MOST_NUMBER:  # NaN, too
         raise ValueError(f"the number {written[:40]} in it is beyond {_MOST_NUMBER}")
     return number

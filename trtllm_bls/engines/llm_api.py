@@ -88,7 +88,13 @@ def open_llm(
     config = ModelYaml.read(parameters.model_yaml) if parameters.model_yaml else ModelYaml()
     gpus = gpus_of(parameters.gpu_device_ids, parameters.instance, parameters.instances)
     # Before the import, which opens the GPUs' files: the workers inherit both.
-    _prepare(os.environ, gpus, telemetry="telemetry_config" in config.arguments)
+    for key in list(os.environ):
+        if key.startswith(_MPI_JOB) and not key.startswith("PMIX_MCA_"):
+            del os.environ[key]
+    if gpus:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": gpus, "TRTLLM_VISIBLE_DEVICES": gpus}
+    if "telemetry_config" not in config.arguments:  # NVIDIA is told of the use where it says so
+        os.environ.setdefault("TRTLLM_NO_USAGE_STATS", "1")
     try:
         api = importlib.import_module("tensorrt_llm")
         merge = importlib.import_module("tensorrt_llm.llmapi.llm_utils")
@@ -117,17 +123,6 @@ def open_llm(
     if capacity.speculates:
         refused["logits_post_processor_name"] = _EDITED
     return LlmApiEngine(name, api, llm, capacity, config.adapters, processors, refused)
-
-
-def _prepare(environment: Any, gpus: str, telemetry: bool) -> None:
-    """``telemetry``: model.yaml says whether NVIDIA is told of the use; otherwise it is not."""
-    for key in list(environment):
-        if key.startswith(_MPI_JOB) and not key.startswith("PMIX_MCA_"):
-            del environment[key]
-    if gpus:
-        environment |= {"CUDA_VISIBLE_DEVICES": gpus, "TRTLLM_VISIBLE_DEVICES": gpus}
-    if not telemetry:
-        environment.setdefault("TRTLLM_NO_USAGE_STATS", "1")
 
 
 # --- the engine ----------------------------------------------------------------------------------
@@ -293,19 +288,18 @@ class LlmApiEngine:
         except TrtllmBlsError:
             raise
         except Exception as error:  # of an API that is not ours
-            raise self._translated(error, begun) from error
+            what = printable(str(error)) or type(error).__name__
+            refused = isinstance(error, _REFUSALS)
+            if not refused and not isinstance(error, self._class("RequestError")):
+                # The engine's own: its worker is dead, or it shuts down.
+                log.error("%s: %s: %s", self.name, type(error).__name__, what)
+                raise EngineUnavailable(f"{self.name}: {what}") from error
+            if begun:
+                raise EngineError(what) from error
+            raise InvalidRequest("request", what) from error
         finally:
             if not (given.done() and _has_ended(given)):
                 self._thread.submit(_abort, given)
-
-    def _translated(self, error: Exception, begun: bool) -> TrtllmBlsError:
-        """An error of the request, or else of the engine: its worker is dead, or it shuts down."""
-        what = printable(str(error)) or type(error).__name__
-        refused = isinstance(error, _REFUSALS)
-        if refused or isinstance(error, self._class("RequestError")):
-            return EngineError(what) if begun else InvalidRequest("request", what)
-        log.error("%s: %s: %s", self.name, type(error).__name__, what)
-        return EngineUnavailable(f"{self.name}: {what}")
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, submit: Callable[[], Any]) -> Any:
