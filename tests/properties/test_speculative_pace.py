@@ -18,7 +18,7 @@ from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.contract import BLS
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.speculative.cost_model import Acceptance, RunningTimes
+from trtllm_bls.speculative.ngrams import Acceptance
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.shared import (
     EARLY_INTERVAL,
@@ -27,6 +27,7 @@ from trtllm_bls.speculative.shared import (
     LONGEST_PAUSE,
     PROBE,
     DraftLength,
+    RunningTimes,
     SpeculationShared,
 )
 from trtllm_bls.types import EngineChunk, EngineRequest

@@ -3,9 +3,9 @@
 The floors, from below; a module imports from lower floors only (setup.cfg, `lint-imports`):
 
 1. ``base``: the protocol that the orchestrator knows, and the streams of chunks.
-2. ``request_checks`` (whether an engine can run a request) and ``ends`` (where a sequence ends, for
-   engines that do not know all of a request's ends); above them ``trtllm_fields`` (requests in the
-   terms of today's TensorRT-LLM) and ``sampling``.
+2. ``request_checks`` (whether an engine can run a request), ``grammars`` (of guided decoding) and
+   ``sampling``; above them ``trtllm_fields`` (requests, and where sequences end, in the terms of
+   today's TensorRT-LLM).
 3. The engines. Over a wire: ``triton`` (a Triton model, over gRPC or BLS) and ``trtllm_service``
    (TensorRT-LLM's gRPC service). In this process: ``embedded`` (torch) and ``llm_api``
    (TensorRT-LLM's LLM API).

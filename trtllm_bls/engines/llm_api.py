@@ -23,7 +23,7 @@ from typing import Any
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
-from trtllm_bls.engines.ends import SequenceEnds, sequence_ends
+from trtllm_bls.engines.trtllm_fields import SequenceEnds, sequence_ends
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,

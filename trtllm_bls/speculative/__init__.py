@@ -2,6 +2,6 @@
 
 ``rounds`` what to do next, the state machine that all the others serve; ``options`` what callers
 may choose; ``progress`` one answer, its engine requests and what their responses add; ``ngrams``
-drafts from texts, finished answers among them; ``cost_model`` measured times; ``shared`` what
-requests learn from one another, and the draft length that pays.
+drafts from texts, finished answers among them; ``shared`` what requests learn from one another, and
+the draft length that pays.
 """

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
-from trtllm_bls.speculative.cost_model import Acceptance
 from trtllm_bls.speculative.options import DraftSource
 from trtllm_bls.types import TokenIds
 
@@ -23,6 +22,31 @@ _LONGEST = 24  # beyond this, a longer match says nothing more
 _PLACES = 16  # latest places that are compared; more change little and cost time
 _AT_ONCE = 4096  # tokens that are indexed at once, about 2 ms
 TIME_TO_LIVE_S = 3600.0  # of finished answers
+
+_MEMORY = 0.97  # weight kept per guessed token: about the last 33 count
+# Small, so that the first answer of a process finds out whether drafts pay and loses little if they
+# do not.
+_PRIOR_WEIGHT = 3.0  # guessed tokens that the prior counts for
+
+
+class Acceptance:
+    """The chance that one more drafted token is accepted, remembered for a while."""
+
+    def __init__(self, prior: float = 0.5) -> None:
+        self._hits = prior * _PRIOR_WEIGHT
+        self._trials = _PRIOR_WEIGHT
+
+    @property
+    def rate(self) -> float:
+        return self._hits / self._trials
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A round accepted so many; only the first refused token was a trial, the rest unseen."""
+        trials = min(drafted, accepted + 1)
+        kept = _MEMORY**trials
+        self._hits = self._hits * kept + accepted
+        self._trials = self._trials * kept + trials
+
 
 # What drafted tokens are told apart by: source, length of the match, whether the places that match
 # agree, and the token's place in the draft; numbers are in classes.

@@ -29,11 +29,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeAlias
 
-from trtllm_bls.speculative.cost_model import Stopwatch
 from trtllm_bls.speculative.ngrams import NgramDrafts, NgramIndex
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.progress import Progress
-from trtllm_bls.speculative.shared import DraftLength, SpeculationShared
+from trtllm_bls.speculative.shared import DraftLength, SpeculationShared, Stopwatch
 from trtllm_bls.types import (
     Draft,
     EngineChunk,

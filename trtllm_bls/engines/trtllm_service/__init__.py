@@ -25,7 +25,7 @@ from packaging.version import InvalidVersion, Version
 
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls
-from trtllm_bls.engines.ends import SequenceEnds, sequence_ends
+from trtllm_bls.engines.trtllm_fields import SequenceEnds, sequence_ends
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import (
     EngineError,
