@@ -13,7 +13,7 @@ import os
 import re
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -64,6 +64,16 @@ def setting(
 def option(field: str) -> str:
     """The command-line spelling of a field."""
     return "--" + field.replace("_", "-")
+
+
+def words_of(given: Any, names: Collection[str]) -> Iterator[str]:
+    """The options that ``options_of`` reads as the fields ``names`` of ``given``."""
+    for each in fields(given):
+        value = getattr(given, each.name)
+        if each.name in names and value is not None and value is not False:
+            spelled = each.metadata["flag"] or option(each.name)
+            for one in value if isinstance(value, tuple) else (value,):
+                yield spelled if one is True else f"{spelled}={one}"
 
 
 class _Option(click.Option):

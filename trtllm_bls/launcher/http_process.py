@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,15 +28,11 @@ from trtllm_bls.launcher.ports import ask, curl_tls, own_tls
 from trtllm_bls.launcher.preparation import BLS
 from trtllm_bls.launcher.process import GRACE_MARGIN, BackOff, describe_exit, start_child
 from trtllm_bls.launcher.server import TritonServer
+from trtllm_bls.openai.command import AS_OF_SERVE
 from trtllm_bls.openai.keys import VARIABLE, read_keys
 from trtllm_bls.parameters.engine_tls import trusting
-from trtllm_bls.settings import ServeSettings, auto_processes, listen, option
+from trtllm_bls.settings import ServeSettings, auto_processes, listen, option, words_of
 
-# Those of ``serve`` that this program has, too, with the same meaning.
-_SAME_OPTIONS = (
-    *("host", "tls_cert", "tls_key", "tls_client_ca", "exit_timeout", "api_keys_file"),
-    *("tool_parser", "reasoning_parser", "max_body_bytes"),
-)
 _POLL_S = 0.05
 _START_S = 120.0
 _LOOK_S = 0.5
@@ -100,7 +97,6 @@ class HttpProcess:
         settings = server.settings
         scheme = "http" if settings.tls_cert is None else "https"
         self.url = f"{scheme}://{server.host}:{settings.openai_port}" if with_api else None
-        self.curl = chat_curl(self.url, settings) if self.url else ""
         self._probe_url = f"{self.url}/health" if with_api else server.public_http_url + "/v2"
         self._context, chain, key = None, None, None
         if (tls := own_tls(settings)) is not None and settings.tls_cert is not None:
@@ -123,20 +119,15 @@ class HttpProcess:
         workers = settings.openai_workers
         if workers == "auto" and not with_api:  # it reads no parameters then
             workers, _ = auto_processes(settings.max_streams, remembers=False)
-        options = {option(name): getattr(settings, name) for name in _SAME_OPTIONS} | {
-            "--port": settings.openai_port,
-            "--model-repository": server.repository,
-            "--workers": workers,
-            "--in-front-of": json.dumps(front),
-        }
-        given = [f"{name}={value}" for name, value in options.items() if value is not None]
-        given += [f"--allowed-host={name}" for name in settings.allowed_hosts]
-        given += [f"--allow-origin={origin}" for origin in settings.allowed_origins]
-        given += [f"--served-model-name={name}" for name in model_names(settings)]
-        given += [f"--lora={adapter}" for adapter in settings.loras]
-        given += ["--expose"] if settings.expose else []
-        self._command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"]
-        self._command += given
+        named = replace(settings, served_model_names=model_names(settings))
+        self._command = [
+            *(sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"),
+            f"--port={settings.openai_port}",
+            f"--model-repository={server.repository}",
+            f"--workers={workers}",
+            f"--in-front-of={json.dumps(front)}",
+            *words_of(named, AS_OF_SERVE),
+        ]
         self._server, self._on_problem, self._on_line = server, on_problem, on_line
         self._closing = threading.Event()
         self._keeping = threading.Thread(target=self._keep, name="http", daemon=True)

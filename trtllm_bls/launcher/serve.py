@@ -12,8 +12,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import BinaryIO
 
@@ -23,7 +23,7 @@ from rich.text import Text
 
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import http_process
-from trtllm_bls.launcher.http_process import HttpProcess
+from trtllm_bls.launcher.http_process import HttpProcess, chat_curl
 from trtllm_bls.launcher.logs import TAIL_LINES, LogLine, parse
 from trtllm_bls.launcher.ports import curl_tls
 from trtllm_bls.launcher.preparation import BLS
@@ -32,7 +32,6 @@ from trtllm_bls.launcher.server import Listener, ServerFailed, Stopped, TritonSe
 from trtllm_bls.launcher.watch import HealthEndpoint, HealthState, Watch
 from trtllm_bls.settings import ServeSettings, listen
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.1
 _STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
 
@@ -71,8 +70,9 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         stack.callback(endpoint.close)
         server = TritonServer(settings, terminal, behind_http=with_http)
         stack.callback(server.stop)
-        service = _Service(server, terminal, state, endpoint)
-        stack.enter_context(service.stopping_on_signals())
+        service = _Service(server, terminal, state, endpoint.port)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, service.on_signal))
         try:
             with terminal.lines_of_failure():
                 forced = service.run()
@@ -83,23 +83,16 @@ def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
         return 128 + service.last_signal if forced else 0
 
 
+@dataclass
 class _Service:
-    """The server and the program that answers HTTP in front of it.
+    """The server and the program that answers HTTP in front of it; keeps ``state`` up to date."""
 
-    Keeps ``state``, from which ``endpoint`` answers probes, up to date.
-    """
-
-    def __init__(
-        self,
-        server: TritonServer,
-        terminal: Terminal,
-        state: HealthState,
-        endpoint: HealthEndpoint,
-    ) -> None:
-        self.last_signal = 0
-        self._server, self._terminal, self._state = server, terminal, state
-        self._endpoint = endpoint
-        self._http: HttpProcess | None = None  # while it runs
+    server: TritonServer
+    terminal: Terminal
+    state: HealthState
+    health_port: int
+    http: HttpProcess | None = None  # while it runs
+    last_signal: int = 0
 
     def run(self) -> bool:
         """Serve until a stop is requested; returns whether requests were cut off.
@@ -107,96 +100,72 @@ class _Service:
         Raises ``Stopped`` if the request came during a start, ``SetupError`` if the first start
         fails, and ``ServerFailed`` after a failure with ``--on-failure exit``.
         """
-        server, back_off = self._server, BackOff()
+        server, settings, terminal = self.server, self.server.settings, self.terminal
+        back_off = BackOff()
         failed_at: float | None = None
         while True:
             ready_at: float | None = None
             try:
-                with self._terminal.progress():
+                with terminal.progress():
                     server.start()
                 server.keep_ports()
                 ready_at = time.monotonic()
-                with self._answering_http():
-                    return self._serve(failed_at)
+                with ExitStack() as running:
+                    if server.behind_http:
+                        with_api = bool(settings.openai_port) and BLS in server.models
+                        self.http = HttpProcess(
+                            server,
+                            with_api,
+                            self._on_http_problem,
+                            lambda raw: terminal.log(parse(raw)),
+                        )
+                        running.callback(self.http.close)
+                        running.callback(setattr, self, "http", None)
+                        self.http.wait_until_ready()
+                        self.http.keep()
+                    watch = Watch(server, settings.stall_timeout, server.fail, terminal.warning)
+                    running.callback(watch.close)
+                    running.enter_context(self.state.serving(watch))
+                    if failed_at is not None:
+                        terminal.say(f"serving again, {time.monotonic() - failed_at:.1f} s later")
+                    else:
+                        text = announcement(server, self.health_port, self.http)
+                        Console().print(Text(text), soft_wrap=True)
+                    return server.wait()
             except SetupError as error:
                 server.discard()
-                once = not self._state.started or server.settings.on_failure == "exit"
+                once = not self.state.started or settings.on_failure == "exit"
                 if once or isinstance(error, Stopped):
                     raise
                 now = time.monotonic()
                 failed_at = failed_at if ready_at is None else now
                 delay = back_off.delay(0.0 if ready_at is None else now - ready_at)
-                self._state.restarting(str(error))
-                self._terminal.problem(f"{error}; starting again in {delay:.0f} s")
+                self.state.restarting(str(error))
+                terminal.problem(f"{error}; starting again in {delay:.0f} s")
             while time.monotonic() < now + delay:
                 if server.stop_requested:
                     raise Stopped("stopped before the server was started again")
                 time.sleep(_POLL_S)
 
-    def _serve(self, failed_at: float | None) -> bool:
-        """From ready to the end. ``failed_at``: when the server failed before this start."""
-        server, terminal = self._server, self._terminal
-        watch = Watch(server, server.settings.stall_timeout, server.fail, terminal.warning)
-        with closing(watch), self._state.serving(watch):
-            if failed_at is not None:
-                terminal.say(f"serving again, {time.monotonic() - failed_at:.1f} s later")
-            else:
-                beside = (
-                    (self._http.url, self._http.curl) if self._http and self._http.url else None
-                )
-                text = announcement(server, self._endpoint.port, beside)
-                Console().print(Text(text), soft_wrap=True)
-            return server.wait()
-
-    @contextmanager
-    def _answering_http(self) -> Iterator[None]:
-        """Answer HTTP within this block, which lasts as long as this start of the server."""
-        if not self._server.behind_http:
-            yield
-            return
-        log = self._terminal.log
-        self._http = http = HttpProcess(
-            self._server,
-            bool(self._server.settings.openai_port) and BLS in self._server.models,
-            self._on_api_problem,
-            lambda raw: log(parse(raw)),
-        )
-        try:
-            http.wait_until_ready()
-            http.keep()
-            yield
-        finally:
-            self._http = None
-            http.close()
-
-    def _on_api_problem(self, problem: str | None) -> None:
-        self._state.api_problem = problem
+    def _on_http_problem(self, problem: str | None) -> None:
+        self.state.api_problem = problem
         if problem is None:
-            self._terminal.say("the HTTP program answers again")
+            self.terminal.say("the HTTP program answers again")
         else:
-            self._state.api_restarts += 1
-            self._terminal.problem(f"{problem}; starting it again")
+            self.state.api_restarts += 1
+            self.terminal.problem(f"{problem}; starting it again")
 
-    @contextmanager
-    def stopping_on_signals(self) -> Iterator[None]:
-        """Within this block SIGINT and SIGTERM become stop requests."""
-        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Have the server stop."""
         self.last_signal = number
-        self._state.draining = True
-        if self._server.request_stop():
-            if self._http is not None:  # after the first signal it drains with the server
-                self._http.kill()
+        self.state.draining = True
+        if self.server.request_stop():
+            if self.http is not None:  # after the first signal it drains with the server
+                self.http.kill()
             say = "killing the server\n"
         else:
             say = (
-                f"stopping: running requests have {self._server.settings.exit_timeout} s to end; "
+                f"stopping: running requests have {self.server.settings.exit_timeout} s to end; "
                 "signal again to end at once\n"
             )
         os.write(sys.stderr.fileno(), say.encode())  # print is not safe inside a handler
@@ -284,15 +253,13 @@ class Terminal(Listener):
         self._models = models
         self._started_at = time.monotonic()
         self._print(Text(f"loading {len(models)} models: {', '.join(models)}"))
-        self._show_progress(0)
+        if self._status is not None:
+            self._status.update(f"loading models, 0 of {len(models)} ready")
 
     def model_ready(self, model: str, ready: int) -> None:
         seconds = time.monotonic() - self._started_at
         line = f"  ready {ready}/{len(self._models)}  {model}  ({seconds:.1f} s)"
         self._print(Text(line, style="green"))
-        self._show_progress(ready)
-
-    def _show_progress(self, ready: int) -> None:
         if self._status is not None:
             self._status.update(f"loading models, {ready} of {len(self._models)} ready")
 
@@ -300,31 +267,25 @@ class Terminal(Listener):
         self._console.print(text, soft_wrap=True)
 
 
-def announcement(server: TritonServer, health_port: int, api: tuple[str, str] | None = None) -> str:
-    """The server's addresses, and a curl command to try it.
-
-    ``api``: the URL of the OpenAI API, and a curl command for that.
-    """
-    health = f"http://{server.host}:{health_port}/health/ready"
-    return "\n".join(
-        (
-            *([] if api is None else [f"OpenAI   {api[0]}/v1"]),
-            f"HTTP     {server.public_http_url}",
-            f"gRPC     {server.grpc_url}",
-            f"metrics  {server.metrics_url}",
-            f"health   {health}",
-            "",
-            _curl(server) if api is None else api[1],
-        )
-    )
-
-
-def _curl(server: TritonServer) -> str:
-    if BLS not in server.models:
-        return f"curl -i{curl_tls(server.settings)} {server.public_http_url}/v2/health/ready"
-    url = f"{server.public_http_url}/v2/models/{BLS}/generate"
-    request = '"text_input": "Once upon a time", "max_tokens": 32'
-    if server.settings.decoupled is not False:  # else there are no streams
-        url, request = url + "_stream", request + ', "stream": true'
-    url = f"{curl_tls(server.settings)} {url}"
-    return f"curl -sN{url} -H 'Content-Type: application/json' -d '{{{request}}}'"
+def announcement(server: TritonServer, health_port: int, http: HttpProcess | None = None) -> str:
+    """The server's addresses, and a curl command to try it."""
+    settings, url = server.settings, server.public_http_url
+    lines = [
+        f"HTTP     {url}",
+        f"gRPC     {server.grpc_url}",
+        f"metrics  {server.metrics_url}",
+        f"health   http://{server.host}:{health_port}/health/ready",
+        "",
+    ]
+    curl = f"curl -i{curl_tls(settings)} {url}/v2/health/ready"
+    if http is not None and http.url is not None:
+        lines.insert(0, f"OpenAI   {http.url}/v1")
+        curl = chat_curl(http.url, settings)
+    elif BLS in server.models:
+        url = f"{url}/v2/models/{BLS}/generate"
+        request = '"text_input": "Once upon a time", "max_tokens": 32'
+        if settings.decoupled is not False:  # else there are no streams
+            url, request = url + "_stream", request + ', "stream": true'
+        json_body = f"-H 'Content-Type: application/json' -d '{{{request}}}'"
+        curl = f"curl -sN{curl_tls(settings)} {url} {json_body}"
+    return "\n".join([*lines, curl])

@@ -148,8 +148,7 @@ class Watch:
             while not self._closing.is_set():
                 self.looked_at = now = time.monotonic()
                 statuses = self._files.read()
-                self._observe(statuses, now)
-                self._note(statuses, now)
+                self._look(statuses, now)
                 # A stopping server ends its processes one by one, within ``--exit-timeout``.
                 if self.verdict.failed and not server.stop_requested:
                     self._on_failed("; ".join(self.verdict.reasons))
@@ -172,29 +171,28 @@ class Watch:
             scraping.cancel()
             await asyncio.wait({asking, scraping})
 
-    def _observe(self, statuses: list[ProcessStatus], now: float) -> None:
-        """Look at what is on this machine, and judge."""
+    def _look(self, statuses: list[ProcessStatus], now: float) -> None:
+        """Look at what is on this machine, judge, and tell of requests, engines and problems."""
         seen = self._seen
         if self._processes is None:
-            self.verdict = evaluate(Observed(processes=("the server is dead",)), now)
-            return
-        self.draining = self._files.leaving
-        moved = sum(status.responses + status.tokens for status in statuses)
-        if moved > self._moved and seen.progress_at is not None:
-            seen.progress_at = now
-        self._moved = moved
-        seen.processes = self._processes.problems()
-        seen.descriptors = self._processes.without_descriptors()
-        if not seen.descriptors:
-            seen.descriptors_at = now
-        seen.engine = next((each.engine_problem for each in statuses if each.engine_problem), None)
-        seen.loop_at = min((status.loop_at for status in statuses), default=None)
-        seen.missed_turns = max((status.missed_turns for status in statuses), default=0)
-        seen.shared_memory = free_shared_memory()
+            seen.processes = ("the server is dead",)
+        else:
+            self.draining = self._files.leaving
+            moved = sum(status.responses + status.tokens for status in statuses)
+            if moved > self._moved and seen.progress_at is not None:
+                seen.progress_at = now
+            self._moved = moved
+            seen.processes = self._processes.problems()
+            seen.descriptors = self._processes.without_descriptors()
+            if not seen.descriptors:
+                seen.descriptors_at = now
+            ill = (status.engine_problem for status in statuses)
+            seen.engine = next(filter(None, ill), None)
+            seen.loop_at = min((status.loop_at for status in statuses), default=None)
+            seen.missed_turns = max((status.missed_turns for status in statuses), default=0)
+            seen.shared_memory = free_shared_memory()
         self.verdict = evaluate(seen, now, self._stall_s)
 
-    def _note(self, statuses: list[ProcessStatus], now: float) -> None:
-        """Tell of requests and engines, and in the log of what is wrong."""
         if self.engine_load is not None:
             running, waiting = self.engine_load
             waiting += sum(status.queued for status in statuses)
@@ -301,16 +299,13 @@ SERVER_METRICS = (
 class HealthState:
     """The server's state, written by ``serve`` and read by the threads of ``HealthEndpoint``."""
 
-    def __init__(self) -> None:
-        self.started = False
-        self.restarts = 0
-        self.draining = False
-        self.api_problem: str | None = None  # why the OpenAI API does not answer
-        self.api_restarts = 0
-        self._watch: Watch | None = None
-        self._processes = {"tritonserver": 0}  # while there is no watch; by name
-        self._reason = "the server is starting"
-        self._not_ready_since: float | None = None
+    started = draining = False
+    restarts = api_restarts = 0
+    api_problem: str | None = None  # why the OpenAI API does not answer
+    _watch: Watch | None = None
+    _processes: Mapping[str, int] = {"tritonserver": 0}  # while there is no watch; by name
+    _reason = "the server is starting"
+    _not_ready_since: float | None = None
 
     @contextmanager
     def serving(self, watch: Watch) -> Iterator[None]:
@@ -419,24 +414,20 @@ class _Handler(BaseHTTPRequestHandler):
     server: HealthEndpoint
 
     def do_GET(self) -> None:
+        """Answer with an object as JSON, or with a text as Prometheus reads it."""
         path, state, allowed = self.path.partition("?")[0], self.server.state, self.server.allowed
-        told = (self.headers.get("Host", ""), self.headers.get("Origin", ""))
-        if allowed is not None and (refused := browser_problem(*told, *allowed)):
-            self._reply(HTTPStatus(refused[0]), {"error": refused[1]})
+        asked = (self.headers.get("Host", ""), self.headers.get("Origin", ""))
+        status, kind, told = HTTPStatus.OK, "application/json", dict[str, object]()
+        if allowed is not None and (refused := browser_problem(*asked, *allowed)):
+            status, told = HTTPStatus(refused[0]), {"error": refused[1]}
         elif path == "/metrics":
-            self._reply(HTTPStatus.OK, state.metrics())
+            kind = "text/plain; version=0.0.4; charset=utf-8"
         elif path in ("/health/startup", "/health/live", "/health/ready"):
-            self._reply(*state.answer(path.rpartition("/")[2]))
+            status, told = state.answer(path.rpartition("/")[2])
         else:
-            words = {"error": "use /health/startup, live or ready, or /metrics"}
-            self._reply(HTTPStatus.NOT_FOUND, words)
-
-    def _reply(self, status: HTTPStatus, answer: str | dict[str, Any]) -> None:
-        """Send an object as JSON, a text as Prometheus reads it."""
-        kind, text = "text/plain; version=0.0.4; charset=utf-8", answer
-        if not isinstance(text, str):
-            kind, text = "application/json", json.dumps(answer)
-        body = text.encode()
+            status = HTTPStatus.NOT_FOUND
+            told = {"error": "use /health/startup, live or ready, or /metrics"}
+        body = (json.dumps(told) if told else state.metrics()).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

@@ -37,7 +37,7 @@ DECLARED = {
     key: row for key, row in parameters_in(BlsParameters).items() if key not in _INSIDE_TRITON
 }
 # The options that ``serve`` has too.
-_AS_OF_SERVE = (
+AS_OF_SERVE = (
     *("host", "expose", "api_keys_file", "tool_parser", "reasoning_parser"),
     *("tls_cert", "tls_key", "tls_client_ca", "exit_timeout"),
     *("allowed_hosts", "allowed_origins", "max_body_bytes", "loras", "served_model_names"),
@@ -66,7 +66,7 @@ _PATH = click.Path(path_type=Path)
     type=_PATH,
     help="Take what is not given here from this repository's tensorrt_llm_bls.",
 )
-@options_of(ServeSettings, *_AS_OF_SERVE)
+@options_of(ServeSettings, *AS_OF_SERVE)
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
 @click.option("--in-front-of", hidden=True)  # a TritonFront, as JSON
 @options_of(BlsParameters, *DECLARED)
