@@ -63,17 +63,20 @@ class Installation:
 
 
 def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Installation:
-    """The explicit server, else the container's, else the wheel's.
+    """The explicit server, else the container's, else that of the nvidia-pytriton wheel.
 
     ``explicit`` is the installation's directory or its ``bin/tritonserver``. Raises
     ``SetupError`` naming every path that was tried.
     """
-    for path in (container, _wheel_root()) if explicit is None else (explicit,):
-        if path is not None:
-            path = path.expanduser().resolve()
-            found = Installation(path.parents[1] if path.is_file() else path)
-            if found.binary.is_file() and found.backends.is_dir():
-                return found
+    places = [container] if explicit is None else [explicit]
+    wheel = importlib.util.find_spec("pytriton")  # found, not imported
+    if explicit is None and wheel is not None and wheel.origin is not None:
+        places.append(Path(wheel.origin).parent / "tritonserver")
+    for place in places:
+        path = place.expanduser().resolve()
+        found = Installation(path.parents[1] if path.is_file() else path)
+        if found.binary.is_file() and found.backends.is_dir():
+            return found
     if explicit is not None:
         raise SetupError(
             f"--server {explicit}: no tritonserver there; "
@@ -83,14 +86,6 @@ def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Inst
         f"no tritonserver: none in {container} and the wheel is not installed; "
         "run `pip install 'trtllm-bls[server]'` or name one with --server"
     )
-
-
-def _wheel_root() -> Path | None:
-    """Where the nvidia-pytriton wheel put its server; the wheel is not imported for it."""
-    wheel = importlib.util.find_spec("pytriton")
-    if wheel is None or wheel.origin is None:
-        return None
-    return Path(wheel.origin).parent / "tritonserver"
 
 
 # Each model instance has a region of 1 MiB that grows with the largest request in flight. When it
@@ -130,12 +125,9 @@ def embedded_numpy() -> str | None:
 
     Models run this interpreter isolated: neither PYTHONPATH nor the user's site-packages count.
     """
-    probe = subprocess.run(
-        [sys.executable, "-I", "-c", "import importlib.metadata as m; print(m.version('numpy'))"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    asked = "import importlib.metadata as m; print(m.version('numpy'))"
+    command = [sys.executable, "-I", "-c", asked]
+    probe = subprocess.run(command, capture_output=True, text=True, check=False)
     return probe.stdout.strip() or None
 
 
@@ -164,18 +156,14 @@ def check_shared_memory(
     ``SetupError`` below ``least`` bytes.
     """
     free = free_shared_memory(directory) or 0
+    has = f"{directory} has {free // 2**20} MiB free"
     mend = "start the container with --shm-size=1g, or delete what other servers left there"
     if free < least:
-        raise SetupError(
-            f"{directory} has {free // 2**20} MiB free, "
-            f"at least {least // 2**20} are needed: {mend}"
-        )
-    if free < ample:
-        return (
-            f"{directory} has {free // 2**20} MiB free: requests with logits, long prompts or many "
-            f"streams may fill it and then fail; {mend}"
-        )
-    return None
+        raise SetupError(f"{has}, at least {least // 2**20} are needed: {mend}")
+    if free >= ample:
+        return None
+    what = "requests with logits, long prompts or many streams may fill it and then fail"
+    return f"{has}: {what}; {mend}"
 
 
 def check_open_files(max_streams: int) -> None:
@@ -224,8 +212,8 @@ def check_server(server: Installation, environment: dict[str, str]) -> None:
             f"this server has no Python backend for Python {PYTHON}: "
             f"use one of {', '.join(stubs) or 'another server'}"
         )
-    check_libraries(stub, loaded_libraries(stub, environment))
-    check_libraries(server.binary, loaded_libraries(server.binary, environment))
+    for binary in (stub, server.binary):
+        check_libraries(binary, loaded_libraries(binary, environment))
 
 
 def check_libraries(binary: Path, libraries: Mapping[str, str]) -> None:
@@ -250,12 +238,7 @@ def loaded_libraries(binary: Path, environment: dict[str, str]) -> dict[str, str
 
     Like ``ldd``, this does not run the program; a missing library has the path ``"not found"``.
     """
-    trace = subprocess.run(
-        [binary],
-        env=environment | {"LD_TRACE_LOADED_OBJECTS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = environment | {"LD_TRACE_LOADED_OBJECTS": "1"}
+    trace = subprocess.run([binary], env=environment, capture_output=True, text=True, check=False)
     pairs = (line.split(" => ", 1) for line in trace.stdout.splitlines() if " => " in line)
     return {name.strip(): path.rsplit(" (", 1)[0].strip() for name, path in pairs}

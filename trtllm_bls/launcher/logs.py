@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 TAIL_LINES = 400
@@ -72,12 +73,8 @@ class LogLine:
             return False
         if _FAILED_INSTANCE.match(self.text) or any(p.match(self.text) for p in _FAILED):
             return False  # shown once, in the end, by ``LogBook.failure_summary``
-        return self.severity != "info" or self.from_python
-
-    @property
-    def from_python(self) -> bool:
-        """Whether a model or the OpenAI API logged it, for example the line of a request."""
-        return self.source.endswith(".py")
+        # What a model or the OpenAI API logged counts, for example the line of a request.
+        return self.severity != "info" or self.source.endswith(".py")
 
     @property
     def problem(self) -> bool:
@@ -89,7 +86,7 @@ class LogLine:
         """The line for people: time, severity if it matters, and real line breaks."""
         if not self.severity:
             return self.text
-        severity = "" if self.severity == "info" else f"{self.severity}: "
+        severity = f"{self.severity}: " if self.problem else ""
         return f"{self.time} {severity}{self.text}"
 
 
@@ -98,23 +95,11 @@ def parse(raw: str) -> LogLine:
     match = _STRUCTURED.fullmatch(raw)
     if match is None:
         return LogLine(raw, raw)
-    return LogLine(
-        raw=raw,
-        text=_unquoted(match["text"]),
-        severity=_SEVERITIES[match["severity"]],
-        time=match["time"],
-        source=match["source"],
-    )
-
-
-def _unquoted(text: str) -> str:
-    """Triton writes messages as JSON strings; other libraries do not."""
-    text = text.strip()
-    try:
-        value = json.loads(text) if text.startswith('"') else text
-    except ValueError:
-        return text
-    return str(value).strip()
+    text = match["text"].strip()
+    with suppress(ValueError):  # Triton writes messages as JSON strings; other libraries do not
+        text = str(json.loads(text)).strip() if text.startswith('"') else text
+    severity = _SEVERITIES[match["severity"]]
+    return LogLine(raw, text, severity, match["time"], match["source"])
 
 
 class LogBook:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from subprocess import TimeoutExpired
+from typing import Any
 from urllib.parse import quote
 
 import psutil
@@ -194,12 +195,12 @@ class TritonServer:
 
     def keep_ports(self) -> None:
         """Start again where it is now: ports that were free to choose are no more."""
-        ports = self.ports
-        self.settings = replace(self.settings, grpc_port=ports.grpc, metrics_port=ports.metrics)
+        kept: dict[str, Any] = {"grpc_port": self.ports.grpc, "metrics_port": self.ports.metrics}
         if not self.behind_http:
-            self.settings = replace(self.settings, http_port=ports.http)
+            kept["http_port"] = self.ports.http
         elif self.settings.triton_http_port is not None:
-            self.settings = replace(self.settings, triton_http_port=ports.http)
+            kept["triton_http_port"] = self.ports.http
+        self.settings = replace(self.settings, **kept)
 
     def fail(self, problem: str) -> None:
         """Kill the server, which ends all its requests; ``wait`` raises. Any thread may call it."""
@@ -294,7 +295,7 @@ class TritonServer:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout
-        book, missing = self._book, list(self.models)
+        book, process, missing = self._book, self._process, list(self.models)
         told = 0
         self._listener.starting(self.models)
         while True:
@@ -302,7 +303,21 @@ class TritonServer:
             self._logged.clear()
             if self._stop_requests:
                 raise Stopped("stopped before the models were ready")
-            self._raise_failure()
+            ended = process is None or not process.running
+            code = process.wait() if process and ended else 0  # also reads the log to its end
+            if book.lock_exception and (ended or book.failures):
+                problem = "tritonserver's Python backend died of boost's lock_exception"
+                raise _StartAgain(f"{problem} while starting", book.tail())
+            if book.failures:
+                raise ServerFailed(book.failure_summary(), book.failure_details())
+            if book.port_taken:
+                settings = self.settings
+                ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
+                kind = _StartAgain if 0 in ports or self.behind_http else ServerFailed
+                raise kind(f"the {book.port_taken} port was taken meanwhile, try again")
+            if ended:
+                problem = f"the server did not start ({describe_exit(code)})"
+                raise ServerFailed(problem, book.tail())
             # Before a port is open: a region exists from the start of its model's process on.
             self._scratch.hide_regions()
             for model in book.loaded[told:]:
@@ -316,23 +331,6 @@ class TritonServer:
                     f"{', '.join(missing)}; allow more with --ready-timeout",
                     book.tail(),
                 )
-
-    def _raise_failure(self) -> None:
-        book, process = self._book, self._process
-        ended = process is None or not process.running
-        code = process.wait() if process and ended else 0  # also reads the log to its end
-        if book.lock_exception and (ended or book.failures):
-            problem = "tritonserver's Python backend died of boost's lock_exception while starting"
-            raise _StartAgain(problem, book.tail())
-        if book.failures:
-            raise ServerFailed(book.failure_summary(), book.failure_details())
-        if book.port_taken:
-            settings = self.settings
-            ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
-            kind = _StartAgain if 0 in ports or self.behind_http else ServerFailed
-            raise kind(f"the {book.port_taken} port was taken meanwhile, try again")
-        if ended:
-            raise ServerFailed(f"the server did not start ({describe_exit(code)})", book.tail())
 
     def discard(self) -> None:
         """Kill the server in whatever state it is; no process and no file of it remains."""
