@@ -31,16 +31,8 @@ from typing import Any, Literal
 import click
 import psutil
 
+from trtllm_bls import errors
 from trtllm_bls.client import BLS, Client, Tls
-from trtllm_bls.errors import (
-    ConnectionFailed,
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    SettingsError,
-    TrtllmBlsError,
-    is_for_room,
-)
 from trtllm_bls.settings import TlsConnection, is_loopback, options_of
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -164,8 +156,8 @@ class Probe(Client):
         asked = list(models)
         try:
             answers = await asyncio.gather(*(self.model_ready(model, timeout) for model in asked))
-        except DeadlineExceeded as error:
-            raise ConnectionFailed(f"{self.url}: {error}") from error
+        except errors.DeadlineExceeded as error:
+            raise errors.ConnectionFailed(f"{self.url}: {error}") from error
         return tuple(model for model, ready in zip(asked, answers, strict=True) if not ready)
 
     async def canary(self, timeout: float) -> Canary:
@@ -179,13 +171,13 @@ class Probe(Client):
                 request_id=self._canary_id,
                 deadline_s=timeout,
             )
-        except InvalidRequest:
+        except errors.InvalidRequest:
             return Canary("answered")
-        except (ConnectionFailed, DeadlineExceeded) as error:
+        except (errors.ConnectionFailed, errors.DeadlineExceeded) as error:
             return Canary("late", str(error))
-        except Overloaded as error:  # or an engine that cannot be reached
-            return Canary("full" if is_for_room(error) else "failed", str(error))
-        except TrtllmBlsError as error:
+        except errors.Overloaded as error:  # or an engine that cannot be reached
+            return Canary("full" if errors.is_for_room(error) else "failed", str(error))
+        except errors.TrtllmBlsError as error:
             return Canary("failed", str(error))
         return Canary("answered")
 
@@ -316,7 +308,7 @@ async def look(
     """Check the server at ``url`` once. Raises ``SettingsError`` for an invalid address."""
     host, _, port = url.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise SettingsError(f"--url {url}: write host:port, where gRPC is served")
+        raise errors.SettingsError(f"--url {url}: write host:port, where gRPC is served")
     seen = Observed()
     if is_loopback(host.strip("[]")):
         seen.shared_memory = free_shared_memory()
@@ -327,7 +319,7 @@ async def look(
         problem = None
         try:
             seen.models = await probe.models_not_ready(models, timeout)
-        except ConnectionFailed as error:
+        except errors.ConnectionFailed as error:
             problem = str(error)
         else:
             if canary and not seen.models and not seen.processes:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.http.guard import Refused
-from trtllm_bls.http.triton_forms import (
+from trtllm_bls.http.triton import (
     LeftToTriton,
     error_json,
     infer_request,

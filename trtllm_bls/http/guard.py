@@ -16,11 +16,12 @@ import resource
 import socket
 import sys
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httptools
@@ -167,7 +168,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_requests += 1
         if self._num_requests >= self._limits.requests:
             self.cycle.keep_alive = False
-        self.cycle.transport = cast(asyncio.Transport, _ResponseTransport(self))
+        # As much of a transport as uvicorn uses to write one response.
+        self.cycle.transport = cast(
+            asyncio.Transport,
+            SimpleNamespace(
+                write=self.transport.write,
+                is_closing=self.transport.is_closing,
+                close=self._close_after_body,
+            ),
+        )
         scope = cast("dict[str, Any]", self.scope)
         scope[BODY_WRITE] = partial(self._write_body, self.cycle)
 
@@ -181,7 +190,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._closes_after_body:
             self.transport.close()
 
-    def close_after_body(self) -> None:
+    def _close_after_body(self) -> None:
         """Close the connection once the request has been read, by then in vain."""
         if self._in_headers:
             self.transport.close()
@@ -248,18 +257,6 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
 
-class _ResponseTransport:
-    """As much of a transport as uvicorn uses to write one response.
-
-    ``close`` waits until the request has been read.
-    """
-
-    def __init__(self, protocol: GuardedProtocol) -> None:
-        self.write = protocol.transport.write
-        self.is_closing = protocol.transport.is_closing
-        self.close = protocol.close_after_body
-
-
 # --- bodies ---------------------------------------------------------------------------------------
 
 
@@ -297,14 +294,15 @@ class BodyReader:
                 f"Content-Encoding {packing[:40].decode('latin-1')!r} is not supported; send gzip"
             )
             raise Refused(415, problem, {"accept-encoding": "gzip"})
-        length = header(scope, b"content-length")
-        if length.isdigit() and int(length) > self.max_bytes:
-            raise self._too_large(scope)
         parts: list[bytes] = []
         try:
             try:
-                async with timeout(self._seconds):
-                    await self._collect(scope, receive, parts)
+                async with (
+                    timeout(self._seconds),
+                    aclosing(received(scope, receive, self.max_bytes)) as arriving,
+                ):
+                    async for part in arriving:
+                        self._hold(parts, part)
             except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
                 problem = f"the body did not come within {self._seconds:g} s"
                 raise Refused(408, problem, {"connection": "close"}) from None
@@ -315,19 +313,6 @@ class BodyReader:
             yield body.removeprefix(b"\xef\xbb\xbf")
         finally:
             self._held_bytes -= sum(map(len, parts))
-
-    async def _collect(self, scope: Scope, receive: Receive, parts: list[bytes]) -> None:
-        size, more = 0, True
-        while more:
-            event = await receive()
-            if event["type"] == "http.disconnect":
-                raise ClientGone
-            part = event.get("body", b"")
-            size += len(part)
-            if size > self.max_bytes:
-                raise self._too_large(scope)
-            self._hold(parts, part)
-            more = event.get("more_body", False)
 
     def _hold(self, parts: list[bytes], part: bytes) -> None:
         if self._held_bytes + len(part) > self._max_held_bytes:
@@ -342,16 +327,35 @@ class BodyReader:
         except zlib.error as error:
             raise Refused(400, f"the body is not gzip as Content-Encoding says: {error}") from None
         if len(body) > self.max_bytes:
-            raise self._too_large(scope)
+            raise _too_large(scope, self.max_bytes)
         if not unpacking.eof or unpacking.unused_data:
             raise Refused(400, "the body is not one whole gzip stream")
         return body
 
-    def _too_large(self, scope: Scope) -> Refused:
-        # A client that waits for 100 Continue sends nothing more, so its connection can be closed.
-        waits = header(scope, b"expect").lower() == b"100-continue"
-        problem = f"the body is larger than {self.max_bytes} bytes, which is the limit"
-        return Refused(413, problem, {"connection": "close"} if waits else {})
+
+async def received(scope: Scope, receive: Receive, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """The parts of a request's body as they arrive. Raises ``Refused`` and ``ClientGone``."""
+    length = header(scope, b"content-length")
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_large(scope, max_bytes)
+    size, more = 0, True
+    while more:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            raise ClientGone
+        part = event.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(scope, max_bytes)
+        yield part
+        more = event.get("more_body", False)
+
+
+def _too_large(scope: Scope, max_bytes: int) -> Refused:
+    # A client that waits for 100 Continue sends nothing more, so its connection can be closed.
+    waits = header(scope, b"expect").lower() == b"100-continue"
+    problem = f"the body is larger than {max_bytes} bytes, which is the limit"
+    return Refused(413, problem, {"connection": "close"} if waits else {})
 
 
 # --- browsers -------------------------------------------------------------------------------------

@@ -21,24 +21,13 @@ from tempfile import gettempdir, mkdtemp
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from trtllm_bls import parameters
 from trtllm_bls.checkpoint_dir import DEMO, REPOSITORY, check_checkpoint, check_tokenizer
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.health import SHARED_MEMORY
 from trtllm_bls.launcher.checks import PACKAGE, PYTHON, Installation
 from trtllm_bls.launcher.guard import remove_traces
 from trtllm_bls.launcher.ports import Ports
-from trtllm_bls.parameters import (
-    DRAFT_MODEL_DIR,
-    ENGINE_TLS_PIN,
-    GIVEN,
-    GRPC_URL,
-    MAX_STREAMS,
-    MODEL_DIR,
-    STATUS_DIR,
-    THREADS,
-    check,
-    is_true,
-)
 from trtllm_bls.parameters.cpp_backend import check_backend
 from trtllm_bls.parameters.model_config import read_config, values_of
 from trtllm_bls.settings import Override, ServeSettings, auto_processes
@@ -178,18 +167,18 @@ def server_environment(
     executables = os.path.dirname(sys.executable)
     for variable, first in (("PATH", executables), ("LD_LIBRARY_PATH", str(libraries))):
         environment[variable] = os.pathsep.join(filter(None, (first, inherited.get(variable))))
-    environment[GRPC_URL] = ports.grpc_url
-    environment[MAX_STREAMS] = str(settings.max_streams)
+    environment[parameters.GRPC_URL] = ports.grpc_url
+    environment[parameters.MAX_STREAMS] = str(settings.max_streams)
     given = {f"{each.model}.{each.parameter}": each.value for each in settings.overrides}
     if (directory := given.pop("tensorrt_llm_bls.status_dir", None)) is not None:
-        environment[STATUS_DIR] = directory  # which the launcher makes, and reads itself
-    environment[GIVEN] = ",".join(given)
+        environment[parameters.STATUS_DIR] = directory  # which the launcher makes, and reads itself
+    environment[parameters.GIVEN] = ",".join(given)
     elsewhere = settings.engine_is_elsewhere or "tensorrt_llm_bls.engine_url" in given
     if settings.tls_cert is not None and not elsewhere:
         # The models reach the server at an address, which its certificate need not name.
-        environment[ENGINE_TLS_PIN] = os.path.abspath(settings.tls_cert)
+        environment[parameters.ENGINE_TLS_PIN] = os.path.abspath(settings.tls_cert)
     if settings.threads is not None:
-        environment[THREADS] = str(settings.threads)
+        environment[parameters.THREADS] = str(settings.threads)
     return environment
 
 
@@ -205,8 +194,8 @@ def model_directories(settings: ServeSettings) -> dict[str, str]:
         target, draft = DEMO / "target", DEMO / "draft"
     directories = {}
     for option, variable, directory in (
-        ("--model", MODEL_DIR, target),
-        ("--draft-model", DRAFT_MODEL_DIR, draft),
+        ("--model", parameters.MODEL_DIR, target),
+        ("--draft-model", parameters.DRAFT_MODEL_DIR, draft),
     ):
         if directory is None:
             continue
@@ -352,7 +341,9 @@ def instances_of(repository: Path, settings: ServeSettings) -> tuple[int | None,
         given.get(key, parameter(repository, BLS, key))
         for key in ("engine_affinity", "draft_memory_tokens")
     )
-    return auto_processes(settings.max_streams, is_true(affinity) or memory not in ("", "0"))
+    return auto_processes(
+        settings.max_streams, parameters.is_true(affinity) or memory not in ("", "0")
+    )
 
 
 def parameter(repository: Path, model: str, key: str) -> str:
@@ -382,11 +373,11 @@ def _rewrite(file: Path, option: str, change: Override) -> None:
             if cpp and key != "decoupled":
                 check_backend(key, value)
             elif ours := ENGINE if cpp else _our_model(file.parent, config.platform):
-                check(ours, key, value)
+                parameters.check(ours, key, value)
         except SettingsError as error:
             raise SettingsError(f"--set {change}: {error}") from None
         if key == "decoupled":
-            config.model_transaction_policy.decoupled = is_true(value)
+            config.model_transaction_policy.decoupled = parameters.is_true(value)
         else:
             config.parameters[key].string_value = value
     file.unlink()  # only the link; the original stays unchanged
