@@ -163,9 +163,9 @@ class Http2Client:
         self._received = 0  # bytes since the connection's window was last opened
         self._partial_frame = b""
         self._decoder = Decoder(MAX_HEADERS_BYTES)  # of all streams, as they share one table
-        self._block = b""  # a block of headers, as far as it has come, and the flags of its HEADERS
-        self._block_flags = 0
-        self._block_on: int | None = None  # the stream whose block is to be continued
+        # The block of headers that is to be continued: of which stream, whether it ends that, and
+        # what has come.
+        self._block: tuple[int, bool, bytes] | None = None
         # What the server allows.
         self._window = self._initial_window = _DEFAULT_WINDOW  # of all streams together, of each
         self._max_streams, self._max_frame_size = _LARGEST, _DEFAULT_FRAME_SIZE
@@ -260,9 +260,9 @@ class Http2Client:
                 if start_of_next > size:
                     break
                 payload = data[body:start_of_next]
-                if kind == DATA and self._block_on is None:
+                if kind == DATA and self._block is None:
                     self._receive_data(received, stream_id, flags, payload)
-                elif kind == UPDATE and self._block_on is None:
+                elif kind == UPDATE and self._block is None:
                     self._receive_update(stream_id, payload)
                 else:
                     self._receive_other(received, kind, flags, stream_id, payload)
@@ -310,13 +310,14 @@ class Http2Client:
         self, received: Received, kind: int, flags: int, stream_id: int, payload: bytes
     ) -> None:
         """Any frame but DATA and WINDOW_UPDATE, or one of them among a block of headers."""
-        if kind == CONTINUATION or self._block_on is not None:
-            if kind != CONTINUATION or stream_id != self._block_on:
+        if kind == CONTINUATION or self._block is not None:
+            if kind != CONTINUATION or self._block is None or stream_id != self._block[0]:
                 raise ProtocolError("headers that are not continued")
-            self._receive_headers(received, flags, stream_id, self._block + payload)
+            _, ends, block = self._block
+            self._receive_headers(received, flags, stream_id, ends, block + payload)
         elif kind == HEADERS:
-            self._block_flags = flags
-            self._receive_headers(received, flags, stream_id, unpadded(payload, flags))
+            ends, block = bool(flags & END_STREAM), unpadded(payload, flags)
+            self._receive_headers(received, flags, stream_id, ends, block)
         elif kind == RESET:
             (code,) = _NUMBER.unpack(payload)
             details = f"the server reset the stream: HTTP/2 error {code}"
@@ -359,14 +360,13 @@ class Http2Client:
             raise ProtocolError(f"a WINDOW_UPDATE by {increment} to {window}")
 
     def _receive_headers(
-        self, received: Received, flags: int, stream_id: int, block: bytes
+        self, received: Received, flags: int, stream_id: int, ends: bool, block: bytes
     ) -> None:
-        """A block of headers, whole or not. Ended streams have theirs read, too: all blocks share
-        one table."""
+        """A block of headers; ended streams have theirs read, too, as all share one table."""
         if len(block) > MAX_HEADERS_BYTES:
             raise ProtocolError(f"headers of more than {MAX_HEADERS_BYTES} bytes")
-        self._block, self._block_on = block, None if flags & END_HEADERS else stream_id
-        if self._block_on is not None:
+        self._block = None if flags & END_HEADERS else (stream_id, ends, block)
+        if self._block is not None:
             return
         try:
             decoded = self._decoder.decode(block, raw=True)
@@ -377,7 +377,7 @@ class Http2Client:
         if stream is None or fields.get(b":status", b"").startswith(b"1"):
             return
         received.answered.append(stream_id)
-        if self._block_flags & END_STREAM:
+        if ends:
             status = status_of(fields)
             if status is None and stream.partial:
                 status = GrpcError("INTERNAL", "the call ended within a message")
