@@ -2,7 +2,7 @@
 
 Knows engines only through ``engines.base``, and nothing of Triton or HTTP. Whether tokens come from
 one model or from speculative decoding is the engine's business; what becomes of them is decided by
-``Answer``. ``Orchestrator._run`` prepares, drives and ends a request; it has the deadline and every
+``Answer``. ``Orchestrator.run`` prepares, drives and ends a request; it has the deadline and every
 ending.
 """
 
@@ -170,27 +170,12 @@ class Orchestrator:
         record = _RequestRecord(request, sink)
         self._open.add(record)
         ended_by: BaseException | None = None
-        try:
-            await self._run(request, record, on_prompt)
-        except BaseException as error:
-            ended_by = error
-            raise
-        finally:
-            self._open.discard(record)
-            self._tokens += record.tokens
-            if self._on_end is not None:
-                self._on_end(record.stats(ended_by))
-            ended_by = None  # whose traceback refers to this frame: a reference cycle
-
-    async def _run(
-        self, request: TextRequest, record: _RequestRecord, on_prompt: Callable[[int], None]
-    ) -> None:
-        self._check(request)
         stream: ChunkStream | None = None
         time_limit = timeout(
             self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
         )
         try:
+            self._check(request)
             async with time_limit, self.admission.acquire(request.num_return_sequences):
                 asked, answer = await self._prepared(request)
                 on_prompt(len(asked.input_ids))
@@ -198,12 +183,12 @@ class Orchestrator:
                 record.note_begin()
                 stream = self._engine.generate(asked)
                 await self._drive(stream, answer, record)
-        except (asyncio.CancelledError, Exception) as error:
+        except BaseException as error:
+            ended_by, so_far = error, record.answer
             timed_out = isinstance(error, asyncio.TimeoutError) and has_expired(time_limit)
             reason = FinishReason.TIMEOUT if timed_out else FinishReason.ERROR
             if isinstance(error, asyncio.CancelledError):
                 reason = FinishReason.CANCELLED
-            so_far = record.answer
             if so_far is not None and (timed_out or (request.stream and so_far.begun)):
                 arrived = stream.take() if stream is not None else []
                 for chunk in (*so_far.feed(arrived), *so_far.end(reason)):
@@ -214,6 +199,13 @@ class Orchestrator:
                     record.send(TextChunk(text="", sequence_index=index, ending=ending))
             if not timed_out:
                 raise
+            ended_by = None
+        finally:
+            self._open.discard(record)
+            self._tokens += record.tokens
+            if self._on_end is not None:
+                self._on_end(record.stats(ended_by))
+            ended_by = None  # whose traceback refers to this frame: a reference cycle
 
     async def _drive(self, stream: ChunkStream, answer: Answer, record: _RequestRecord) -> None:
         """Send what the engine's chunks become, until both the answer and the engine have ended."""

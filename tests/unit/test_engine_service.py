@@ -11,11 +11,13 @@ import pytest
 
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
+from tests.helpers.fake_metrics import Registry
 from tests.helpers.services_on_fake_backend import END, SILENT, TRUE, engine_service, ids, serving
 from tests.helpers.waiting import until
 from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import EngineError
-from trtllm_bls.services.engine_service import EngineService
+from trtllm_bls.services.engine_service import EngineService, EngineSteps
+from trtllm_bls.status import ENGINE_REQUESTS, ENGINE_STEPS
 
 
 def test_tokens_stream_and_the_end_may_bring_none() -> None:
@@ -240,3 +242,25 @@ def test_requests_without_a_token_wait() -> None:
         for each in (ask, watched, waits):
             each.wait()
         until(lambda: requests() == {"scheduled": 0, "waiting": 0})
+
+
+def test_steps_and_requests_are_told_as_the_cpp_backend_tells_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each process adds what is new, since Triton adds up the series of several."""
+    monkeypatch.setattr("trtllm_bls.services.engine_service.EVERY_SECONDS", 0.01)
+    registry, figures = Registry(), {"iteration_counter": 0, "scheduled": 0, "waiting": 0}
+    of = {"model": "m", "version": "1"}
+
+    def told() -> list[int]:
+        steps = registry.of(ENGINE_STEPS, general_type="iteration_counter", **of)
+        kinds = ("scheduled", "waiting")
+        return [steps, *(registry.of(ENGINE_REQUESTS, request_type=kind, **of) for kind in kinds)]
+
+    steps = EngineSteps(registry, {"model_name": "m", "model_version": "1"}, lambda: figures)
+    assert told() == [0, 0, 0]
+    for counter, scheduled in ((5, 2), (9, 1)):
+        figures.update(iteration_counter=counter, scheduled=scheduled)
+        until(lambda: told() == [*figures.values()])
+    steps.close()
+    assert set(registry.kinds.values()) == {"gauge"}

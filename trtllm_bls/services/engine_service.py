@@ -23,6 +23,7 @@ from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.orchestrator import run_rows
 from trtllm_bls.parameters import STATUS_DIR
 from trtllm_bls.python_backend.request_server import Call
+from trtllm_bls.services.request_reports import Metric, TritonMetrics
 from trtllm_bls.status import (
     ENGINE_REQUESTS,
     ENGINE_STEPS,
@@ -182,23 +183,21 @@ class EngineSteps:
     def __init__(
         self, pb_utils: Any, args: Mapping[str, str], figures: Callable[[], Mapping[str, int]]
     ) -> None:
-        steps, requests = (
-            pb_utils.MetricFamily(
-                name=name,
-                description="Of the engine, as TensorRT-LLM names and labels them",
-                kind=pb_utils.MetricFamily.GAUGE,
-            )
-            for name in (ENGINE_STEPS, ENGINE_REQUESTS)
-        )
-        self._families = steps, requests  # Triton drops a family that is not referenced
-        self._figures, self._told = figures, dict.fromkeys(figures(), 0)
-        self._series = {}
+        self._version, self._figures = args["model_version"], figures
+        self._told = dict.fromkeys(figures(), 0)
+        self._rows = {}
         for value in self._told:
-            family, label = requests, REQUESTS_LABEL
+            name, label = ENGINE_REQUESTS, REQUESTS_LABEL
             if value == STEPS_LABEL[1]:
-                family, label = steps, STEPS_LABEL[0]
-            labels = {"model": args["model_name"], "version": args["model_version"], label: value}
-            self._series[value] = family.Metric(labels=labels)
+                name, label = ENGINE_STEPS, STEPS_LABEL[0]
+            self._rows[value] = Metric(
+                name,
+                "Of the engine, as TensorRT-LLM names and labels them",
+                kind="gauge",
+                labels=("version", label),
+                known=((self._version, value),),
+            )
+        self._metrics = TritonMetrics(pb_utils, args["model_name"], self._rows.values())
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
@@ -211,10 +210,9 @@ class EngineSteps:
     def _run(self) -> None:
         while not self._closing.wait(EVERY_SECONDS):
             try:
-                for name, now in self._figures().items():
-                    if now != self._told[name]:
-                        # Triton adds up the series of several processes: each adds what is new.
-                        self._series[name].increment(now - self._told[name])
-                        self._told[name] = now
+                for value, now in self._figures().items():
+                    new, self._told[value] = now - self._told[value], now
+                    self._metrics.record(self._rows[value], (self._version, value), new)
+                self._metrics.publish()
             except Exception:  # whatever Triton raises, requests go on
                 log.exception("the engine's figures could not be told")

@@ -21,7 +21,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -209,7 +209,7 @@ class TritonMetrics(RequestMetrics):
     changed by differences and never set.
     """
 
-    def __init__(self, pb_utils: Any, model_name: str) -> None:
+    def __init__(self, pb_utils: Any, model_name: str, metrics: Iterable[Metric] = METRICS) -> None:
         self._pb = pb_utils
         self._model_name = model_name
         # Triton drops a family or a series that is no longer referenced.
@@ -217,7 +217,7 @@ class TritonMetrics(RequestMetrics):
         self._series: dict[tuple[Metric, Labels], Any] = {}
         self.numbers = {}  # since the last ``publish``
         self._has_histograms = hasattr(pb_utils.MetricFamily, "HISTOGRAM")  # from Triton 24.08 on
-        for metric in METRICS:
+        for metric in metrics:
             if self._has_histograms or not metric.buckets:
                 for labels in metric.known:
                     self._series_of(metric, labels)
