@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from trtllm_bls.engines.base import Engine, QueuedChunks
-from trtllm_bls.engines.embedded.batcher import Batcher, Sequence, Submission
+from trtllm_bls.engines.embedded.engine import Batcher, Sequence, Submission
 from trtllm_bls.engines.embedded.model import Runner, load
 from trtllm_bls.errors import EngineError
 from trtllm_bls.parameters import EngineParameters

@@ -25,7 +25,7 @@ from tests.helpers.embedded_steps import (
 )
 from trtllm_bls.engines.base import Engine, QueuedChunks
 from trtllm_bls.engines.embedded import EmbeddedEngine
-from trtllm_bls.engines.embedded.batcher import Sequence, Submission
+from trtllm_bls.engines.embedded.engine import Sequence, Submission
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,

@@ -13,7 +13,7 @@ from doubles.scripted_tokens import Choice
 from tests.helpers.random_cases import cut_anywhere, run_cases
 from tests.helpers.scripted_text import asking
 from trtllm_bls.answer import SequenceText, TextRules
-from trtllm_bls.engines.embedded.batcher import Sequence as EmbeddedSequence
+from trtllm_bls.engines.embedded.engine import Sequence as EmbeddedSequence
 from trtllm_bls.engines.trtllm_fields import sequence_ends
 from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.types import (

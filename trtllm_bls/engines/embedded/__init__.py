@@ -1,7 +1,7 @@
 """An in-flight-batching engine over a local Hugging Face checkpoint, in this process.
 
-    engine   thread, queue limit, delivery      model     loading, KV slots, one forward pass
-    batcher  sequences, and each step's rows    guides    grammars that an answer must follow
+    engine  sequences, steps, the thread      model  loading, KV slots, one forward pass
+    guides  grammars that an answer must follow
 
 Importing this package imports torch and transformers: only the engine's own process should.
 """
