@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import click
 import grpc
@@ -52,7 +52,7 @@ from trtllm_bls.settings import ServeSettings, TlsConnection, option, options_of
 from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
 
 CPP_BACKEND = "tensorrtllm"
-_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+Directory = Annotated[Path, click.Path(exists=True, file_okay=False, path_type=Path)]
 _PATH = click.Path(path_type=Path)
 
 
@@ -85,13 +85,11 @@ class Subject:
     ``version`` names TensorRT-LLM's release where neither an installed package nor an engine tells.
     """
 
-    repository: Path | None = setting(
-        "What is to be served.", flag="--model-repository", type=_DIRECTORY
-    )
+    repository: Directory | None = setting("What is to be served.", flag="--model-repository")
     url: str | None = setting("gRPC port of a running server.", metavar="HOST:PORT")
-    engine_dir: Path | None = setting("Engine of the target model.", type=_DIRECTORY)
-    draft_engine_dir: Path | None = setting("Engine of the draft model.", type=_DIRECTORY)
-    tokenizer_dir: Path | None = setting("Tokenizer of the target model.", type=_DIRECTORY)
+    engine_dir: Directory | None = setting("Engine of the target model.")
+    draft_engine_dir: Directory | None = setting("Engine of the draft model.")
+    tokenizer_dir: Directory | None = setting("Tokenizer of the target model.")
     server: Path | None = setting("As of `serve`.")
     version: str = setting(
         "TensorRT-LLM release of the container.  [default: as installed, or the engine's]",

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
@@ -25,8 +25,11 @@ from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.parameters import ENGINE_CHOICE, BlsParameters, EngineChoice, parse_engine
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
-_PORT, _POSITIVE = click.IntRange(0, 65535), click.IntRange(1)
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+# Types of fields, with what click reads them as.
+Positive = Annotated[int, click.IntRange(1)]
+NotNegative = Annotated[int, click.IntRange(0)]
+Port = Annotated[int, click.IntRange(0, 65535)]
+ExistingFile = Annotated[Path, click.Path(exists=True, dir_okay=False, path_type=Path)]
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 AMPLE_OPEN_FILES = 65536  # room for idle connections, too
 
@@ -94,7 +97,7 @@ def options_of(
 
     ``aliases`` are further ones, by field, that only this command has.
     """
-    hints = get_type_hints(declared)
+    hints = get_type_hints(declared, include_extras=True)
 
     def decorate(command: _Command) -> _Command:
         for each in reversed(fields(declared)):
@@ -115,6 +118,9 @@ def _option(
         return click.option(option(name), name, help=help, metavar="VALUE")
     more = dict(metadata["click"])
     kind, *_ = get_args(hint) or (hint,)  # without "or None", or of each value of a tuple
+    for each in (hint, kind):
+        if get_origin(each) is Annotated:
+            more["type"] = each.__metadata__[0]
     more["multiple"] = get_origin(hint) is tuple
     if declared.default not in (None, "", MISSING):
         more |= {"default": declared.default, "show_default": True}
@@ -141,17 +147,14 @@ class TlsConnection:
     tls: bool = setting(
         "Connect with TLS; the other --tls options imply it.", False, aliases=("-s", "--ssl")
     )
-    tls_ca: Path | None = setting(
+    tls_ca: ExistingFile | None = setting(
         "Authorities to trust, in PEM.  [default: the system's]",
-        type=_FILE,
         aliases=("-r", "--root-certificates"),
     )
-    tls_cert: Path | None = setting(
-        "Certificate to show, in PEM.", type=_FILE, aliases=("-x", "--certificate-chain")
+    tls_cert: ExistingFile | None = setting(
+        "Certificate to show, in PEM.", aliases=("-x", "--certificate-chain")
     )
-    tls_key: Path | None = setting(
-        "Key of --tls-cert, in PEM.", type=_FILE, aliases=("--private-key",)
-    )
+    tls_key: ExistingFile | None = setting("Key of --tls-cert, in PEM.", aliases=("--private-key",))
     tls_server_name: str | None = setting(
         "Name in the server's certificate, if it is not the host of --url.",
         aliases=("--server-name",),
@@ -227,7 +230,7 @@ class ServeSettings:
     draft_model: Path | None = setting("Checkpoint directory of the draft model.")
     model_repository: Path | None = setting("Model repository (default: our own).")
     server: Path | None = setting("tritonserver: its directory or its binary.")
-    threads: int | None = setting("CPU threads of each embedded engine.", type=_POSITIVE)
+    threads: Positive | None = setting("CPU threads of each embedded engine.")
     overrides: tuple[Override, ...] = setting(
         "Replace a parameter of a model's configuration; may be repeated.",
         (),
@@ -241,15 +244,12 @@ class ServeSettings:
         "only without keys.",
         False,
     )
-    http_port: int = setting(
-        "Port of Triton's HTTP API, behind limits and TLS of ours; 0 = any free port.",
-        8000,
-        type=_PORT,
+    http_port: Port = setting(
+        "Port of Triton's HTTP API, behind limits and TLS of ours; 0 = any free port.", 8000
     )
-    triton_http_port: int | None = setting(
+    triton_http_port: Port | None = setting(
         "Also open Triton's own HTTP port; 0 = any free port. It has no TLS and no limits, and a "
-        "generate runs on when its caller leaves. [default: for this machine alone, at any port]",
-        type=_PORT,
+        "generate runs on when its caller leaves. [default: for this machine alone, at any port]"
     )
     http_keys: bool = setting(
         "Ask for a key of --api-keys-file on the HTTP port too, but for health.", False
@@ -268,19 +268,15 @@ class ServeSettings:
         flag="--allow-origin",
         metavar="ORIGIN",
     )
-    max_body_bytes: int = setting(
-        "Largest JSON body of a generate request or of the OpenAI API, also unpacked.",
-        4 * 2**20,
-        type=_POSITIVE,
+    max_body_bytes: Positive = setting(
+        "Largest JSON body of a generate request or of the OpenAI API, also unpacked.", 4 * 2**20
     )
-    grpc_port: int = setting("gRPC port; 0 = any free port.", 8001, type=_PORT)
-    metrics_port: int = setting("Metrics port; 0 = any free port.", 8002, type=_PORT)
-    health_port: int = setting(
-        "Port of /health/live, /health/ready, /health/startup; 0 = any free port.",
-        8003,
-        type=_PORT,
+    grpc_port: Port = setting("gRPC port; 0 = any free port.", 8001)
+    metrics_port: Port = setting("Metrics port; 0 = any free port.", 8002)
+    health_port: Port = setting(
+        "Port of /health/live, /health/ready, /health/startup; 0 = any free port.", 8003
     )
-    openai_port: int = setting("Port of the OpenAI API; 0 = none.", 9000, type=_PORT)
+    openai_port: Port = setting("Port of the OpenAI API; 0 = none.", 9000)
     openai_workers: int | Literal["auto"] = setting(
         "Processes of the OpenAI API: a number, or auto (by cores and --max-streams).",
         "auto",
@@ -316,22 +312,20 @@ class ServeSettings:
         "auto",
         type=click.Choice(["auto", "none", *REASONING_TAGS]),
     )
-    max_streams: int = setting(
+    max_streams: Positive = setting(
         "Requests that may run at once; up to twice as many with several processes.",
         BlsParameters.max_streams,
-        type=_POSITIVE,
     )
     bls_instances: int | Literal["auto"] | None = setting(
         "Processes of tensorrt_llm_bls.  [default: auto; what --model-repository says, if given]",
         type=ProcessCount(1),
         metavar="N|auto",
     )
-    thread_pool_size: int | None = setting(
+    thread_pool_size: Positive | None = setting(
         "Triton's threads for each Python model. [default: 4; one for each stream where the engine "
         "is called inside Triton or a model's code is not ours.] Where a model calls another one "
         "inside Triton, do not set fewer than there are streams: each call holds a thread until "
-        "its first token.",
-        type=_POSITIVE,
+        "its first token."
     )
     decoupled: bool | None = setting(
         "Whether the models stream; false allows unary requests instead, to tensorrt_llm and the "
@@ -350,15 +344,12 @@ class ServeSettings:
         "Accept only clients with a certificate of these authorities, in PEM.",
         aliases=("--ssl-ca-certs",),
     )
-    exit_timeout: int = setting(
-        "Seconds that running requests have to end when stopping.", 30, type=_POSITIVE
-    )
-    ready_timeout: int = setting("Seconds that the models have to load.", 900, type=_POSITIVE)
-    stall_timeout: int = setting(
+    exit_timeout: Positive = setting("Seconds that running requests have to end when stopping.", 30)
+    ready_timeout: Positive = setting("Seconds that the models have to load.", 900)
+    stall_timeout: Positive = setting(
         "Seconds without any progress after which the server is not ready; after twice as long it "
         "has failed.",
         30,
-        type=_POSITIVE,
     )
     on_failure: Literal["restart", "exit"] = setting(
         "What to do when the server or one of its processes dies, stops or is stuck.", "restart"

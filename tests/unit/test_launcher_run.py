@@ -16,7 +16,7 @@ from trtllm_bls.errors import SetupError
 from trtllm_bls.launcher import preparation
 from trtllm_bls.launcher.checks import Installation
 from trtllm_bls.launcher.ports import Ports
-from trtllm_bls.parameters import TEXT, Parameters, parameter, parameters_of
+from trtllm_bls.parameters import TEXT, Parameters, parameters_of
 from trtllm_bls.python_backend.request_server import SENDERS
 from trtllm_bls.settings import Override, ServeSettings
 
@@ -119,7 +119,7 @@ def test_models_are_told_what_serve_was_told() -> None:
 def test_no_variable_overrules_what_was_set(key: str, tmp_path: Path) -> None:
     """Neither one of ``serve``'s own nor one of the shell, and for that model alone."""
     variable = parameters_of("tensorrt_llm_bls")[key].env
-    declared: Any = make_dataclass("Declared", [(key, str, parameter(TEXT, "", env=variable))])
+    declared: Any = make_dataclass("Declared", [(key, str, TEXT.parameter("", env=variable))])
     ours = Override("tensorrt_llm_bls", key, "set")
     made = environment(ServeSettings(overrides=(ours,)), **{variable: "from the shell"})
 

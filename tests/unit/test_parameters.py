@@ -34,7 +34,6 @@ from trtllm_bls.parameters import (
     choice,
     count,
     is_true,
-    parameter,
     parameters_of,
 )
 
@@ -66,7 +65,7 @@ def read(
     kind: Kind, text: str | None, default: str | None = "", repository: Path = Path("/models")
 ) -> Any:
     """The value of a parameter ``key`` of that kind."""
-    field = parameter(kind, "What it does.", default)
+    field = kind.parameter("What it does.", default)
     declared: Any = make_dataclass("Declared", [("key", Any, field)])
     values = {} if text is None else {"key": text}
     return parameters(repository, **values).read(declared).key

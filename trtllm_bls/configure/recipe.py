@@ -19,7 +19,7 @@ import yaml
 from trtllm_bls.configure.engine import EXTERNAL_DRAFTS, LOOKAHEAD_SIZES, MANY_STEPS_SINCE
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, parse_version
-from trtllm_bls.settings import options_of, setting
+from trtllm_bls.settings import Positive, options_of, setting
 
 CONVERT, QUANTIZE, BUILD = "convert_checkpoint.py", "quantize.py", "trtllm-build"
 NEWEST = Version(1, 2)  # the last release whose notes speak of engines; they were removed later
@@ -98,19 +98,11 @@ class RecipeOptions:
     precision: str | None = setting(
         "Weights and activations.  [default: the preset's]", type=click.Choice(PRECISIONS)
     )
-    tp_size: int = setting("GPUs that share each layer.", 1, type=click.IntRange(1))
-    max_batch_size: int | None = setting(
-        "Requests at once.  [default: the preset's]", type=click.IntRange(1)
-    )
-    max_input_len: int | None = setting(
-        "Longest prompt, in tokens.  [default: the preset's]", type=click.IntRange(1)
-    )
-    max_output_len: int | None = setting(
-        "Longest answer, in tokens.  [default: the preset's]", type=click.IntRange(1)
-    )
-    max_draft_len: int = setting(
-        "Longest draft of the preset target, in tokens.", 10, type=click.IntRange(1)
-    )
+    tp_size: Positive = setting("GPUs that share each layer.", 1)
+    max_batch_size: Positive | None = setting("Requests at once.  [default: the preset's]")
+    max_input_len: Positive | None = setting("Longest prompt, in tokens.  [default: the preset's]")
+    max_output_len: Positive | None = setting("Longest answer, in tokens.  [default: the preset's]")
+    max_draft_len: Positive = setting("Longest draft of the preset target, in tokens.", 10)
     lookahead: tuple[int, int, int] | None = setting(
         "Lookahead decoding of the preset latency: window,n-gram,verification set; or off.",
         "7,7,7",

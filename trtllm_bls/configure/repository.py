@@ -38,7 +38,7 @@ from trtllm_bls.parameters import BlsParameters, check
 from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, parse_version
 from trtllm_bls.parameters.model_config import instances_of, values_of
 from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
-from trtllm_bls.settings import Override, option, setting
+from trtllm_bls.settings import NotNegative, Override, Positive, option, setting
 from trtllm_bls.tokenizer import load_tokenizer
 
 DRAFT = "tensorrt_llm_draft"
@@ -57,26 +57,19 @@ class ConfigureOptions:
         "What generates: TensorRT-LLM's C++ backend, or its LLM API in a Python model.", "cpp"
     )
     model_yaml: Path | None = setting("Arguments of the LLM API, as upstream's llmapi has them.")
-    max_batch_size: int | None = setting(
-        "Requests in one batch.  [default: the engine's]", type=click.IntRange(1)
-    )
-    max_num_tokens: int | None = setting(
-        "The --max_num_tokens that the engine was built with, if its config.json is not here.",
-        type=click.IntRange(1),
+    max_batch_size: Positive | None = setting("Requests in one batch.  [default: the engine's]")
+    max_num_tokens: Positive | None = setting(
+        "The --max_num_tokens that the engine was built with, if its config.json is not here."
     )
     logits_dtype: str | None = setting(
         "Type of the engines' logits, if their config.json is not here.  [default: float32]",
         type=click.Choice(list(LOGITS_DTYPES)),
     )
-    max_queue_size: int = setting(
-        "Requests that may wait in Triton; one more is refused. 0 = no limit.",
-        0,
-        type=click.IntRange(0),
+    max_queue_size: NotNegative = setting(
+        "Requests that may wait in Triton; one more is refused. 0 = no limit.", 0
     )
-    max_queue_delay_us: int = setting(
-        "Microseconds that a request may wait for others to share its batch.",
-        0,
-        type=click.IntRange(0),
+    max_queue_delay_us: NotNegative = setting(
+        "Microseconds that a request may wait for others to share its batch.", 0
     )
     kv_cache_free_gpu_mem_fraction: str | None = setting(
         "Share of free GPU memory per engine.  [default: 0.9; 0.45 each where two share GPUs]"
@@ -105,7 +98,7 @@ class ConfigureOptions:
         "and no streams.",
         True,
     )
-    bls_instances: int = setting("Processes of tensorrt_llm_bls.", 1, type=click.IntRange(1))
+    bls_instances: Positive = setting("Processes of tensorrt_llm_bls.", 1)
     engine_url: str | None = setting(
         "gRPC port behind which the engine is.",
         metavar="HOST:PORT",

@@ -1,7 +1,7 @@
 """Parameters of the models (``parameters`` in ``config.pbtxt``): each declared once, and read.
 
 A parameter is a field of its model's dataclass: the field's name is the key in ``config.pbtxt``,
-and ``parameter`` gives the rest: what a value may be, its default, its variable, what it does.
+``Kind.parameter`` gives the rest: what a value may be, its default, its variable, what it does.
 Configuration files, checks, docs/parameters.md, the environment variables of ``serve``, ``--set``
 and the options of ``openai`` follow from these fields. ``make generate`` writes the files again.
 
@@ -66,6 +66,17 @@ class Kind:
         if not self.allows(value):
             raise ValueError(text)
         return value
+
+    def parameter(self, help: str, default: str | None = "", **more: str) -> Any:
+        """A field of a model's dataclass; ``more`` is what else ``Parameter`` has.
+
+        ``default`` is written as in ``config.pbtxt``. The field's own default is what it means.
+        """
+        declared = Parameter(self, help, default, **more)
+        metadata = {"parameter": declared}
+        if default is None:
+            return dataclasses.field(metadata=metadata)
+        return dataclasses.field(default=declared.parse("", "", ""), metadata=metadata)
 
 
 def is_true(text: str) -> bool:
@@ -152,18 +163,6 @@ class Parameter:
             return self.kind.parse(text) if text else self.kind.unset
         except (ValueError, KeyError):
             raise refusal(model, key, text, f"use {self.kind.expected}") from None
-
-
-def parameter(kind: Kind, help: str, default: str | None = "", **more: str) -> Any:
-    """A field of a model's dataclass; ``more`` is what else ``Parameter`` has.
-
-    ``default`` is written as in ``config.pbtxt``. The field's own default is what it means.
-    """
-    declared = Parameter(kind, help, default, **more)
-    metadata = {"parameter": declared}
-    if default is None:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=declared.parse("", "", ""), metadata=metadata)
 
 
 def parameters_in(declared: type) -> dict[str, Parameter]:
@@ -283,10 +282,8 @@ def own_grpc_url() -> str:
 class ModelParameters:
     """What every model has."""
 
-    max_request_bytes: int = parameter(
-        _BYTES,
-        "Size of all inputs of a request; adapters and prompt tables may need more.",
-        "67108864",
+    max_request_bytes: int = _BYTES.parameter(
+        "Size of all inputs of a request; adapters and prompt tables may need more.", "67108864"
     )
 
     @property
@@ -298,8 +295,7 @@ class ModelParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class _Tokenizer(ModelParameters):
-    tokenizer_dir: Path = parameter(
-        DIRECTORY,
+    tokenizer_dir: Path = DIRECTORY.parameter(
         "Directory of the target model's tokenizer.",
         default=None,
         shipped=_DEMO_MODEL,
@@ -309,57 +305,51 @@ class _Tokenizer(ModelParameters):
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoding(_Tokenizer):
-    add_special_tokens: bool = parameter(
-        FLAG,
+    add_special_tokens: bool = FLAG.parameter(
         "Put the tokenizer's special tokens (BOS) before the prompt of a request that does not "
         "say.",
         "true",
     )
-    max_prompt_bytes: int = parameter(
-        _BYTES, "Size of `text_input`, `messages`, or any other text of one row.", "1048576"
+    max_prompt_bytes: int = _BYTES.parameter(
+        "Size of `text_input`, `messages`, or any other text of one row.", "1048576"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Decoding(_Tokenizer):
-    skip_special_tokens: bool = parameter(
-        FLAG, "Leave special tokens out of the text of a request that does not say.", "true"
+    skip_special_tokens: bool = FLAG.parameter(
+        "Leave special tokens out of the text of a request that does not say.", "true"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Generating(ModelParameters):
-    max_output_tokens: int | None = parameter(
-        none_if_zero(_TOKENS),
+    max_output_tokens: int | None = none_if_zero(_TOKENS).parameter(
         "Largest `max_tokens` of a request; 0 = any: the model's longest sequence ends the answer.",
         "0",
     )
-    max_logits_bytes: int = parameter(
-        count(0, "bytes"),
+    max_logits_bytes: int = count(0, "bytes").parameter(
         "All context and generation logits that a request may ask for, over all sequences and "
         "responses.",
         "268435456",
     )
-    max_guide_bytes: int = parameter(
-        _BYTES,
+    max_guide_bytes: int = _BYTES.parameter(
         "Size of a guide: the JSON schema, regular expression or grammar of guided decoding. "
         "Compiling it costs far more than reading it.",
         "262144",
     )
-    max_guide_depth: int = parameter(count(1), "How deep brackets nest in a guide.", "100")
-    max_guide_nodes: int = parameter(
-        count(1), "Brackets, commas and alternatives in a guide.", "50000"
+    max_guide_depth: int = count(1).parameter("How deep brackets nest in a guide.", "100")
+    max_guide_nodes: int = count(1).parameter(
+        "Brackets, commas and alternatives in a guide.", "50000"
     )
-    expose_kv_cache_metrics: bool = parameter(
-        FLAG,
+    expose_kv_cache_metrics: bool = FLAG.parameter(
         "Answer `return_perf_metrics` also with how many KV-cache blocks were new and how many "
         "were reused, in place of zeros, and tell `cached_tokens` of the prompt. That tells a "
         "caller whether another prompt began with the same text.",
         "false",
         env=EXPOSE_METRICS,
     )
-    decoupled: bool = parameter(
-        FLAG,
+    decoupled: bool = FLAG.parameter(
         "Answer in streams. `false`: each request gets exactly one response, so unary `infer` "
         "works and streams are refused. Written in `model_transaction_policy`, not in "
         "`parameters`.",
@@ -375,14 +365,14 @@ class _Generating(ModelParameters):
 class PreprocessingParameters(_Encoding):
     """The parameters of ``preprocessing``."""
 
-    max_request_bytes: int = parameter(_BYTES, "Size of all inputs of a request.", "4194304")
+    max_request_bytes: int = _BYTES.parameter("Size of all inputs of a request.", "4194304")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PostprocessingParameters(_Decoding):
     """The parameters of ``postprocessing``."""
 
-    max_request_bytes: int = parameter(_BYTES, "Size of all inputs of a request.", "4194304")
+    max_request_bytes: int = _BYTES.parameter("Size of all inputs of a request.", "4194304")
 
 
 # --- tensorrt_llm ---------------------------------------------------------------------------
@@ -392,62 +382,52 @@ class PostprocessingParameters(_Decoding):
 class EngineParameters(_Generating):
     """The parameters of the Python ``tensorrt_llm``, most of which are for the embedded engine."""
 
-    model_dir: Path = parameter(
-        DIRECTORY,
+    model_dir: Path = DIRECTORY.parameter(
         "Directory of the checkpoint.",
         default=None,
         shipped=_DEMO_MODEL,
         env=MODEL_DIR,
         draft_env=DRAFT_MODEL_DIR,
     )
-    exclude_input_in_output: bool = parameter(
-        FLAG,
+    exclude_input_in_output: bool = FLAG.parameter(
         "Leave the prompt out of the answer to a request that does not say.",
         "false",
         shipped="true",
     )
-    engine: str = parameter(
-        LOCAL_ENGINE,
+    engine: str = LOCAL_ENGINE.parameter(
         "What generates the tokens: the embedded engine, TensorRT-LLM's LLM API in this process, "
         "or TensorRT-LLM's own gRPC service.",
         "embedded",
     )
-    model_yaml: Path | None = parameter(
-        FILE,
+    model_yaml: Path | None = FILE.parameter(
         "Arguments of `tensorrt_llm.LLM` for the engine `llm_api`, in the form of upstream's "
         "`llmapi` model; they come before the sizes below.",
         env="LLM_CONFIG_PATH",
     )
-    gpu_device_ids: str = parameter(
-        TEXT,
-        "With the engine `llm_api` and several instances: the GPUs of each, as `0,1;2,3`.",
+    gpu_device_ids: str = TEXT.parameter(
+        "With the engine `llm_api` and several instances: the GPUs of each, as `0,1;2,3`."
     )
-    max_batch: int = parameter(count(0), "Sequences that run at once.", "32")
-    max_queue_size: int = parameter(
-        count(0), "Sequences that may wait; one more is refused. 0 = the engine's choice.", "0"
+    max_batch: int = count(0).parameter("Sequences that run at once.", "32")
+    max_queue_size: int = count(0).parameter(
+        "Sequences that may wait; one more is refused. 0 = the engine's choice.", "0"
     )
-    max_tokens_per_step: int = parameter(
-        _TOKENS,
+    max_tokens_per_step: int = _TOKENS.parameter(
         "Rows of one forward pass. A prompt is processed in pieces of this size, each of which "
         "delays the running streams.",
         "512",
     )
-    max_sequence_tokens: int = parameter(
-        _TOKENS, "Longest prompt and completion together; 0 = the engine's choice.", "0"
+    max_sequence_tokens: int = _TOKENS.parameter(
+        "Longest prompt and completion together; 0 = the engine's choice.", "0"
     )
-    max_draft_len: int = parameter(_TOKENS, "Longest draft that a request may bring.", "32")
-    guide_compile_seconds: float = parameter(
-        SECONDS,
-        "CPU time that compiling one guide may take, in a process apart.",
-        "2",
+    max_draft_len: int = _TOKENS.parameter("Longest draft that a request may bring.", "32")
+    guide_compile_seconds: float = SECONDS.parameter(
+        "CPU time that compiling one guide may take, in a process apart.", "2"
     )
-    threads: int = parameter(
-        count(0), "Threads of the engine; 0 = half of the cores.", "0", env=THREADS
+    threads: int = count(0).parameter(
+        "Threads of the engine; 0 = half of the cores.", "0", env=THREADS
     )
-    is_draft: bool = parameter(
-        FLAG,
-        f"This is the draft model: `{DRAFT_MODEL_DIR}` names its checkpoint.",
-        "false",
+    is_draft: bool = FLAG.parameter(
+        f"This is the draft model: `{DRAFT_MODEL_DIR}` names its checkpoint.", "false"
     )
 
     # What Triton says of this process; not parameters.
@@ -462,21 +442,20 @@ class EngineFacts:
     ``configure`` writes these parameters for the C++ backend, which does not read them.
     """
 
-    max_sequence_tokens: int | None = parameter(
-        count(1, "tokens"), "Longest prompt and completion together."
+    max_sequence_tokens: int | None = count(1, "tokens").parameter(
+        "Longest prompt and completion together."
     )
-    max_prompt_tokens: int | None = parameter(
-        count(1, "tokens"),
-        "Longest prompt; with drafts, the text generated before them and the draft count too.",
+    max_prompt_tokens: int | None = count(1, "tokens").parameter(
+        "Longest prompt; with drafts, the text generated before them and the draft count too."
     )
-    max_draft_len: int | None = parameter(
-        _TOKENS, "Longest draft that a request may bring; 0 = it cannot verify drafts."
+    max_draft_len: int | None = _TOKENS.parameter(
+        "Longest draft that a request may bring; 0 = it cannot verify drafts."
     )
-    speculative_decoding_mode: str = parameter(
-        TEXT, "What the engine was built for, such as `none`, `draft_tokens_external`, `medusa`."
+    speculative_decoding_mode: str = TEXT.parameter(
+        "What the engine was built for, such as `none`, `draft_tokens_external`, `medusa`."
     )
-    one_step_requests: bool = parameter(
-        FLAG, "Every request ends after one step, also one without a draft.", "false"
+    one_step_requests: bool = FLAG.parameter(
+        "Every request ends after one step, also one without a draft.", "false"
     )
 
 
@@ -487,169 +466,143 @@ class EngineFacts:
 class BlsParameters(_Encoding, _Decoding, _Generating):
     """The parameters of ``tensorrt_llm_bls``, and which of the model's processes this is."""
 
-    accumulate_tokens: bool = parameter(
-        FLAG, "Each response of a stream holds all text so far, not only the new text.", "false"
+    accumulate_tokens: bool = FLAG.parameter(
+        "Each response of a stream holds all text so far, not only the new text.", "false"
     )
-    exclude_input_in_output: bool = parameter(
-        FLAG,
+    exclude_input_in_output: bool = FLAG.parameter(
         "Leave the prompt out of an answer that is not streamed, where the request does not say.",
         "true",
     )
-    token_cache_bytes: int = parameter(
-        count(0, "bytes"),
+    token_cache_bytes: int = count(0, "bytes").parameter(
         "Long texts and their token ids that each process keeps, so that of a growing conversation "
         "only what is new is tokenised; 0 = none.",
         "67108864",
     )
-    engine: EngineChoice | None = parameter(
-        ENGINE_CHOICE,
+    engine: EngineChoice | None = ENGINE_CHOICE.parameter(
         "Where tokens come from: a model of this server, models of other Triton servers, or "
         "TensorRT-LLM's own gRPC service. With several addresses each request goes to the least "
-        "loaded one. Empty: `triton:` and `tensorrt_llm_model_name`.",
+        "loaded one. Empty: `triton:` and `tensorrt_llm_model_name`."
     )
-    engine_max_sequence_tokens: int | None = parameter(
-        none_if_zero(_TOKENS),
+    engine_max_sequence_tokens: int | None = none_if_zero(_TOKENS).parameter(
         "Longest prompt and completion together of a `trtllm://` engine, which reports it only if "
         "it was started with `--max_seq_len`; 0 = what it reports.",
         "0",
     )
-    engine_resume: bool = parameter(
-        FLAG,
+    engine_resume: bool = FLAG.parameter(
         "With several addresses: a greedy or seeded request continues on another engine when its "
         "own is lost.",
         "false",
     )
-    engine_affinity: bool = parameter(
-        FLAG,
+    engine_affinity: bool = FLAG.parameter(
         "With several addresses: a request goes to the engine that was last sent the beginning of "
         "its prompt, while that runs at most 25 % more sequences than another.",
         "false",
     )
-    engine_transport: str = parameter(
-        choice("auto", "grpc"),
+    engine_transport: str = choice("auto", "grpc").parameter(
         "Whose gRPC port `engine_url` is to be: this server's own (auto), or whichever server's "
         "(grpc).",
         "auto",
         env=ENGINE_TRANSPORT,
     )
-    engine_url: str = parameter(
-        TEXT,
-        "`host:port` of the gRPC port behind which the engine is.",
-        "localhost:8001",
-        env=GRPC_URL,
+    engine_url: str = TEXT.parameter(
+        "`host:port` of the gRPC port behind which the engine is.", "localhost:8001", env=GRPC_URL
     )
-    engine_tls_ca: Path | None = parameter(
-        FILE, "Certificates of the authorities to trust at `engine_url`, in PEM; empty = no TLS."
+    engine_tls_ca: Path | None = FILE.parameter(
+        "Certificates of the authorities to trust at `engine_url`, in PEM; empty = no TLS."
     )
-    engine_tls_cert: Path | None = parameter(
-        FILE, "Certificate to show at `engine_url`, in PEM, where that port asks for one."
+    engine_tls_cert: Path | None = FILE.parameter(
+        "Certificate to show at `engine_url`, in PEM, where that port asks for one."
     )
-    engine_tls_key: Path | None = parameter(FILE, "Key of `engine_tls_cert`, in PEM.")
-    engine_tls_pin: Path | None = parameter(
-        FILE,
+    engine_tls_key: Path | None = FILE.parameter("Key of `engine_tls_cert`, in PEM.")
+    engine_tls_pin: Path | None = FILE.parameter(
         "The certificate that `engine_url` itself shows, first in a PEM file. It is trusted "
         "instead of `engine_tls_ca`, whatever names it has.",
         env=ENGINE_TLS_PIN,
     )
-    engine_stall_seconds: float = parameter(
-        SECONDS, "Fail a request when its engine has sent nothing for so long; 0 = never.", "120"
+    engine_stall_seconds: float = SECONDS.parameter(
+        "Fail a request when its engine has sent nothing for so long; 0 = never.", "120"
     )
-    request_timeout_seconds: float = parameter(
-        SECONDS, "Time limit of a request that names none; 0 = `max_timeout_seconds`.", "600"
+    request_timeout_seconds: float = SECONDS.parameter(
+        "Time limit of a request that names none; 0 = `max_timeout_seconds`.", "600"
     )
-    max_timeout_seconds: float | None = parameter(
-        none_if_zero(SECONDS),
+    max_timeout_seconds: float | None = none_if_zero(SECONDS).parameter(
         "Longest time limit that a request may name, and the limit of all requests where "
         "`request_timeout_seconds` is 0; 0 = any.",
         "3600",
     )
-    tensors: str = parameter(
-        choice("bls", "llmapi"),
+    tensors: str = choice("bls", "llmapi").parameter(
         "Inputs and outputs of this model: its own, or those of upstream's `llmapi` model, as "
         "`configure --from` writes them.",
         "bls",
     )
-    tensorrt_llm_model_name: str = parameter(MODEL, "Name of the target model.", "tensorrt_llm")
-    tensorrt_llm_draft_model_name: str = parameter(MODEL, "Name of the draft model; empty = none.")
-    draft_tokenizer_dir: Path | None = parameter(
-        DIRECTORY,
+    tensorrt_llm_model_name: str = MODEL.parameter("Name of the target model.", "tensorrt_llm")
+    tensorrt_llm_draft_model_name: str = MODEL.parameter("Name of the draft model; empty = none.")
+    draft_tokenizer_dir: Path | None = DIRECTORY.parameter(
         "Directory of the draft model's tokenizer, which is compared with the target's; empty = "
         "no comparison.",
         env=DRAFT_MODEL_DIR,
     )
-    draft_source: str = parameter(
-        choice("off", "model", "ngram", "mixed"),
-        "Where drafts come from for a request that does not say.",
-        "off",
+    draft_source: str = choice("off", "model", "ngram", "mixed").parameter(
+        "Where drafts come from for a request that does not say.", "off"
     )
-    num_draft_tokens: int | None = parameter(
-        none_if_zero(_TOKENS),
+    num_draft_tokens: int | None = none_if_zero(_TOKENS).parameter(
         "Length of a draft for a request that does not say, whatever the load; 0 = as many tokens "
         "as pay off.",
         "0",
     )
-    max_draft_len: int = parameter(_TOKENS, "Longest draft, beside the engine's own limit.", "32")
-    draft_memory_tokens: int = parameter(
-        _TOKENS,
+    max_draft_len: int = _TOKENS.parameter("Longest draft, beside the engine's own limit.", "32")
+    draft_memory_tokens: int = _TOKENS.parameter(
         "Tokens of finished answers that n-gram drafts may come from, for each API key of the "
         "OpenAI API; 0 = none.",
         "0",
     )
-    draft_deadline_seconds: float = parameter(
-        SECONDS, "How long a round waits for the draft model before it goes on without.", "0.5"
+    draft_deadline_seconds: float = SECONDS.parameter(
+        "How long a round waits for the draft model before it goes on without.", "0.5"
     )
-    overlap_drafts: bool | None = parameter(
-        _SWITCH, "Draft while the target verifies; auto = where that measures faster.", "auto"
+    overlap_drafts: bool | None = _SWITCH.parameter(
+        "Draft while the target verifies; auto = where that measures faster.", "auto"
     )
-    unverifiable_drafts: str = parameter(
-        choice("refuse", "ignore"),
+    unverifiable_drafts: str = choice("refuse", "ignore").parameter(
         "What to do with a request for drafts where the engine verifies none, such as a "
         "`trtllm://` engine: refuse it, or ignore the drafts and decode plainly.",
         "refuse",
     )
-    max_streams: int = parameter(
-        count(1),
+    max_streams: int = count(1).parameter(
         "Requests that the connection to the engine and the server's threads are sized for.",
         "256",
         env=MAX_STREAMS,
     )
-    max_running_requests: int | None = parameter(
-        auto_or(count(1)),
+    max_running_requests: int | None = auto_or(count(1)).parameter(
         "Requests that may run at once; a request with several sequences or rows counts once for "
         "each. More requests wait. auto = `max_streams`; where the model has several processes, "
         "twice its share of that for each process, since requests are not spread evenly.",
         "auto",
     )
-    max_queued_requests: int | None = parameter(
-        auto_or(count(0)),
+    max_queued_requests: int | None = auto_or(count(0)).parameter(
         "Requests that may wait for a running one to end, counted in the same way; one more is "
         "refused at once. auto = 4 times as many as may run.",
         "auto",
     )
-    max_queue_seconds: float = parameter(
-        SECONDS,
-        "Longest time that a request may wait before it is refused; 0 = its own time limit.",
-        "60",
+    max_queue_seconds: float = SECONDS.parameter(
+        "Longest time that a request may wait before it is refused; 0 = its own time limit.", "60"
     )
-    one_core: bool | None = parameter(
-        _SWITCH,
+    one_core: bool | None = _SWITCH.parameter(
         "Keep a process's threads on one core while that core has little other work: they run one "
         "at a time, which costs less there. auto = where the machine has at least eight "
         "cores, and four for each process.",
         "auto",
     )
-    status_dir: str = parameter(
-        TEXT,
+    status_dir: str = TEXT.parameter(
         "Directory where the model writes its state and reads whether to drain; empty = none.",
         env=STATUS_DIR,
     )
-    log_requests: bool = parameter(
-        FLAG, "Log one line for each request when it ends (docs/metrics.md).", "true"
+    log_requests: bool = FLAG.parameter(
+        "Log one line for each request when it ends (docs/metrics.md).", "true"
     )
-    log_format: str = parameter(
-        choice("logfmt", "json"), "Form of the line of each request.", "logfmt"
+    log_format: str = choice("logfmt", "json").parameter(
+        "Form of the line of each request.", "logfmt"
     )
-    log_prompts: bool = parameter(FLAG, "Log the prompt too, cut to 900 characters.", "false")
+    log_prompts: bool = FLAG.parameter("Log the prompt too, cut to 900 characters.", "false")
 
     # What Triton says of this process; a directory and numbers, not parameters.
     instance: int = 0  # which of the model's processes this is

@@ -17,16 +17,16 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from doubles.scripted_tokens import agreeing, hashed
-from trtllm_bls.parameters import NUMBER, Parameters, count, parameter
+from trtllm_bls.parameters import NUMBER, Parameters, count
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedParameters:
-    step_ms: float = parameter(NUMBER, "Time of one step.", "0")
-    vocab_size: int = parameter(count(1), "Tokens there are.", "1000")
-    agrees: float = parameter(NUMBER, "How often it says what the target would.", "1")
+    step_ms: float = NUMBER.parameter("Time of one step.", "0")
+    vocab_size: int = count(1).parameter("Tokens there are.", "1000")
+    agrees: float = NUMBER.parameter("How often it says what the target would.", "1")
 
 
 class TritonPythonModel:

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from doubles.scripted import Script
 from doubles.speaking import SpeakingEngine
-from trtllm_bls.parameters import DIRECTORY, TEXT, Parameters, parameter
+from trtllm_bls.parameters import DIRECTORY, TEXT, Parameters
 from trtllm_bls.python_backend.request_server import RequestServer
 from trtllm_bls.services.engine_service import EngineService
 from trtllm_bls.services.triton_log import log_to_triton
@@ -58,8 +58,8 @@ def answer(family: str, prompt: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentParameters:
-    family: str = parameter(TEXT, "Whose calls it writes.", "qwen3_coder")
-    tokenizer_dir: Path = parameter(DIRECTORY, "Its tokenizer.", "")
+    family: str = TEXT.parameter("Whose calls it writes.", "qwen3_coder")
+    tokenizer_dir: Path = DIRECTORY.parameter("Its tokenizer.", "")
 
 
 class TritonPythonModel:

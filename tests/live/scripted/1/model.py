@@ -32,7 +32,6 @@ from trtllm_bls.parameters import (
     Parameters,
     count,
     none_if_zero,
-    parameter,
 )
 from trtllm_bls.python_backend.request_server import RequestServer
 from trtllm_bls.services.engine_service import EngineService
@@ -48,13 +47,13 @@ FAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EchoParameters:
-    step_ms: float = parameter(NUMBER, "Time of one step.", "0")
-    max_sequence_tokens: int | None = parameter(
-        none_if_zero(count(0)), "Prompt and answer; 0 = any.", "0"
+    step_ms: float = NUMBER.parameter("Time of one step.", "0")
+    max_sequence_tokens: int | None = none_if_zero(count(0)).parameter(
+        "Prompt and answer; 0 = any.", "0"
     )
-    vocab_size: int = parameter(count(1), "Tokens there are.", "100000")
-    exclude_input_in_output: bool = parameter(FLAG, "Leave the prompt out.", "false")
-    llm_api: str = parameter(TEXT, "Release of the LLM API before it.")
+    vocab_size: int = count(1).parameter("Tokens there are.", "100000")
+    exclude_input_in_output: bool = FLAG.parameter("Leave the prompt out.", "false")
+    llm_api: str = TEXT.parameter("Release of the LLM API before it.")
 
 
 class Gauge:
