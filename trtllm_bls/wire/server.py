@@ -31,7 +31,6 @@ from trtllm_bls.types import (
     TextChunk,
     TextRequest,
     TokenIds,
-    TopLogProbs,
     Wants,
 )
 from trtllm_bls.wire.words import unpack_words
@@ -369,7 +368,8 @@ def sequence_ids(
 
 # --- answers --------------------------------------------------------------------------------
 
-# Shapes are as TensorRT-LLM's own models send them, batch dimension 1 included.
+# Shapes are as TensorRT-LLM's own models send them, batch dimension 1 included; top_log_prob_ids
+# and top_log_probs, which are ours, are [1, T, alternatives].
 
 
 class ChunkWriter:
@@ -399,14 +399,12 @@ class ChunkWriter:
             self._log_probs.setdefault(chunk.sequence_index, []).extend(chunk.log_probs)
         if chunk.context_logits is not None:
             self._context_logits = chunk.context_logits
-        arrays |= _score_arrays(
-            self._log_probs.get(chunk.sequence_index),
-            chunk.cum_log_prob,
-            self._context_logits,
-            chunk.generation_logits,
-            chunk.top_log_probs,
-            streaming=request.streaming,
-        )
+        log_probs = self._log_probs.get(chunk.sequence_index)
+        arrays |= _score_arrays(chunk, log_probs, self._context_logits, request.streaming)
+        if chunk.top_log_probs:
+            pairs = np.array(chunk.top_log_probs)[None]
+            arrays["top_log_prob_ids"] = pairs[..., 0].astype(np.int32)
+            arrays["top_log_probs"] = pairs[..., 1].astype(np.float32)
         if request.wants.num_input_tokens:
             numbers["num_input_tokens"] = len(request.input_ids)
         if request.wants.num_output_tokens:
@@ -433,13 +431,7 @@ def text_arrays(chunk: TextChunk, request: TextRequest, row: int | None) -> dict
     if request.num_return_sequences > 1:
         numbers["sequence_index"] = chunk.sequence_index
     if chunk.log_probs or chunk.generation_logits or chunk.context_logits is not None:
-        arrays |= _score_arrays(
-            chunk.log_probs,
-            chunk.cum_log_prob,
-            chunk.context_logits,
-            chunk.generation_logits,
-            streaming=request.stream,
-        )
+        arrays |= _score_arrays(chunk, chunk.log_probs, chunk.context_logits, request.stream)
     if chunk.metrics is not None or request.wants.perf_metrics:
         numbers |= _metrics(chunk.metrics, filled=request.wants.perf_metrics)
     if (ending := chunk.ending) is not None:
@@ -476,36 +468,28 @@ def _number_arrays(model: Model, numbers: Mapping[str, float]) -> dict[str, Arra
 
 
 def _score_arrays(
+    chunk: EngineChunk | TextChunk,
     log_probs: Sequence[float] | None,
-    cum_log_prob: float | None,
     context_logits: Array | None,
-    generation_logits: Array | Sequence[Array] | None,
-    top_log_probs: Sequence[TopLogProbs] | None = None,
-    *,
     streaming: bool,
 ) -> dict[str, Array]:
     """Those of the outputs that are given: ``output_log_probs`` ``[1, 1, T]``, ``cum_log_probs``
-    ``[1, 1]``, ``context_logits`` ``[1, prompt, vocab]``, ``generation_logits``, and both of
-    ``top_log_probs``, ``[1, T, alternatives]``.
+    ``[1, 1]``, ``context_logits`` ``[1, prompt, vocab]``, and ``generation_logits``.
 
-    ``generation_logits`` are ``[1, 1, steps, vocab]``, or ``[1, steps, 1, vocab]`` of a stream.
-    TensorRT-LLM pads them to the token limit. Here they are not padded, because a caller could fill
-    this process's memory with rows that mean nothing.
+    The last are ``[1, 1, steps, vocab]``, or ``[1, steps, 1, vocab]`` of a stream. TensorRT-LLM
+    pads them to the token limit. Here they are not padded, because a caller could fill this
+    process's memory with rows that mean nothing.
     """
     arrays: dict[str, Array] = {}
     if log_probs is not None:
         arrays["output_log_probs"] = np.array([[log_probs]], dtype=np.float32)
-    if cum_log_prob is not None:
-        arrays["cum_log_probs"] = np.array([[cum_log_prob]], dtype=np.float32)
+    if chunk.cum_log_prob is not None:
+        arrays["cum_log_probs"] = np.array([[chunk.cum_log_prob]], dtype=np.float32)
     if context_logits is not None:
         arrays["context_logits"] = np.asarray(context_logits, dtype=np.float32)[None]
-    if generation_logits is not None:
-        rows = np.asarray(generation_logits, dtype=np.float32)
+    if chunk.generation_logits is not None:
+        rows = np.asarray(chunk.generation_logits, dtype=np.float32)
         arrays["generation_logits"] = rows[None, :, None] if streaming else rows[None, None]
-    if top_log_probs:
-        pairs = np.array(top_log_probs)[None]
-        arrays["top_log_prob_ids"] = pairs[..., 0].astype(np.int32)
-        arrays["top_log_probs"] = pairs[..., 1].astype(np.float32)
     return arrays
 
 
