@@ -12,16 +12,12 @@ its rules (docs/design.md names the defects of Triton behind them):
 - ``is_cancelled`` is never called after FINAL, nor during a send: ``Call._lock`` guards both. What
   its holder has learned is in ``_closed``, ``_gone`` and ``_ask_after_send``.
 
-Each other piece of state has one owner:
-
-- The event loop owns a call's pending responses and its end, the queue of those that wait for their
-  turn, and the number of responses under way. Nothing else changes them, so they need no lock.
-- A sender thread takes one response of one call at a time, and puts the outcome in
-  ``SenderThreads._reports``. The loop hands over the call's next response when it has taken that
-  report, so no two sends of a call overlap.
-- The loop takes reports whenever it asks for a call's state. Waking it for each one would add 20 µs
-  of CPU to a token at 8 streams, so a thread wakes the loop only where somebody waits: it appends
-  its report and then looks for waiters; the loop adds a waiter and then takes the reports.
+All other state of a call belongs to the event loop, so it needs no lock. A sender thread takes one
+response of one call at a time, and puts the outcome in ``SenderThreads._reports``. The loop hands
+over the call's next response when it has taken that report, so no two sends of a call overlap. It
+takes reports whenever it asks for a call's state. Waking it for each one would add 20 µs of CPU to
+a token at 8 streams, so a thread wakes the loop only where somebody waits: it appends its report
+and then looks for waiters; the loop adds a waiter and then takes the reports.
 
 ``pb_utils`` comes in as an argument, so tests run without Triton. Nothing here knows of text,
 tokens or engines.

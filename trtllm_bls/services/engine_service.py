@@ -39,6 +39,7 @@ EVERY_SECONDS = 1.0  # each report of figures is a round trip to the server
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class EngineService:
     """Answers calls with ``engine``; ``exclude_input`` is the model's default for that option.
 
@@ -46,18 +47,13 @@ class EngineService:
     prompt was in the KV cache already.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        exclude_input: bool,
-        limits: RequestLimits | None = None,
-        expose_kv_cache_metrics: bool = False,
-    ) -> None:
-        self._chunks = self._rows = self._begun = 0  # rows that run, and those with a token
-        self._engine = engine
-        self._exclude_input = exclude_input
-        self._limits = limits or RequestLimits()
-        self._expose = expose_kv_cache_metrics
+    engine: Engine
+    exclude_input: bool
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    expose_kv_cache_metrics: bool = False
+    _chunks: int = field(default=0, init=False)
+    _rows: int = field(default=0, init=False)  # that run
+    _begun: int = field(default=0, init=False)  # of these, with a token
 
     def figures(self) -> dict[str, int]:
         """Steps, requests with a token, and those without one, as TensorRT-LLM names them. Any
@@ -85,9 +81,9 @@ class EngineService:
         for output in ("output_ids", "sequence_length"):
             if output not in call.wanted:  # upstream refuses too: padding could not be recognised
                 raise InvalidRequest(output, "must be among the requested outputs")
-        capacity = await self._engine.capacity()
+        capacity = await self.engine.capacity()
         rows = engine_requests(
-            call.arrays, call.id, capacity.vocab_size, self._limits, self._exclude_input
+            call.arrays, call.id, capacity.vocab_size, self.limits, self.exclude_input
         )
         first = rows[0][0]
         sequences_each = first.num_return_sequences
@@ -95,12 +91,10 @@ class EngineService:
             streaming=first.streaming, input_ids=len(rows), sequences=sequences_each
         )
         for asked, _ in rows:
-            self._limits.check(
-                "max_output_tokens", "request_output_len", asked.max_tokens, "tokens"
-            )
-            self._limits.check_guide(asked.extras)
+            self.limits.check("max_output_tokens", "request_output_len", asked.max_tokens, "tokens")
+            self.limits.check_guide(asked.extras)
         logit_rows = sum(asked.logit_rows(capacity) for asked, _ in rows)
-        self._limits.check_logits(logit_rows, capacity.vocab_size)
+        self.limits.check_logits(logit_rows, capacity.vocab_size)
         call.sequences = len(rows) * sequences_each
         tasks = []
         for number, (asked, excludes) in enumerate(rows):
@@ -125,14 +119,14 @@ class EngineService:
     ) -> None:
         self._rows, begun = self._rows + 1, False
         try:
-            async with aclosing(self._engine.generate(request)) as stream:
+            async with aclosing(self.engine.generate(request)) as stream:
                 async for chunk in stream:
                     self._chunks += 1
                     self._begun, begun = self._begun + (not begun), True
                     # Wait until the last response has been taken. In Triton 24.10, a caller that
                     # uses the BLS API can hang if two responses of one stream arrive together.
                     await call.ready()
-                    if not self._expose:
+                    if not self.expose_kv_cache_metrics:
                         chunk.cached_tokens = None
                         chunk.metrics = chunk.metrics and chunk.metrics.without_reuse()
                     sequences[chunk.sequence_index].add(chunk)

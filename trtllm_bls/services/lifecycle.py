@@ -65,8 +65,9 @@ class Lifecycle:
         self._loop_at = time.monotonic()
         self._unsettled_at = 0.0
         self._turned, self._missed_turns = True, 0
-        self._draining = self._cut = False
-        self._told: Future[None] | None = None  # done once the sender knows that it drains
+        # Of a drain: done once the sender knows; and whether the running requests have been ended.
+        self._told: Future[None] | None = None
+        self._cut = False
         self._engines: dict[str, str] = {}
         self._closing = threading.Event()
         if first:
@@ -92,7 +93,7 @@ class Lifecycle:
                 self._server.loop.call_soon_threadsafe(self._turn)
             else:
                 self._missed_turns += 1
-            if now - written >= WRITE_SECONDS or self._draining:
+            if now - written >= WRITE_SECONDS or self._told is not None:
                 written = now
                 if look is None or look.done():
                     look = self._begin(self._look())
@@ -101,16 +102,15 @@ class Lifecycle:
                 except OSError as error:
                     # ``serve`` removes the directory when it ends, and a draining process may
                     # live a moment longer.
-                    if not (self._draining and isinstance(error, FileNotFoundError)):
+                    if self._told is None or not isinstance(error, FileNotFoundError):
                         log.warning("status_dir %s: %s", self._files.path, error.strerror)
 
     def _drain(self, deadline: float, now: float) -> None:
-        if not self._draining:
-            self._draining = True
+        if self._told is None:
             self._server.refusal = Overloaded(SHUTTING_DOWN)
             self._told = self._begin(self._sender.drain())
             log.info("draining; %s", _named(self._server.running))
-        if not (self._told and self._told.done() and self._sender.handed_over):
+        if not (self._told.done() and self._sender.handed_over):
             self._unsettled_at = now
         if now >= deadline and not self._cut:
             self._cut = True
@@ -143,7 +143,7 @@ class Lifecycle:
                 prompts=load.running + load.waiting,
                 waiting=load.waiting,
                 queued=load.queued,
-                handed_over=self._draining and now - self._unsettled_at > SETTLE_SECONDS,
+                handed_over=self._told is not None and now - self._unsettled_at > SETTLE_SECONDS,
                 missed_turns=self._missed_turns,
             )
         )

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from trtllm_bls.wire.words import dense_bias, pack_words
 _FOLLOWED = (FinishReason.CANCELLED, FinishReason.ERROR)
 
 
+@dataclass(eq=False)
 class TextService:
     """Answers calls with ``orchestrator``; the rows of a batch run side by side.
 
@@ -46,19 +47,11 @@ class TextService:
     the tensors of upstream's model of that name.
     """
 
-    def __init__(
-        self,
-        orchestrator: Orchestrator,
-        *,
-        limits: RequestLimits | None = None,
-        exclude_input: bool = True,
-        llmapi: bool = False,
-    ) -> None:
-        self._llmapi = llmapi
-        self._orchestrator = orchestrator
-        self._limits = limits
-        self._exclude_input = exclude_input
-        self._read_ahead: dict[Call, list[TextRequest]] = {}
+    orchestrator: Orchestrator
+    limits: RequestLimits | None = None
+    exclude_input: bool = True
+    llmapi: bool = False
+    _read_ahead: dict[Call, list[TextRequest]] = field(default_factory=dict, init=False)
 
     def prepare_batch(self, calls: Sequence[Call]) -> None:
         """Read the inputs of calls that came in one batch, and tokenise their prompts as a batch.
@@ -70,22 +63,22 @@ class TextService:
         for call in calls:
             with suppress(InvalidRequest):  # which ``handle`` raises
                 found[call] = self._requests(call)
-        room = max(0, self._orchestrator.admission.room)  # the others will be refused
+        room = max(0, self.orchestrator.admission.room)  # the others will be refused
         requests = itertools.chain.from_iterable(found.values())
-        self._orchestrator.prompts.encode_ahead(itertools.islice(requests, room))
+        self.orchestrator.prompts.encode_ahead(itertools.islice(requests, room))
         self._read_ahead |= found
 
     def _requests(self, call: Call) -> list[TextRequest]:
-        arrays = as_text_inputs(call.arrays) if self._llmapi else call.arrays
-        return text_requests(arrays, call.id, self._limits, call.parameters, self._exclude_input)
+        arrays = as_text_inputs(call.arrays) if self.llmapi else call.arrays
+        return text_requests(arrays, call.id, self.limits, call.parameters, self.exclude_input)
 
     async def handle(self, call: Call) -> None:
         """Answer one call; Triton's final flag is on the last chunk of the last sequence."""
         ahead = self._read_ahead.pop(call, None)
-        if self._llmapi and is_stop(call.arrays):
+        if self.llmapi and is_stop(call.arrays):
             call.stop_namesakes()
             raise Stopped("the requests with this id are stopped")
-        call.may_be_stopped = self._llmapi
+        call.may_be_stopped = self.llmapi
         try:
             requests = ahead or self._requests(call)
             call.check_one_response(
@@ -94,7 +87,7 @@ class TextService:
                 sequences=requests[0].num_return_sequences,
             )
         except InvalidRequest as error:
-            self._orchestrator.refused(call.id, error)
+            self.orchestrator.refused(call.id, error)
             raise
         call.sequences = sum([request.num_return_sequences for request in requests])
         try:
@@ -112,8 +105,8 @@ class TextService:
         if row is not None:
             request = replace(request, request_id=f"{request.request_id}/{row}")
         try:
-            sink = _RowSink(call, request, row, self._llmapi)
-            await self._orchestrator.run(request, sink)
+            sink = _RowSink(call, request, row, self.llmapi)
+            await self.orchestrator.run(request, sink)
         except InvalidRequest as error:
             raise with_callers_name(error, request) from error
 
@@ -136,27 +129,26 @@ class _RowSink:
         self._call.send(arrays, final=ended)
 
 
+@dataclass(frozen=True)
 class Preprocessor:
     """Text to token ids."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, add_special_tokens: bool, limits: RequestLimits | None = None
-    ) -> None:
-        self._prompts = PromptMaker(tokenizer, add_special_tokens)
-        self._pad_id = tokenizer.pad_id or 0
-        self._vocab_size = tokenizer.model_vocab_size
-        self._limits = limits
+    tokenizer: Tokenizer
+    add_special_tokens: bool
+    limits: RequestLimits | None = None
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs for all batch rows; shorter rows are padded on the right."""
-        requests = prompt_requests(inputs, self._limits)
-        prompts = [self._prompts.make(request) for request in requests]
+        requests = prompt_requests(inputs, self.limits)
+        maker = PromptMaker(self.tokenizer, self.add_special_tokens)
+        prompts = [maker.make(request) for request in requests]
         pads = _column([prompt.pad_id or 0 for prompt in prompts])
         widest = max(len(prompt.ids) for prompt in prompts)
-        ids = np.full((len(prompts), widest), self._pad_id, dtype=np.int32)
+        ids = np.full((len(prompts), widest), self.tokenizer.pad_id or 0, dtype=np.int32)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt.ids)] = prompt.ids
-        size = self._vocab_size if any(prompt.embedding_bias for prompt in prompts) else 0
+        biased = any(prompt.embedding_bias for prompt in prompts)
+        size = self.tokenizer.model_vocab_size if biased else 0
         return {
             "INPUT_ID": ids,
             "REQUEST_INPUT_LEN": _column([len(prompt.ids) for prompt in prompts]),
@@ -172,21 +164,19 @@ class Preprocessor:
         }
 
 
+@dataclass(frozen=True)
 class Postprocessor:
     """Token ids to text: every id of every sequence, whether prompt, completion or stop."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, limits: RequestLimits | None = None
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self._skip_special_tokens = skip_special_tokens
+    tokenizer: Tokenizer
+    skip_special_tokens: bool
+    limits: RequestLimits | None = None
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """``OUTPUT`` ``[B * beams]``, as TensorRT-LLM's own model sends it."""
         texts = []
-        for ids in sequence_ids(inputs, self._limits):
-            detokenizer = self._tokenizer.detokenizer(self._skip_special_tokens)
+        for ids in sequence_ids(inputs, self.limits):
+            detokenizer = self.tokenizer.detokenizer(self.skip_special_tokens)
             texts.append((detokenizer.feed(ids) + detokenizer.flush()).encode("utf-8"))
         return {"OUTPUT": np.array(texts, dtype=np.object_)}
 
