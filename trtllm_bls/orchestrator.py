@@ -145,7 +145,7 @@ class Orchestrator:
         Raises ``InvalidRequest``.
         """
         self._check(request)
-        return self.prompts.make(request, None, _give_way).ids
+        return self.prompts.make(request, None, _give_way).asked.input_ids
 
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
@@ -247,6 +247,9 @@ class Orchestrator:
 
     async def _prepared(self, request: TextRequest) -> tuple[EngineRequest, Answer]:
         """What is asked of the engine, and what its chunks will become."""
+        defaults, limits = self._defaults, self._defaults.limits
+        if request.sampling != _GREEDY:
+            request = _with_seed(request)
         capacity = await self._engine.capacity()
         longest = capacity.max_prompt_tokens
         if capacity.max_sequence_tokens is not None:  # at least one new token has to fit
@@ -257,56 +260,35 @@ class Orchestrator:
             prompt = await asyncio.to_thread(self.prompts.make, request, longest, _give_way)
         else:
             prompt = self.prompts.make(request, longest)
-        defaults, limits = self._defaults, self._defaults.limits
-        if request.sampling != _GREEDY:
-            request = _with_seed(request)
-        wants, speculation = request.wants, request.speculation
+        asked, wants = prompt.asked, request.wants
         if wants.top_log_probs and not capacity.tells_top_log_probs:
             # The engine does not tell the likeliest ids of a place, but its logits do.
-            wants = replace(wants, top_log_probs=0, generation_logits=True)
-        if prompt.prediction:
-            speculation = replace(speculation, prediction=prompt.prediction)
+            asked.wants = wants = replace(wants, top_log_probs=0, generation_logits=True)
         max_tokens = request.max_tokens
         if max_tokens is None or request.fits_max_tokens:  # at most all that fit
             room = _UNKNOWN_ROOM if max_tokens is None else max_tokens
             if capacity.max_sequence_tokens is not None:
-                room = capacity.max_sequence_tokens - len(prompt.ids)
+                room = capacity.max_sequence_tokens - len(asked.input_ids)
             most = limits.max_output_tokens
             room = room if most is None else min(room, most)
             max_tokens = room if max_tokens is None else min(room, max_tokens)
+        asked.max_tokens = max(1, max_tokens)  # engines have no smaller number
         # A stream of the engine can be ended half-way, by a stop in the text or by a time limit of
         # the caller's own, and shows that the engine works.
         timed = request.timeout_s is not None
         ends_early = request.stop_words or request.sampling.min_tokens or timed
         shows = not defaults.engine_shows_progress and wants == _NOTHING_MORE
-        asked = EngineRequest(
-            request_id=request.request_id,
-            input_ids=prompt.ids,
-            max_tokens=max(1, max_tokens),  # engines have no smaller number
-            streaming=bool(request.stream or ends_early or shows),
-            sampling=request.sampling,
-            num_return_sequences=request.num_return_sequences,
-            end_id=prompt.end_id,
-            pad_id=prompt.pad_id,
-            stop_sequences=prompt.engine_stops,
-            bad_sequences=prompt.bad_sequences,
-            embedding_bias=prompt.embedding_bias,
-            speculation=speculation,
-            wants=wants,
-            tenant=request.tenant,
-            traceparent=request.traceparent,
-            extras=prompt.extras,
-        )
+        asked.streaming = bool(request.stream or ends_early or shows)
         if wants.context_logits or wants.generation_logits:
             limits.check_logits(asked.logit_rows(capacity), capacity.vocab_size)
         # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is asked for.
         with_prompt = request.echo or not (request.stream or request.exclude_input_in_output)
         rules = TextRules(
-            prompt_tokens=len(prompt.ids),
+            prompt_tokens=len(asked.input_ids),
             max_tokens=max_tokens,
             end_ids=prompt.end_ids,
             stop_sequences=prompt.stop_sequences,
-            echo_ids=prompt.ids if with_prompt else (),
+            echo_ids=asked.input_ids if with_prompt else (),
             accumulate=defaults.accumulate,
             max_sequence_tokens=capacity.max_sequence_tokens,
             expose_kv_cache_metrics=defaults.expose_kv_cache_metrics,

@@ -6,16 +6,17 @@ The orchestrator and ``preprocessing`` share this, so that both make the same pr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
 from trtllm_bls.stopping import check_words, checked_stops
 from trtllm_bls.tokenizer import Tokenizer
-from trtllm_bls.types import Array, PromptIds, TextRequest, TokenIds
+from trtllm_bls.types import EngineRequest, PromptIds, TextRequest, TokenIds
 
 MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS
 MAX_WORD_CHARS = 256
@@ -27,31 +28,19 @@ _LONG = 4096  # characters of a request from which on tokenising takes milliseco
 _WORD = 256  # a word costs as much as so many characters of a prompt, however short it is
 
 
-@dataclass(kw_only=True)  # see EngineChunk
-class Prompt:
-    """One tokenised prompt, and the request's end ids and words in token ids.
+class Prompt(NamedTuple):
+    """One tokenised prompt, as it is asked of an engine, and what ends its answer.
 
+    ``asked``: its ``stop_sequences`` are those below and every end id but the first, since an
+    engine takes one end id alone; -1 if there is none. ``end_ids``: all of them.
     ``stop_sequences``: one entry per stop word, the ids at which the engine can stop; empty for a
-    word that only the text can show. ``engine_stops``: what the engine is sent, which is these and
-    every end id but the first, since it takes one end id alone. Both are empty with ``min_tokens``,
-    because TensorRT-LLM would stop at them before the minimum. ``extras``: further engine inputs.
-    ``prediction``: the ids of the text that the answer may resemble.
+    word that only the text can show. With ``min_tokens`` there are none, because TensorRT-LLM would
+    stop at them before the minimum.
     """
 
-    ids: PromptIds
+    asked: EngineRequest
     end_ids: TokenIds
-    pad_id: int | None
     stop_sequences: tuple[TokenIds, ...]
-    engine_stops: tuple[TokenIds, ...]
-    bad_sequences: tuple[TokenIds, ...]
-    embedding_bias: tuple[tuple[int, float], ...]
-    extras: Mapping[str, Array]
-    prediction: TokenIds = ()
-
-    @property
-    def end_id(self) -> int:
-        """The engine's end id; -1 = never end by itself."""
-        return self.end_ids[0] if self.end_ids else -1
 
 
 class PromptMaker:
@@ -99,21 +88,40 @@ class PromptMaker:
         A prompt of more than ``max_prompt_tokens`` is refused. ``give_way`` is called after each
         word, so that other threads get the interpreter's lock.
         """
-        tokenizer = self._tokenizer
+        tokenizer, min_tokens = self._tokenizer, request.sampling.min_tokens
+
+        def each(words: Iterable[_W]) -> Iterator[_W]:
+            for word in words:
+                yield word
+                give_way()
+
         end_ids = tokenizer.end_ids  # the model's, unless the request names one; -1: none
         if request.end_id is not None:
             end_ids = () if request.end_id < 0 else (request.end_id,)
         if request.stop_token_ids:
             end_ids = tuple(dict.fromkeys((*end_ids, *request.stop_token_ids)))
+        if request.stop_words:
+            checked_stops(request.stop_words)
+        biased = [word for word, _ in request.embedding_bias]
+        for field, words in (("bad_words", request.bad_words), ("embedding_bias_words", biased)):
+            if words:
+                check_words(field, words, MAX_WORDS, MAX_WORD_CHARS)
         stops: tuple[TokenIds, ...] = ()
-        bad_sequences: tuple[TokenIds, ...] = ()
         engine_stops: tuple[TokenIds, ...] = ()
+        bad_sequences: tuple[TokenIds, ...] = ()
         bias = request.token_bias
-        if request.stop_words or request.bad_words or request.embedding_bias:
-            stops, bad_sequences, bias = self._words(request, give_way)
-        if (stops or len(end_ids) > 1) and not request.sampling.min_tokens:
-            found = (*filter(None, stops), *((token,) for token in end_ids[1:]))
-            engine_stops = tuple(dict.fromkeys(found))
+        if request.stop_words and not min_tokens:
+            stops = tuple(map(tokenizer.stop_ids, each(request.stop_words)))
+        if request.bad_words:
+            variants = map(tokenizer.word_variants, each(dict.fromkeys(request.bad_words)))
+            bad_sequences = tuple(chain.from_iterable(variants))
+        if request.embedding_bias:
+            pairs = each(request.embedding_bias)
+            found = [(token, by) for word, by in pairs for token in tokenizer.word_ids(word)]
+            bias = (*found, *bias)
+        if (stops or len(end_ids) > 1) and not min_tokens:
+            known = (*filter(None, stops), *((token,) for token in end_ids[1:]))
+            engine_stops = tuple(dict.fromkeys(known))
         ids = self._ids(request, max_prompt_tokens)
         extras = request.extras
         if request.prompt_table_extra_id is not None:
@@ -123,58 +131,32 @@ class PromptMaker:
             first, table = tokenizer.first_table_id, request.prompt_table_extra_id
             rows = np.array([table if token >= first else 0 for token in ids], dtype=np.uint64)
             extras = {**extras, "prompt_table_extra_ids": rows}
-        predicted: TokenIds = ()
+        speculation = request.speculation
         if request.prediction:
             if len(request.prediction) > MAX_PREDICTION_CHARS:
                 number = f"{len(request.prediction)} characters"
                 problem = f"{number}; at most {MAX_PREDICTION_CHARS} are allowed"
                 raise InvalidRequest("prediction", problem)
-            predicted = tuple(tokenizer.encode(request.prediction, False, "prediction"))
-        return Prompt(
-            ids=ids,
-            end_ids=end_ids,
+            predicted = tokenizer.encode(request.prediction, False, "prediction")
+            speculation = replace(speculation, prediction=tuple(predicted))
+        asked = EngineRequest(
+            request_id=request.request_id,
+            input_ids=ids,
+            max_tokens=request.max_tokens or 0,
+            sampling=request.sampling,
+            num_return_sequences=request.num_return_sequences,
+            end_id=end_ids[0] if end_ids else -1,
             pad_id=tokenizer.pad_id if request.pad_id is None else request.pad_id,
-            stop_sequences=stops,
-            engine_stops=engine_stops,
+            stop_sequences=engine_stops,
             bad_sequences=bad_sequences,
             embedding_bias=bias,
+            speculation=speculation,
+            wants=request.wants,
+            tenant=request.tenant,
+            traceparent=request.traceparent,
             extras=extras,
-            prediction=predicted,
         )
-
-    def _words(
-        self, request: TextRequest, give_way: Callable[[], object]
-    ) -> tuple[tuple[TokenIds, ...], tuple[TokenIds, ...], tuple[tuple[int, float], ...]]:
-        """The ids of each stop word, the ids of bad words, and the biased tokens."""
-        tokenizer, bias = self._tokenizer, request.embedding_bias
-        if request.stop_words:
-            checked_stops(request.stop_words)
-        for field, words in (
-            ("bad_words", request.bad_words),
-            ("embedding_bias_words", [word for word, _ in bias]),
-        ):
-            if words:
-                check_words(field, words, MAX_WORDS, MAX_WORD_CHARS)
-
-        def each(words: Iterable[_W]) -> Iterator[_W]:
-            for word in words:
-                yield word
-                give_way()
-
-        stops = () if request.sampling.min_tokens else each(request.stop_words)
-        bad_words = each(dict.fromkeys(request.bad_words))
-        return (
-            tuple(map(tokenizer.stop_ids, stops)),
-            tuple(ids for word in bad_words for ids in tokenizer.word_variants(word)),
-            (
-                *(
-                    (token, weight)
-                    for word, weight in each(bias)
-                    for token in tokenizer.word_ids(word)
-                ),
-                *request.token_bias,
-            ),
-        )
+        return Prompt(asked, end_ids, stops)
 
     def _adds_special(self, request: TextRequest) -> bool:
         asked = request.add_special_tokens

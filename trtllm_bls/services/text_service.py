@@ -139,24 +139,23 @@ class Preprocessor:
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs for all batch rows; shorter rows are padded on the right."""
-        requests = prompt_requests(inputs, self.limits)
         maker = PromptMaker(self.tokenizer, self.add_special_tokens)
-        prompts = [maker.make(request) for request in requests]
-        pads = _column([prompt.pad_id or 0 for prompt in prompts])
-        widest = max(len(prompt.ids) for prompt in prompts)
-        ids = np.full((len(prompts), widest), self.tokenizer.pad_id or 0, dtype=np.int32)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt.ids)] = prompt.ids
-        biased = any(prompt.embedding_bias for prompt in prompts)
+        asked = [maker.make(request).asked for request in prompt_requests(inputs, self.limits)]
+        pads = _column([each.pad_id or 0 for each in asked])
+        widest = max(len(each.input_ids) for each in asked)
+        ids = np.full((len(asked), widest), self.tokenizer.pad_id or 0, dtype=np.int32)
+        for row, each in enumerate(asked):
+            ids[row, : len(each.input_ids)] = each.input_ids
+        biased = any(each.embedding_bias for each in asked)
         size = self.tokenizer.model_vocab_size if biased else 0
         return {
             "INPUT_ID": ids,
-            "REQUEST_INPUT_LEN": _column([len(prompt.ids) for prompt in prompts]),
-            "BAD_WORDS_IDS": _word_lists([prompt.bad_sequences for prompt in prompts]),
-            "STOP_WORDS_IDS": _word_lists([prompt.engine_stops for prompt in prompts]),
-            "EMBEDDING_BIAS": np.stack([dense_bias(each.embedding_bias, size) for each in prompts]),
-            "REQUEST_OUTPUT_LEN": _column([request.max_tokens or 0 for request in requests]),
-            "OUT_END_ID": _column([prompt.end_id for prompt in prompts]),
+            "REQUEST_INPUT_LEN": _column([len(each.input_ids) for each in asked]),
+            "BAD_WORDS_IDS": _word_lists([each.bad_sequences for each in asked]),
+            "STOP_WORDS_IDS": _word_lists([each.stop_sequences for each in asked]),
+            "EMBEDDING_BIAS": np.stack([dense_bias(each.embedding_bias, size) for each in asked]),
+            "REQUEST_OUTPUT_LEN": _column([each.max_tokens for each in asked]),
+            "OUT_END_ID": _column([-1 if each.end_id is None else each.end_id for each in asked]),
             "OUT_PAD_ID": pads,
             # What upstream's sends for a request without text for a decoder.
             "DECODER_INPUT_ID": pads,
