@@ -155,7 +155,7 @@ class ByteTableDetokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids make certain; a character comes with the id that ends it."""
         if self._strip:
-            return "".join([self._begin(self._decode(self._bytes_of[each])) for each in token_ids])
+            return "".join([self._feed_beginning(token_id) for token_id in token_ids])
         if len(token_ids) == 1:
             return self._decode(self._bytes_of[token_ids[0]])
         bytes_of = self._bytes_of
@@ -180,8 +180,8 @@ class ByteTableDetokenizer:
         self._held = known[used:]
         return text
 
-    def _begin(self, text: str) -> str:
-        """Drop leading spaces, until the text has begun."""
+    def _feed_beginning(self, token_id: int) -> str:
+        text = self._decode(self._bytes_of[token_id])
         while self._strip and text.startswith(" "):
             text, self._strip = text[1:], self._strip - 1
         if text:

@@ -395,14 +395,12 @@ class JsonCall(CharReader):
     Where a call has no marker, an object with other keys, or without arguments, is no call.
     """
 
-    _has_arguments = False
-
     def _read(self) -> _Reading:
         char = yield
         if self.name is not None:
             yield from self._value(char, passes=True)
             return
-        after = ","
+        strict, has_arguments, after = self._tools.bare == "{", False, ","
         while after == ",":
             char = yield from _next_solid()
             if char == "}":
@@ -410,41 +408,36 @@ class JsonCall(CharReader):
             if char != '"':
                 raise ValueError("no key")
             key = json.loads((yield from self._value(char)))
-            after = yield from self._member(key)
+            holds_arguments = key in _ARGUMENTS
+            if has_arguments if holds_arguments else strict and key not in _OTHER_KEYS:
+                raise ValueError(key)
+            if (yield from _next_solid()) != ":":
+                raise ValueError("no colon")
+            char, after = (yield from _next_solid()), ""
+            if holds_arguments:
+                has_arguments, self.begun = True, self.name is not None
+            passes = holds_arguments and char in "{["
+            if char in '{["':
+                text = yield from self._value(char, passes)
+            else:
+                text = char
+                while (after := (yield)) not in ",}":
+                    text += after
+            if key == "name":
+                name = json.loads(text)
+                if not isinstance(name, str) or not name or self.name is not None:
+                    raise ValueError("no name")
+                self.name, self.begun = name, has_arguments or not strict
+            elif holds_arguments and not passes:
+                # Arguments that are no object: some models write their JSON as a string.
+                value = json.loads(text)
+                found = value if isinstance(value, str) else text.strip()
+                self.given += found if value is not None and found.strip() else "{}"
+            after = after or (yield from _next_solid())
         if not self.begun or after not in ",}":
             raise ValueError("no call")
-        if not self._has_arguments:
+        if not has_arguments:
             self.given = "{}"
-
-    def _member(self, key: str) -> _ReadingText:
-        """Read what follows a key; returns the character after the value."""
-        strict, of_arguments = self._tools.bare == "{", key in _ARGUMENTS
-        if self._has_arguments if of_arguments else strict and key not in _OTHER_KEYS:
-            raise ValueError(key)
-        if (yield from _next_solid()) != ":":
-            raise ValueError("no colon")
-        char, after = (yield from _next_solid()), ""
-        if of_arguments:
-            self._has_arguments = True
-            self.begun = self.name is not None
-        passes = of_arguments and char in "{["
-        if char in '{["':
-            text = yield from self._value(char, passes)
-        else:
-            text = char
-            while (after := (yield)) not in ",}":
-                text += after
-        if key == "name":
-            name = json.loads(text)
-            if not isinstance(name, str) or not name or self.name is not None:
-                raise ValueError("no name")
-            self.name, self.begun = name, self._has_arguments or not strict
-        elif of_arguments and not passes:
-            # Arguments that are no object: some models write their JSON as a string.
-            value = json.loads(text)
-            found = value if isinstance(value, str) else text.strip()
-            self.given += found if value is not None and found.strip() else "{}"
-        return after or (yield from _next_solid())
 
     def _value(self, char: str, passes: bool = False) -> _ReadingText:
         """Read an object, list or string that begins with ``char``; ``passes``: into arguments."""

@@ -30,6 +30,7 @@ from rich.text import Text
 
 from trtllm_bls.client import BLS, Client, Event
 from trtllm_bls.commands.shared import (
+    TEXT_INPUTS,
     Exit,
     Interruption,
     Reply,
@@ -38,6 +39,7 @@ from trtllm_bls.commands.shared import (
     open_client,
     program,
     run,
+    tensor_options,
 )
 from trtllm_bls.errors import (
     ConnectionFailed,
@@ -49,6 +51,7 @@ from trtllm_bls.errors import (
 )
 
 _READY_S = 10.0
+_FIELDS = ("top_p", "top_k", "seed", "draft_source")  # sent when given
 # A model's text may not move the cursor, clear the screen or set the title.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _INDENTED = re.compile(r"\n\s").search
@@ -69,16 +72,7 @@ Messages = Sequence[Mapping[str, str]]
 @click.option("--system", help="The system prompt.")
 @click.option("-o", "--max-tokens", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")
-@click.option(
-    "--top-p",
-    type=float,
-    help="Choose among the likeliest tokens that together reach this probability.",
-)
-@click.option("--top-k", type=int, help="Choose among the k likeliest tokens.")
-@click.option("--seed", type=int, help="Same seed, same text.")
-@click.option(
-    "--draft-source", help="Speculation: where drafts come from (off, model, ngram, ...)."
-)
+@tensor_options(BLS, {name: TEXT_INPUTS[name] for name in _FIELDS})
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="Key of an OpenAI API.", show_envvar=True)
 @click.option("--plain", is_flag=True, help="Show answers as they come, without Markdown.")
 @connection_options()
@@ -99,7 +93,7 @@ def main(**given: Any) -> None:
         async with server_at(given["url"], given["model"], given) as server:
             return await Conversation(server, given).talk()
 
-    # Not ``asyncio.run``, with which Ctrl-C would not reach ``input``.
+    # Not ``asyncio.run``: with its handler of Ctrl-C, ``input`` would go on.
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         run(lambda: loop.run_until_complete(talk()))
 
@@ -110,7 +104,7 @@ class Conversation:
     def __init__(self, server: Server, given: Mapping[str, Any]) -> None:
         self._server = server
         self._max_tokens = given["max_tokens"]
-        names = ("temperature", "top_p", "top_k", "seed", "draft_source")
+        names = ("temperature", *_FIELDS)
         self._fields = {name: given[name] for name in names if given[name] is not None}
         self._system: str | None = given["system"]
         self._turns: list[dict[str, str]] = []

@@ -34,6 +34,44 @@ Exit codes:
   4    the deadline passed
   130  interrupted"""
 
+# Inputs of the text model that have an option of their own, and its help. Flag, type and whether it
+# repeats follow from the contract.
+TEXT_INPUTS = {
+    "temperature": "0 is greedy; higher is more random.",
+    "top_k": "Choose among the k likeliest tokens; 0 is no limit.",
+    "top_p": "Choose among the likeliest tokens that together reach this probability.",
+    "runtime_top_p_min": "Lower bound of a decaying top-p.",
+    "runtime_top_p_decay": "Factor on top-p after each token.",
+    "runtime_top_p_reset_ids": "Token id that resets the decay.",
+    "min_p": "Leave out tokens less likely than this share of the likeliest's probability.",
+    "no_repeat_ngram_size": "Never repeat so many tokens in a row.",
+    "repetition_penalty": "Above 1 discourages tokens that were seen.",
+    "presence_penalty": "Subtracted from tokens that were generated.",
+    "frequency_penalty": "Subtracted for each time a token was generated.",
+    "min_tokens": "No end before this many tokens.",
+    "seed": "Same seed, same sampled text.",
+    "beam_width": "Beams; not while streaming.",
+    "length_penalty": "Beam search: above 0 favours longer answers.",
+    "early_stopping": "Beam search: end with the first full set of beams.",
+    "beam_search_diversity_rate": "Beam search: penalty on siblings.",
+    "num_return_sequences": "Independent answers to the prompt.",
+    "stop_words": "End before this string; repeatable, taken literally.",
+    "bad_words": "Never produce this string; repeatable, taken literally.",
+    "include_stop": "Keep the stop string in the text.",
+    "end_id": "Token id that ends the answer; -1 for none.",
+    "add_special_tokens": "Tokens such as BOS around the prompt.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "num_draft_tokens": "Speculation: tokens drafted per round; 0 turns it off.",
+    "use_draft_logits": "Speculation: verify by the draft's logits.",
+    "timeout_ms": "Let the server end the answer with what there is after this many ms.",
+    "draft_source": "Speculation: where drafts come from (off, model, ngram, mixed).",
+    "prediction": "Speculation: a text that the answer is expected to resemble.",
+    "return_log_probs": "Log probabilities of the tokens; seen with --json.",
+    "return_context_logits": "Logits of the prompt; seen with --json.",
+    "return_generation_logits": "Logits of the answer; seen with --json.",
+    "return_perf_metrics": "The engine's own figures; seen with --json.",
+}
+
 # What to do where gRPC's message has these words.
 _HTTP = "; this is an HTTP port: give --url the gRPC port, which is --grpc-port of serve (8001)"
 _MENDS = {
@@ -68,6 +106,37 @@ def program() -> Callable[[Callable[..., Any]], click.Command]:
     """Makes a client's command of a function; exit codes follow its help."""
     settings = {"help_option_names": ["-h", "--help"]}
     return click.command(epilog=_EXIT_CODES, context_settings=settings)
+
+
+def complain(error: TrtllmBlsError) -> Exit:
+    """Say what went wrong on stderr; the exit code for it."""
+    click.echo(f"error: {error}", err=True)
+    return Exit.of(error)
+
+
+def run(work: Callable[[], Exit]) -> None:
+    """Do ``work`` and leave the process with its exit code.
+
+    Characters that standard output cannot encode are written as ``\\uXXXX``. Output that cannot be
+    written is an error of one line.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = work()
+    except TrtllmBlsError as error:
+        code = complain(error)
+    except KeyboardInterrupt:
+        code = Exit.INTERRUPTED
+    except BrokenPipeError:  # click leaves quietly
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            # Python flushes its buffer at exit, which would fail again with a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        click.echo(f"error: cannot write the output: {error.strerror}", err=True)
+        code = Exit.FAILED
+    sys.exit(code)
 
 
 def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -114,10 +183,10 @@ async def open_client(
             raise ConnectionFailed(f"{error}{next(mends, '')}") from error
 
 
-def tensor_options(model: Model, rows: Sequence[tuple[str, str]]) -> Callable[[Command], Command]:
-    """One option per input: ``rows`` are wire names and help texts; type and flag follow."""
+def tensor_options(model: Model, inputs: Mapping[str, str]) -> Callable[[Command], Command]:
+    """One option per input, by wire name, with its help; type and flag follow."""
     found = []
-    for name, text in rows:
+    for name, text in inputs.items():
         tensor = model.input_named[name]
         flag = "--" + tensor.key.replace("_", "-")
         kind = {"FP32": click.FLOAT, "STRING": click.STRING}.get(tensor.dtype, click.INT)
@@ -179,37 +248,6 @@ class Interruption:
             yield
         finally:
             release()
-
-
-def complain(error: TrtllmBlsError) -> Exit:
-    """Say what went wrong on stderr; the exit code for it."""
-    click.echo(f"error: {error}", err=True)
-    return Exit.of(error)
-
-
-def run(work: Callable[[], Exit]) -> None:
-    """Do ``work`` and leave the process with its exit code.
-
-    Characters that standard output cannot encode are written as ``\\uXXXX``. Output that cannot be
-    written is an error of one line.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        code = work()
-    except TrtllmBlsError as error:
-        code = complain(error)
-    except KeyboardInterrupt:
-        code = Exit.INTERRUPTED
-    except BrokenPipeError:  # click leaves quietly
-        raise
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            # Python flushes its buffer at exit, which would fail again with a traceback.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        click.echo(f"error: cannot write the output: {error.strerror}", err=True)
-        code = Exit.FAILED
-    sys.exit(code)
 
 
 # --- one answer as it arrives, and its figures ------------------------------------------------

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from trtllm_bls.client import BLS, Event
 from trtllm_bls.commands.shared import (
+    TEXT_INPUTS,
     Exit,
     Interruption,
     Reply,
@@ -31,43 +32,6 @@ from trtllm_bls.commands.shared import (
     tensor_options,
 )
 from trtllm_bls.errors import TrtllmBlsError
-
-# Wire name and help; flag, type and whether it repeats follow from the contract.
-_FIELDS = (
-    ("temperature", "0 is greedy; higher is more random."),
-    ("top_k", "Choose among the k likeliest tokens; 0 is no limit."),
-    ("top_p", "Choose among the likeliest tokens that together reach this probability."),
-    ("runtime_top_p_min", "Lower bound of a decaying top-p."),
-    ("runtime_top_p_decay", "Factor on top-p after each token."),
-    ("runtime_top_p_reset_ids", "Token id that resets the decay."),
-    ("min_p", "Leave out tokens less likely than this share of the likeliest's probability."),
-    ("no_repeat_ngram_size", "Never repeat so many tokens in a row."),
-    ("repetition_penalty", "Above 1 discourages tokens that were seen."),
-    ("presence_penalty", "Subtracted from tokens that were generated."),
-    ("frequency_penalty", "Subtracted for each time a token was generated."),
-    ("min_tokens", "No end before this many tokens."),
-    ("seed", "Same seed, same sampled text."),
-    ("beam_width", "Beams; not while streaming."),
-    ("length_penalty", "Beam search: above 0 favours longer answers."),
-    ("early_stopping", "Beam search: end with the first full set of beams."),
-    ("beam_search_diversity_rate", "Beam search: penalty on siblings."),
-    ("num_return_sequences", "Independent answers to the prompt."),
-    ("stop_words", "End before this string; repeatable, taken literally."),
-    ("bad_words", "Never produce this string; repeatable, taken literally."),
-    ("include_stop", "Keep the stop string in the text."),
-    ("end_id", "Token id that ends the answer; -1 for none."),
-    ("add_special_tokens", "Tokens such as BOS around the prompt."),
-    ("skip_special_tokens", "Leave special tokens out of the text."),
-    ("num_draft_tokens", "Speculation: tokens drafted per round; 0 turns it off."),
-    ("use_draft_logits", "Speculation: verify by the draft's logits."),
-    ("timeout_ms", "Let the server end the answer with what there is after this many ms."),
-    ("draft_source", "Speculation: where drafts come from (model, ngram, mixed)."),
-    ("prediction", "Speculation: a text that the answer is expected to resemble."),
-    ("return_log_probs", "Log probabilities of the tokens; seen with --json."),
-    ("return_context_logits", "Logits of the prompt; seen with --json."),
-    ("return_generation_logits", "Logits of the answer; seen with --json."),
-    ("return_perf_metrics", "The engine's own figures; seen with --json."),
-)
 
 _FAILED = {Exit.DEADLINE: "deadline", Exit.UNREACHABLE: "connection lost"}
 
@@ -96,7 +60,7 @@ _FAILED = {Exit.DEADLINE: "deadline", Exit.UNREACHABLE: "connection lost"}
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
 @click.option("--system", help="A system message before it; implies --chat.")
 @click.option("--echo", is_flag=True, help="Show the prompt before the answer.")
-@tensor_options(BLS, _FIELDS)
+@tensor_options(BLS, TEXT_INPUTS)
 @other_inputs_option
 @click.option("--request-id", help="Shown in the server's log; made up when absent.")
 @click.option(
@@ -132,44 +96,6 @@ def main(**given: Any) -> None:
       trtllm-bls generate "Count to a thousand:" -o 1000 --stop-after-ms 500
     """
     run(lambda: asyncio.run(_ask(given, _fields(given))))
-
-
-def _fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The request by wire name; what the user did not say is not in it."""
-    prompt = _prompt(given)
-    fields = {name: given[name] for name, _ in _FIELDS if given[name] not in (None, ())}
-    fields |= {"max_tokens": given["max_tokens"], "stream": given["stream"]}
-    if given["chat"] or given["system"] is not None:
-        system = [{"role": "system", "content": given["system"]}] if given["system"] else []
-        turns = [*system, {"role": "user", "content": prompt}]
-        fields["messages"] = json.dumps(turns, ensure_ascii=False)
-    else:
-        fields["text_input"] = prompt
-    if given["echo"]:
-        fields["exclude_input_in_output"] = False
-    if given["counts"]:
-        fields |= {"return_num_input_tokens": True, "return_num_output_tokens": True}
-    return fields | assignments("--set", given["other_inputs"])
-
-
-def _prompt(given: dict[str, Any]) -> str:
-    sources = [given[name] for name in ("prompt", "prompt_option", "file")]
-    named = [source for source in sources if source is not None]
-    if len(named) > 1:
-        raise click.UsageError("Give the prompt once: as argument, with --prompt or with --file.")
-    if not named and (sys.stdin is None or sys.stdin.isatty()):
-        raise click.UsageError("No prompt: give it as argument, with --file or on standard input.")
-    source = named[0] if named else "-"
-    if isinstance(source, str) and source != "-":
-        return source
-    try:
-        raw = source.read_bytes() if isinstance(source, Path) else sys.stdin.buffer.read()
-        return raw.decode("utf-8-sig")  # a byte order mark is no part of the prompt
-    except UnicodeDecodeError as error:
-        position = f"byte {error.start}: {error.reason}"
-        raise click.UsageError(f"The prompt is not UTF-8 ({position}).") from error
-    except OSError as error:
-        raise click.UsageError(f"The prompt cannot be read: {error.strerror}.") from error
 
 
 async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
@@ -208,6 +134,44 @@ async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
     if failure is not None:
         return complain(failure)
     return Exit.INTERRUPTED if reply.ended_here == "interrupted" else Exit.FINISHED
+
+
+def _fields(given: dict[str, Any]) -> dict[str, Any]:
+    """The request by wire name; what the user did not say is not in it."""
+    prompt = _prompt(given)
+    fields = {name: given[name] for name in TEXT_INPUTS if given[name] not in (None, ())}
+    fields |= {"max_tokens": given["max_tokens"], "stream": given["stream"]}
+    if given["chat"] or given["system"] is not None:
+        system = [{"role": "system", "content": given["system"]}] if given["system"] else []
+        turns = [*system, {"role": "user", "content": prompt}]
+        fields["messages"] = json.dumps(turns, ensure_ascii=False)
+    else:
+        fields["text_input"] = prompt
+    if given["echo"]:
+        fields["exclude_input_in_output"] = False
+    if given["counts"]:
+        fields |= {"return_num_input_tokens": True, "return_num_output_tokens": True}
+    return fields | assignments("--set", given["other_inputs"])
+
+
+def _prompt(given: dict[str, Any]) -> str:
+    sources = [given[name] for name in ("prompt", "prompt_option", "file")]
+    named = [source for source in sources if source is not None]
+    if len(named) > 1:
+        raise click.UsageError("Give the prompt once: as argument, with --prompt or with --file.")
+    if not named and (sys.stdin is None or sys.stdin.isatty()):
+        raise click.UsageError("No prompt: give it as argument, with --file or on standard input.")
+    source = named[0] if named else "-"
+    if isinstance(source, str) and source != "-":
+        return source
+    try:
+        raw = source.read_bytes() if isinstance(source, Path) else sys.stdin.buffer.read()
+        return raw.decode("utf-8-sig")  # a byte order mark is no part of the prompt
+    except UnicodeDecodeError as error:
+        position = f"byte {error.start}: {error.reason}"
+        raise click.UsageError(f"The prompt is not UTF-8 ({position}).") from error
+    except OSError as error:
+        raise click.UsageError(f"The prompt cannot be read: {error.strerror}.") from error
 
 
 class TextDisplay:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from trtllm_bls.client import ENGINE, Client, Event, Model, Stream
 from trtllm_bls.commands.shared import (
+    TEXT_INPUTS,
     Exit,
     Interruption,
     assignments,
@@ -38,19 +39,14 @@ _PRINTED_IDS = 256
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
-# Sent only when given. Wire name and help; flag and type follow from the contract.
-_FIELDS = (
-    ("repetition_penalty", "Above 1 discourages tokens that were seen."),
-    ("presence_penalty", "Subtracted from tokens that were generated."),
-    ("frequency_penalty", "Subtracted for each time a token was generated."),
-    ("seed", "Same seed, same sampled ids."),
-    ("lora_task_id", "Adapter to use; with --lora-path it is sent along."),
-    (
-        "exclude_input_in_output",
-        "Whole answers without the prompt; the server decides when not given.",
-    ),
-    *((name, "") for name in ENGINE.input_named if name.startswith("return_")),
-)
+_AS_FOR_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+# Inputs that are sent only when given, with the help of their options.
+_OPTIONAL = {
+    **{name: TEXT_INPUTS[name] for name in _AS_FOR_TEXT},
+    "lora_task_id": "Adapter to use; with --lora-path it is sent along.",
+    "exclude_input_in_output": "Answers without the prompt; the server decides when not given.",
+    **{name: "" for name in ENGINE.input_named if name.startswith("return_")},
+}
 _LOOKAHEAD = [
     f"lookahead_{part}" for part in ("window_size", "ngram_size", "verification_set_size")
 ]
@@ -73,7 +69,7 @@ _LOOKAHEAD = [
 @click.option("--temperature", type=float, default=1.0, show_default=True)
 @click.option("--top-k", "runtime_top_k", type=int, default=1, show_default=True)
 @click.option("--top-p", "runtime_top_p", type=float, default=0.0, show_default=True)
-@tensor_options(ENGINE, _FIELDS)
+@tensor_options(ENGINE, _OPTIONAL)
 @click.option("-c", "--check-output", is_flag=True, help="Compare with --output-tokens-csv.")
 @click.option("--correctness-threshold", type=click.FloatRange(0, 1), default=1.0)
 @click.option(
@@ -169,13 +165,20 @@ async def _receive(
     client: Client, stream: Stream, model: Model, given: dict[str, Any], answer: TokenAnswer
 ) -> None:
     """Show new ids as they come; stop the request after ``--stop-after-ms`` if it still runs."""
-    begun: list[asyncio.Task[None]] = []
+    stops: list[asyncio.Task[None]] = []
+
+    async def send_stop() -> None:
+        try:
+            await client.stop(stream.request_id, model)
+            click.echo("Got cancellation response from server")
+        except TrtllmBlsError as error:  # the running request goes on, and decides how this ends
+            complain(error)
 
     def stop() -> None:
         if given["cancels"]:
             stream.cancel()
         else:
-            begun.append(asyncio.create_task(_send_stop(client, stream.request_id, model)))
+            stops.append(asyncio.create_task(send_stop()))
 
     delay = given["stop_after_ms"] / 1000
     timer = asyncio.get_running_loop().call_later(delay, stop) if delay else None
@@ -189,17 +192,9 @@ async def _receive(
     finally:
         if timer:
             timer.cancel()
-        await asyncio.gather(*begun)
+        await asyncio.gather(*stops)
     if stream.cancelled:
         click.echo("Request is cancelled")
-
-
-async def _send_stop(client: Client, request_id: str, model: Model) -> None:
-    try:
-        await client.stop(request_id, model)
-        click.echo("Got cancellation response from server")
-    except TrtllmBlsError as error:  # the running request goes on, and decides how this ends
-        complain(error)
 
 
 def _fields(
@@ -210,9 +205,11 @@ def _fields(
     if tokenizer is not None:
         end_id = -1 if tokenizer.eos_id is None else tokenizer.eos_id
         pad_id = end_id if tokenizer.pad_id is None else tokenizer.pad_id
-    always = ("request_output_len", "beam_width", "temperature", "streaming")
-    named = (*always, "runtime_top_k", "runtime_top_p")
-    optional = ("num_return_sequences", *(name for name, _ in _FIELDS))
+    named = (
+        *("request_output_len", "beam_width", "temperature", "streaming"),
+        *("runtime_top_k", "runtime_top_p"),
+    )
+    optional = ("num_return_sequences", *_OPTIONAL)
     fields: dict[str, Any] = {
         "input_ids": prompt,
         "input_lengths": len(prompt),
