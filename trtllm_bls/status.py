@@ -78,11 +78,6 @@ class ProcessStatus:
     waiting: int = 0
     queued: int = 0
 
-    @property
-    def engine_problem(self) -> str | None:
-        """Why no engine can be used."""
-        return common_problem(self.engines)
-
 
 def common_problem(engines: Mapping[str, str]) -> str | None:
     """What is wrong with the first of ``engines`` if something is wrong with each of them."""

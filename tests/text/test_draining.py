@@ -28,7 +28,7 @@ from trtllm_bls.orchestrator import Load
 from trtllm_bls.python_backend.request_server import Call
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.testing import SECONDS, FakeTriton
-from trtllm_bls.status import ProcessStatus, StatusDirectory
+from trtllm_bls.status import ProcessStatus, StatusDirectory, common_problem
 
 # --- speculation ----------------------------------------------------------------------------
 
@@ -141,10 +141,10 @@ def test_a_process_tells_what_it_does(tmp_path: Path) -> None:
         server.accept([ask])
         told = status_when(files, lambda now: now.running == now.responses == 1)
         assert told.requests[0].startswith("mine-") and not told.handed_over
-        assert told.engine_problem is None
+        assert common_problem(told.engines) is None
         assert (told.prompts, told.waiting, told.queued) == (7, 5, 3)
         engine.problem = "it is not healthy"
-        status_when(files, lambda now: now.engine_problem == "it is not healthy")
+        status_when(files, lambda now: common_problem(now.engines) == "it is not healthy")
         later = status_when(files, lambda now: now.loop_at > told.loop_at)
         assert later.written_at > told.written_at
         lifecycle.close()

@@ -273,7 +273,7 @@ def test_lines_of_our_own_have_a_time_and_are_in_the_log_file() -> None:
     """Beside those of the server, in their form."""
     speaks, shown, file = terminal()
     speaks.warning("/dev/shm has 64 MiB free")
-    speaks.problem("the server is dead; starting again in 1 s")
+    speaks.say("the server is dead; starting again in 1 s", "error")
     assert [line[8:] for line in shown.getvalue().splitlines()] == [
         " warning: /dev/shm has 64 MiB free",
         " the server is dead; starting again in 1 s",

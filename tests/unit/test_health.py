@@ -28,7 +28,7 @@ from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Observed, ServerProcesses, Verdict, evaluate, server_process
 from trtllm_bls.launcher import watch as watch_module
-from trtllm_bls.launcher.process import BackOff
+from trtllm_bls.launcher.process import next_delay
 from trtllm_bls.launcher.watch import (
     HealthEndpoint,
     HealthState,
@@ -416,9 +416,10 @@ def test_a_busy_health_port_names_its_option(endpoint: tuple[HealthState, str]) 
 
 def test_restarts_come_later_each_time() -> None:
     """Up to half a minute; a server that was up for a while begins anew."""
-    back_off = BackOff()
-    assert [back_off.delay(5) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    assert [back_off.delay(61), back_off.delay(0)] == [1, 2]
+    delays = [0.0]
+    for up_s in (*[5] * 7, 61, 0):
+        delays.append(next_delay(delays[-1], up_s))
+    assert delays[1:] == [1, 2, 4, 8, 16, 30, 30, 1, 2]
 
 
 # --- the command ----------------------------------------------------------------------------

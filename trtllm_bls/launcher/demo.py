@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
+from typing import Any
 
+import click
 from rich.console import Console
 from rich.text import Text
 
@@ -16,15 +19,37 @@ from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.client import Client
 from trtllm_bls.commands.shared import Reply
 from trtllm_bls.launcher.http_process import chat_curl
-from trtllm_bls.launcher.serve import Terminal
+from trtllm_bls.launcher.serve import VERBOSE, Terminal
 from trtllm_bls.launcher.server import TritonServer
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.settings import ServeSettings, options_of
 
 PROMPTS = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))["demo"]
 
 
-def demo(settings: ServeSettings, *, max_tokens: int, verbose: bool = False) -> int:
-    """Run it; returns 0, or 1 if any answer was empty. Raises what server and client raise."""
+_WHAT_IS_SERVED = (  # the settings of ``serve`` that ``demo`` has too
+    *("model", "engine", "draft_model", "model_repository", "server", "threads", "overrides"),
+)
+
+
+@click.command()
+@options_of(ServeSettings, *_WHAT_IS_SERVED)
+@VERBOSE
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=320,
+    show_default=True,
+    help="Longest answer, in tokens.",
+)
+def command(verbose: bool, max_tokens: int, **options: Any) -> None:
+    """Start a server on free ports, show answers as they stream, stop it.
+
+    \b
+    Examples:
+      trtllm-bls demo
+      trtllm-bls demo --model ./llama --max-tokens 200
+    """
+    settings = ServeSettings(**options, http_port=0, grpc_port=0, metrics_port=0, openai_port=0)
     progress = Terminal(Console(stderr=True), verbose=verbose)
     server = TritonServer(settings, progress)
     try:
@@ -38,7 +63,7 @@ def demo(settings: ServeSettings, *, max_tokens: int, verbose: bool = False) -> 
     runs = "while `make serve` or `trtllm-bls serve` runs"
     says = f"A page to chat is at {url}/ {runs}, OpenAI's API at {url}/v1:"
     Console().print(Text(f"\n{says}\n{chat_curl(url, settings)}"), soft_wrap=True)
-    return 0 if all(answer.text.strip() for answer in answers) else 1
+    sys.exit(0 if all(answer.text.strip() for answer in answers) else 1)
 
 
 async def ask(

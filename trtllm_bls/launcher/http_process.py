@@ -26,7 +26,7 @@ import psutil
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher.ports import ask, curl_tls, own_tls
 from trtllm_bls.launcher.preparation import BLS
-from trtllm_bls.launcher.process import GRACE_MARGIN, BackOff, describe_exit, start_child
+from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit, next_delay, start_child
 from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.openai.command import AS_OF_SERVE
 from trtllm_bls.openai.keys import VARIABLE, read_keys
@@ -177,21 +177,19 @@ class HttpProcess:
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(self._server.settings.exit_timeout + GRACE_MARGIN)
-        self._end()
-
-    def _end(self) -> None:
         self.kill()
         self._process.wait()
 
     def _keep(self) -> None:
-        back_off, up_since = BackOff(), time.monotonic()
+        delay, up_since = 0.0, time.monotonic()
         problem = self._next_problem()
         while problem:
             if self._server.settings.on_failure == "exit":
                 self._server.fail(problem)
                 return
             self._on_problem(problem)
-            self._closing.wait(back_off.delay(time.monotonic() - up_since))
+            delay = next_delay(delay, time.monotonic() - up_since)
+            self._closing.wait(delay)
             if self._closing.is_set() or self._server.stop_requested:
                 return
             self._process = self._start()
@@ -202,14 +200,21 @@ class HttpProcess:
                 problem = self._next_problem()
             except SetupError as error:
                 problem = str(error)
-                self._end()
+                self.kill()
+                self._process.wait()
 
     def _next_problem(self) -> str | None:
         """Wait until it ends, and return how; ``None`` if it was told to end."""
         stopped: set[psutil.Process] = set()
         while not self._closing.wait(_LOOK_S):
             # A single look may fall into the moment between a SIGSTOP and its SIGCONT.
-            before, stopped = stopped, self._stopped_processes()
+            pid, before, stopped = self._process.pid, stopped, set()
+            with suppress(OSError, psutil.Error):
+                # psutil would look at every process of the machine to find the children.
+                workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                for process in map(psutil.Process, (pid, *map(int, workers))):
+                    if process.status() == psutil.STATUS_STOPPED:
+                        stopped.add(process)
             for process in before & stopped:
                 self._on_line(f"process {process.pid} of the HTTP program was stopped: killed it")
                 with suppress(psutil.Error):
@@ -219,16 +224,6 @@ class HttpProcess:
                 stopping = self._server.stop_requested
                 return None if stopping else f"the HTTP program has ended ({describe_exit(code)})"
         return None
-
-    def _stopped_processes(self) -> set[psutil.Process]:
-        pid, found = self._process.pid, set()
-        with suppress(OSError, psutil.Error):
-            # psutil would look at every process of the machine to find the children.
-            workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            for process in map(psutil.Process, (pid, *map(int, workers))):
-                if process.status() == psutil.STATUS_STOPPED:
-                    found.add(process)
-        return found
 
     def _answers(self) -> bool:
         settings = self._server.settings

@@ -29,9 +29,6 @@ GRACE_MARGIN = 10.0
 _LAST_LINES_S = 5.0
 _FOREVER_S = 1e9
 
-# Before a restart. A server that was up for _HEALTHY_S begins with the first delay again.
-_FIRST_DELAY_S, _LONGEST_DELAY_S, _HEALTHY_S = 1.0, 30.0, 60.0
-
 
 def start_child(
     command: list[str],
@@ -156,18 +153,12 @@ class GuardedProcess:
             self._guard.send_signal(signal.SIGCONT)
 
 
-class BackOff:
-    """Seconds to wait before the next start: 1, 2, 4 ... 30."""
+def next_delay(last: float, up_s: float) -> float:
+    """Seconds to wait before the next start: 1, 2, 4 ... 30, and 1 again after a minute's work.
 
-    def __init__(self) -> None:
-        self._next = _FIRST_DELAY_S
-
-    def delay(self, up_s: float) -> float:
-        """The next delay; ``up_s`` is for how many seconds the server was up."""
-        if up_s >= _HEALTHY_S:
-            self._next = _FIRST_DELAY_S
-        delay, self._next = self._next, min(2 * self._next, _LONGEST_DELAY_S)
-        return delay
+    ``last``: the delay before, 0 for none; ``up_s``: for how many seconds the process was up.
+    """
+    return 1.0 if up_s >= 60.0 else min(max(1.0, 2 * last), 30.0)
 
 
 def describe_exit(code: int) -> str:

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import click
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
@@ -27,16 +28,35 @@ from trtllm_bls.launcher.http_process import HttpProcess, chat_curl
 from trtllm_bls.launcher.logs import TAIL_LINES, LogLine, parse
 from trtllm_bls.launcher.ports import curl_tls
 from trtllm_bls.launcher.preparation import BLS
-from trtllm_bls.launcher.process import BackOff
+from trtllm_bls.launcher.process import next_delay
 from trtllm_bls.launcher.server import Listener, ServerFailed, Stopped, TritonServer
 from trtllm_bls.launcher.watch import HealthEndpoint, HealthState, Watch
-from trtllm_bls.settings import ServeSettings, listen
+from trtllm_bls.settings import ServeSettings, listen, options_of
 
 _POLL_S = 0.1
 _STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
 
 
-def serve(settings: ServeSettings, *, verbose: bool = False) -> int:
+VERBOSE = click.option("--verbose", is_flag=True, help="Show every line of the server's log.")
+
+
+@click.command()
+@options_of(ServeSettings)
+@VERBOSE
+def command(verbose: bool, **options: Any) -> None:
+    """Serve a model until Ctrl-C or SIGTERM; a second one does not wait for running requests.
+
+    \b
+    Examples:
+      trtllm-bls serve
+      trtllm-bls serve --model ./llama --draft-model ./llama-small
+      trtllm-bls serve --http-port 7000 --grpc-port 7001 --metrics-port 7002
+      trtllm-bls serve --set tensorrt_llm.max_batch=8 --log-file triton.log
+    """
+    sys.exit(serve(ServeSettings(**options), verbose))
+
+
+def serve(settings: ServeSettings, verbose: bool) -> int:
     """Serve until SIGINT or SIGTERM; the first signal drains, the second kills.
 
     Returns the exit code: 0 after draining, 128 + n if signal n killed the server or came before
@@ -101,8 +121,7 @@ class _Service:
         fails, and ``ServerFailed`` after a failure with ``--on-failure exit``.
         """
         server, settings, terminal = self.server, self.server.settings, self.terminal
-        back_off = BackOff()
-        failed_at: float | None = None
+        delay, failed_at = 0.0, None
         while True:
             ready_at: float | None = None
             try:
@@ -139,9 +158,9 @@ class _Service:
                     raise
                 now = time.monotonic()
                 failed_at = failed_at if ready_at is None else now
-                delay = back_off.delay(0.0 if ready_at is None else now - ready_at)
+                delay = next_delay(delay, 0.0 if ready_at is None else now - ready_at)
                 self.state.restarting(str(error))
-                terminal.problem(f"{error}; starting again in {delay:.0f} s")
+                terminal.say(f"{error}; starting again in {delay:.0f} s", "error")
             while time.monotonic() < now + delay:
                 if server.stop_requested:
                     raise Stopped("stopped before the server was started again")
@@ -153,7 +172,7 @@ class _Service:
             self.terminal.say("the HTTP program answers again")
         else:
             self.state.api_restarts += 1
-            self.terminal.problem(f"{problem}; starting it again")
+            self.terminal.say(f"{problem}; starting it again", "error")
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Have the server stop."""
@@ -211,19 +230,11 @@ class Terminal(Listener):
                     self._print(Text("\n".join(f"  | {part}" for part in line.splitlines())))
             raise
 
-    def problem(self, text: str) -> None:
-        """A line of ``serve``'s own about an error."""
-        self._own("error", text)
-
-    def say(self, text: str) -> None:
-        """A line of ``serve``'s own."""
-        self._own("info", text)
-
     def warning(self, text: str) -> None:
-        self._own("warning", f"warning: {text}")
+        self.say(f"warning: {text}", "warning")
 
-    def _own(self, severity: str, text: str) -> None:
-        """Show the line with its time, and write it to the log file in the form of Triton's."""
+    def say(self, text: str, severity: str = "info") -> None:
+        """Show a line of ``serve``'s own, and write it to the log file in the form of Triton's."""
         date, now = time.strftime("%m%d %H:%M:%S").split()
         self._keep(f"{severity[0].upper()}{date} {now} {os.getpid()} serve:0] {text}")
         self._print(Text(f"{now} {text}", style=_STYLES.get(severity, "")))

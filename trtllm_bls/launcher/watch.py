@@ -52,6 +52,7 @@ from trtllm_bls.status import (
     ProcessStatus,
     ServerMetric,
     StatusDirectory,
+    common_problem,
 )
 
 _REQUESTS = re.compile(rf"{ENGINE_REQUESTS}{{[^}}]*{REQUESTS_LABEL}=\"(\w+)\"[^}}]*}} (\S+)")
@@ -186,7 +187,7 @@ class Watch:
             seen.descriptors = self._processes.without_descriptors()
             if not seen.descriptors:
                 seen.descriptors_at = now
-            ill = (status.engine_problem for status in statuses)
+            ill = (common_problem(status.engines) for status in statuses)
             seen.engine = next(filter(None, ill), None)
             seen.loop_at = min((status.loop_at for status in statuses), default=None)
             seen.missed_turns = max((status.missed_turns for status in statuses), default=0)
