@@ -154,9 +154,10 @@ class RoutingEngine:
 
 
 class SpeculativeRun:
-    """One request over ``target`` and, if there is one, ``draft``.
+    """One request over ``target`` and, if there is one, ``draft``, which drafts one at a time.
 
-    ``on_end``, if any, is given the figures once, however the request ends.
+    Drafting only ever saves time, so nothing that goes wrong there reaches the caller, whatever the
+    draft engine does. ``on_end``, if any, is given the figures once, however the request ends.
     """
 
     def __init__(
@@ -170,30 +171,43 @@ class SpeculativeRun:
     ) -> None:
         self._prompt_tokens = len(request.input_ids)
         self._target = target
+        self._draft = draft or target  # without a draft engine no action ever asks for one
+        self._deadline_s = options.draft_deadline_s
         self._shared = shared
         self._on_end = on_end
         has_draft = draft is not None
         self._rounds = SpeculativeRounds(request, options, shared, has_draft_model=has_draft)
-        # Without a draft engine no action ever asks for one.
-        self._draft = DraftModel(draft or target, options.draft_deadline_s, shared)
 
     async def run(self, chunks: QueuedChunks) -> None:
         """Fill ``chunks``. Raises what the target raises."""
-        rounds, draft, shared = self._rounds, self._draft, self._shared
+        rounds, shared = self._rounds, self._shared
+        drafting: asyncio.Task[Draft | DraftFailure] | None = None
         shared.in_flight += 1
         shared.sending += 1
         try:
             while not isinstance(action := rounds.next(_now()), End):
                 if not isinstance(action, AskDraft) or action.request is not None:
-                    await draft.cancel()
+                    await _cancel(drafting)
+                    drafting = None
                 if isinstance(action, Verify):
-                    draft.start(action.early)
+                    if action.early is not None:
+                        drafting = asyncio.create_task(self._propose(action.early))
                     await self._verify(action.request, chunks)
-                elif isinstance(action, AskDraft):
-                    draft.start(action.request)
-                    rounds.drafted(await draft.result(), _now())
-                else:
+                elif isinstance(action, Decode):
                     await self._decode(action, chunks)
+                else:
+                    if action.request is not None:
+                        drafting = asyncio.create_task(self._propose(action.request))
+                    assert drafting is not None
+                    await asyncio.wait({drafting}, timeout=self._deadline_s)
+                    outcome: Draft | DraftFailure
+                    outcome = DraftFailure("deadline", f"no draft within {self._deadline_s:g} s")
+                    if drafting.done():
+                        outcome = drafting.result()
+                    if isinstance(outcome, DraftFailure):
+                        problem = "no drafts (%s), decoding plainly: %s"
+                        log.warning(problem, outcome.why, outcome.problem)
+                    rounds.drafted(outcome, _now())
         finally:
             shared.in_flight -= 1
             shared.sending -= 1
@@ -202,7 +216,7 @@ class SpeculativeRun:
                 asyncio.get_running_loop().call_soon(memory.add, answer, _now())
             if self._on_end is not None:
                 self._on_end(rounds.stats)
-            await draft.cancel()
+            await _cancel(drafting)
 
     async def _verify(self, request: EngineRequest, chunks: QueuedChunks) -> None:
         try:
@@ -255,67 +269,15 @@ class SpeculativeRun:
                 return stream
         return self._target.generate(request)
 
-
-def _put(chunk: EngineChunk, chunks: QueuedChunks) -> None:
-    if chunk.token_ids or chunk.final:
-        chunks.put([chunk])
-
-
-class DraftModel:
-    """The draft engine as one request sees it: a proposal in time, or a reason why there is none.
-
-    Drafts one at a time: ``start``, then ``result`` or ``cancel``; always ``cancel`` at the end.
-    Drafting only ever saves time, so nothing that goes wrong here reaches the caller, whatever the
-    draft engine does.
-    """
-
-    def __init__(self, engine: Engine, deadline_s: float, shared: SpeculationShared) -> None:
-        self._engine = engine
-        self._deadline_s = deadline_s
-        self._shared = shared
-        self._task: asyncio.Task[Draft | DraftFailure] | None = None
-
-    def start(self, request: EngineRequest | None) -> None:
-        """Begin drafting in the background; without a request, what runs already goes on."""
-        if request is not None:
-            assert self._task is None
-            self._task = asyncio.create_task(self._propose(request))
-
-    async def result(self) -> Draft | DraftFailure:
-        """What was started, within the deadline from now.
-
-        A draft without tokens means that the draft model expects the end.
-        """
-        task = self._task
-        assert task is not None
-        await asyncio.wait({task}, timeout=self._deadline_s)
-        outcome: Draft | DraftFailure
-        if task.done():
-            self._task = None
-            outcome = task.result()
-        else:
-            outcome = DraftFailure("deadline", f"no draft within {self._deadline_s:g} s")
-            await self.cancel()
-        if isinstance(outcome, DraftFailure):
-            log.warning("no drafts (%s), decoding plainly: %s", outcome.why, outcome.problem)
-        return outcome
-
-    async def cancel(self) -> None:
-        """End the running draft, if any."""
-        task, self._task = self._task, None
-        if task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-
     async def _propose(self, request: EngineRequest) -> Draft | DraftFailure:
         try:
-            capacity = self._shared.draft_capacity = await self._engine.capacity()
+            capacity = self._shared.draft_capacity = await self._draft.capacity()
             target, own = self._shared.target_capacity, capacity.vocab_size
             known = target.vocab_size if target else None
             if None not in (own, known) and own != known:
                 problem = f"the draft knows {own} tokens, the target {known}"
                 return DraftFailure("vocabulary", problem)
-            async with aclosing(self._engine.generate(request)) as stream:
+            async with aclosing(self._draft.generate(request)) as stream:
                 chunk = join_chunks([chunk async for chunk in stream])
             ids, logits = chunk.token_ids[: request.max_tokens], chunk.generation_logits
             if logits is None or len(logits) < len(ids):
@@ -325,6 +287,17 @@ class DraftModel:
             return DraftFailure("refused", str(error))
         except Exception as error:  # a draft engine may answer anything at all
             return DraftFailure("error", f"{type(error).__name__}: {error}")
+
+
+def _put(chunk: EngineChunk, chunks: QueuedChunks) -> None:
+    if chunk.token_ids or chunk.final:
+        chunks.put([chunk])
+
+
+async def _cancel(drafting: asyncio.Task[Draft | DraftFailure] | None) -> None:
+    if drafting is not None and not drafting.done():
+        drafting.cancel()
+        await asyncio.wait({drafting})
 
 
 def _now() -> float:
