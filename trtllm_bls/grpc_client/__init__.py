@@ -343,18 +343,6 @@ class _Connection(asyncio.Protocol):
         protocol, transport = self.protocol, self._transport
         if self._ended or not protocol.ready or transport is None:
             return
-        if self._waiting:
-            self._open_streams()
-        data = protocol.bytes_to_send(data=not self._writing_paused)
-        if data:
-            transport.write(data)
-        if protocol.draining and not self._calls:
-            transport.close()
-        elif protocol.unsent and not self._writing_paused and protocol.has_more_data:
-            self.flush_soon()
-
-    def _open_streams(self) -> None:
-        protocol = self.protocol
         while self._waiting and protocol.can_open and self._pause is None:
             call = self._waiting.popleft()
             if call.done:
@@ -369,6 +357,13 @@ class _Connection(asyncio.Protocol):
             self._channel.retire(self)
             while self._waiting:
                 self._channel.start(self._waiting.popleft())
+        data = protocol.bytes_to_send(data=not self._writing_paused)
+        if data:
+            transport.write(data)
+        if protocol.draining and not self._calls:
+            transport.close()
+        elif protocol.unsent and not self._writing_paused and protocol.has_more_data:
+            self.flush_soon()
 
     def pause_writing(self) -> None:
         self._writing_paused = True

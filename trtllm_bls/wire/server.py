@@ -208,57 +208,52 @@ def engine_requests(
     rows = read_rows(ENGINE, arrays, limits)
     # TensorRT-LLM applies the first row's flag to all rows.
     streaming = bool(rows[0].get("streaming", False))
-    return [
-        (
-            _engine_request(row, request_id, streaming, vocab_size),
-            row.get("exclude_input_in_output", exclude_input),
+    requests = []
+    for row in rows:
+        for required in ("input_ids", "max_tokens"):
+            if required not in row:
+                name = next(tensor.name for tensor in ENGINE.inputs if tensor.key == required)
+                raise InvalidRequest(name, "is missing")
+        ids = row["input_ids"]
+        length = row.get("input_lengths", len(ids))
+        if not 0 < length <= len(ids):
+            problem = f"{length} is not allowed; input_ids holds {len(ids)} ids"
+            raise InvalidRequest("input_lengths", problem)
+        if len(row.get("decoder_input_ids", ())) > 1:
+            problem = "the model has no encoder; send the text as input_ids"
+            raise InvalidRequest("decoder_input_ids", problem)
+        given = _given_fields(row, ())
+        for key, name in (
+            ("stop_sequences", "stop_words_list"),
+            ("bad_sequences", "bad_words_list"),
+        ):
+            if key in row:
+                given[key] = unpack_words(name, row[key])
+        if (bias := row.get("embedding_bias")) is not None and bias.size:
+            if vocab_size is not None and len(bias) != vocab_size:
+                problem = f"holds {len(bias)} values; the vocabulary has {vocab_size} tokens"
+                raise InvalidRequest("embedding_bias", problem)
+            if not np.isfinite(bias).all():
+                raise InvalidRequest("embedding_bias", "holds a value that is not finite")
+            (where,) = np.nonzero(bias)
+            given["embedding_bias"] = tuple((int(token), float(bias[token])) for token in where)
+        if len(drafted := row.get("draft_input_ids", ())):
+            given["draft"] = Draft(
+                token_ids=tuple(drafted.tolist()),
+                logits=row.get("draft_logits"),
+                acceptance_threshold=row.get("draft_acceptance_threshold"),
+            )
+        elif "draft_logits" in row and row["draft_logits"].size:
+            raise InvalidRequest("draft_logits", "is only allowed together with draft_input_ids")
+        asked = EngineRequest(
+            request_id=request_id,
+            input_ids=tuple(ids[:length].tolist()),
+            max_tokens=row["max_tokens"],
+            streaming=streaming,
+            **given,
         )
-        for row in rows
-    ]
-
-
-def _engine_request(
-    row: Fields, request_id: str, streaming: bool, vocab_size: int | None
-) -> EngineRequest:
-    for required in ("input_ids", "max_tokens"):
-        if required not in row:
-            name = next(tensor.name for tensor in ENGINE.inputs if tensor.key == required)
-            raise InvalidRequest(name, "is missing")
-    ids = row["input_ids"]
-    length = row.get("input_lengths", len(ids))
-    if not 0 < length <= len(ids):
-        problem = f"{length} is not allowed; input_ids holds {len(ids)} ids"
-        raise InvalidRequest("input_lengths", problem)
-    if len(row.get("decoder_input_ids", ())) > 1:
-        problem = "the model has no encoder; send the text as input_ids"
-        raise InvalidRequest("decoder_input_ids", problem)
-    given = _given_fields(row, ())
-    for key, name in (("stop_sequences", "stop_words_list"), ("bad_sequences", "bad_words_list")):
-        if key in row:
-            given[key] = unpack_words(name, row[key])
-    if (bias := row.get("embedding_bias")) is not None and bias.size:
-        if vocab_size is not None and len(bias) != vocab_size:
-            problem = f"holds {len(bias)} values; the vocabulary has {vocab_size} tokens"
-            raise InvalidRequest("embedding_bias", problem)
-        if not np.isfinite(bias).all():
-            raise InvalidRequest("embedding_bias", "holds a value that is not finite")
-        (where,) = np.nonzero(bias)
-        given["embedding_bias"] = tuple((int(token), float(bias[token])) for token in where)
-    if len(drafted := row.get("draft_input_ids", ())):
-        given["draft"] = Draft(
-            token_ids=tuple(drafted.tolist()),
-            logits=row.get("draft_logits"),
-            acceptance_threshold=row.get("draft_acceptance_threshold"),
-        )
-    elif "draft_logits" in row and row["draft_logits"].size:
-        raise InvalidRequest("draft_logits", "is only allowed together with draft_input_ids")
-    return EngineRequest(
-        request_id=request_id,
-        input_ids=tuple(ids[:length].tolist()),
-        max_tokens=row["max_tokens"],
-        streaming=streaming,
-        **given,
-    )
+        requests.append((asked, row.get("exclude_input_in_output", exclude_input)))
+    return requests
 
 
 # --- requests of text, of prompts alone, and of token ids ------------------------------------
