@@ -2,21 +2,11 @@
 was cancelled.
 
     TrtllmBlsError
-    ├── SetupError            the machine or a file is not as we need it; nothing was served yet
-    │   ├── SettingsError     a parameter or option (names it, its value and what to do)
-    │   ├── TokenizerError    the tokenizer directory
-    │   └── CheckpointError   the model directory
-    ├── InvalidRequest        the caller's mistake: one field, its value, what is allowed
-    │   └── PromptTooLong     more tokens than the model takes
-    ├── Unsupported           a known request that this deployment cannot honour
-    ├── Overloaded            refused before any work was done; try again later
-    ├── Stopped               another request of the caller ended it
-    ├── EngineError           the engine answered with an error, or did not answer
-    │   ├── EngineUnavailable it cannot be reached
-    │   └── EngineStalled     it sent nothing for longer than the stall limit
-    └── ClientError           raised in a client: its request got no complete answer
-        ├── ConnectionFailed  the server cannot be reached, or the connection broke
-        └── DeadlineExceeded  the caller's own deadline passed first
+    ├── SetupError: SettingsError, TokenizerError, CheckpointError
+    ├── InvalidRequest: PromptTooLong, Unsupported
+    ├── Overloaded, Stopped
+    ├── EngineError: EngineUnavailable, EngineStalled
+    └── ClientError: ConnectionFailed, DeadlineExceeded
 
 Broad to catch, narrow to act on. The message is always one line that a user may read: no
 paths, no traceback. Owns nothing but these classes; imports nothing of this package.

@@ -443,6 +443,5 @@ class RequestStats:
     speculation: SpeculationStats | None = None
     traceparent: str | None = None
     api: str | None = None
-    prompt: str | None = field(
-        default=None, repr=False
-    )  # at most MOST_CHARACTERS, for the request log
+    # At most MOST_CHARACTERS, for the request log.
+    prompt: str | None = field(default=None, repr=False)

@@ -261,9 +261,7 @@ def as_array(name: str, value: Any) -> Array:
         flat = [each.encode() if isinstance(each, str) else each for each in array.reshape(-1)]
         if not all(isinstance(each, bytes) for each in flat):
             raise TrtllmBlsError(f"{name}: holds objects; a tensor holds numbers, texts or bytes")
-        shape, array = array.shape, np.empty(len(flat), np.object_)
-        array[:] = flat
-        array = array.reshape(shape)
+        array = np.array(flat, np.object_).reshape(array.shape)
     return array if array.ndim else array.reshape(1)
 
 

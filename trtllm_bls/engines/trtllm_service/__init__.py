@@ -25,7 +25,6 @@ from packaging.version import InvalidVersion, Version
 
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls
-from trtllm_bls.engines.trtllm_fields import SequenceEnds, sequence_ends
 from trtllm_bls.engines.trtllm_service import messages
 from trtllm_bls.errors import (
     EngineError,
@@ -93,7 +92,7 @@ def service_request(
         max_tokens=request.max_tokens,
         sampling_config={
             "beam_width": 1,
-            "num_return_sequences": len(sequence_ends(request)),
+            "num_return_sequences": len(trtllm.sequence_ends(request)),
             **sampling,
         },
         bad_token_ids=[words[0] for words in request.bad_sequences],
@@ -145,7 +144,7 @@ class ServiceAnswer:
     def __init__(self, request: EngineRequest, request_id: str) -> None:
         self._request_id = request_id
         self._scored, self._top = request.wants.log_probs, request.wants.top_log_probs
-        self._sequences = sequence_ends(request)
+        self._sequences = trtllm.sequence_ends(request)
 
     def read(self, raw_messages: list[bytes], chunks: list[EngineChunk]) -> bool:
         """Add what the messages hold to ``chunks``; whether all sequences have ended.
@@ -180,7 +179,7 @@ class ServiceAnswer:
             return sequence.feed(ids)
         return sequence.feed(ids, *self._scores(ids, part.logprobs))
 
-    def _read_complete(self, sequence: SequenceEnds, part: Any) -> list[EngineChunk]:
+    def _read_complete(self, sequence: trtllm.SequenceEnds, part: Any) -> list[EngineChunk]:
         """A ``GenerateComplete``, which repeats all ids, or all but those of a stop."""
         if part.finish_reason == "error":
             raise EngineError("the engine failed while it answered")

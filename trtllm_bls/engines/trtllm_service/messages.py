@@ -16,16 +16,13 @@ DESCRIPTOR = Path(__file__).with_name("trtllm_service.binpb")  # FileDescriptorS
 _PACKAGE = "trtllm"
 SERVICE = f"/{_PACKAGE}.TrtllmService/"
 
-
-def _classes() -> dict[str, Any]:
-    (file,) = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTOR.read_bytes()).file
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(file.SerializeToString())
-    found = message_factory.GetMessageClassesForFiles([file.name], pool)
-    return {name.removeprefix(f"{_PACKAGE}."): made for name, made in found.items()}
-
-
-MESSAGES = _classes()
+(_file,) = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTOR.read_bytes()).file
+_pool = descriptor_pool.DescriptorPool()
+_pool.AddSerializedFile(_file.SerializeToString())
+MESSAGES: dict[str, Any] = {
+    name.removeprefix(f"{_PACKAGE}."): made
+    for name, made in message_factory.GetMessageClassesForFiles([_file.name], _pool).items()
+}
 
 
 def __getattr__(name: str) -> Any:
