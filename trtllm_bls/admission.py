@@ -81,8 +81,7 @@ class Admission:
             took = now() - began
             self._average_s += _NEW * (took - self._average_s) if self._average_s else took
             self.running -= sequences
-            if self._waiting:
-                self._admit()
+            self._admit()
 
     def refuse_waiting(self, problem: str) -> None:
         """Raise ``Overloaded(problem)`` in all that wait for a place."""

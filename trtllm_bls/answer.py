@@ -19,7 +19,6 @@ from trtllm_bls.types import (
     Array,
     Ending,
     EngineChunk,
-    EngineMetrics,
     FinishReason,
     PromptIds,
     SpeculationStats,
@@ -130,7 +129,6 @@ class SequenceText:
         self._request = request
         self._rules = rules
         self._detokenizer = detokenizer
-        self._index = index
         self._criteria = StoppingCriteria(
             rules.max_tokens,
             min_tokens=request.sampling.min_tokens,
@@ -141,8 +139,8 @@ class SequenceText:
         if request.stop_words:
             self._matcher = StopMatcher(request.stop_words, include=request.include_stop)
         self._scores = _Scores()
-        self._context_logits: Array | None = None
-        self._metrics: EngineMetrics | None = None
+        # What the engine told beside the tokens is on each chunk from the first that has it.
+        self._next = TextChunk("", index)
         self._speculation: SpeculationStats | None = None
         self._cached_tokens: int | None = None
         self._drafted: list[tuple[int, int]] = []  # characters of the completion, begin and end
@@ -209,11 +207,10 @@ class SequenceText:
             return None
         self._text.clear()
         self._new_tokens, self._new_context = 0, False
-        chunk = TextChunk(text, self._index, self.ending)
-        if self._context_logits is not None:
-            chunk.context_logits = self._context_logits
-        if self._metrics is not None:
-            chunk.metrics = self._metrics
+        chunk = self._next
+        self._next = TextChunk("", chunk.sequence_index)
+        self._next.context_logits, self._next.metrics = chunk.context_logits, chunk.metrics
+        chunk.text, chunk.ending = text, self.ending
         if self._drafted:
             begin, end = self._released - len(text), self._released
             inside = [(max(a, begin), min(b, end)) for a, b in self._drafted if a < end]
@@ -283,11 +280,11 @@ class SequenceText:
         self._text.append(text)
 
     def _note_figures(self, chunk: EngineChunk) -> None:
-        if chunk.context_logits is not None and self._context_logits is None:
-            self._context_logits, self._new_context = chunk.context_logits, True
+        if chunk.context_logits is not None and self._next.context_logits is None:
+            self._next.context_logits, self._new_context = chunk.context_logits, True
         exposed = self._rules.expose_kv_cache_metrics
         if chunk.metrics is not None:
-            self._metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
+            self._next.metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
         if exposed and self._cached_tokens is None:
             self._cached_tokens = chunk.cached_tokens
         if chunk.speculation is not None:

@@ -116,7 +116,7 @@ class Orchestrator:
         engine: Engine,
         defaults: Defaults,
         *,
-        on_end: Callable[[RequestStats], None] | None = None,
+        on_end: Callable[[RequestStats], None] = lambda stats: None,
         admission: Admission | None = None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -149,8 +149,7 @@ class Orchestrator:
 
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
-        if self._on_end is not None:
-            self._on_end(stats_of_refusal(request_id, error))
+        self._on_end(stats_of_refusal(request_id, error))
 
     async def run(
         self,
@@ -203,8 +202,7 @@ class Orchestrator:
         finally:
             self._open.discard(record)
             self._tokens += record.tokens
-            if self._on_end is not None:
-                self._on_end(record.stats(ended_by))
+            self._on_end(record.stats(ended_by))
             ended_by = None  # whose traceback refers to this frame: a reference cycle
 
     async def _drive(self, stream: ChunkStream, answer: Answer, record: _RequestRecord) -> None:

@@ -160,18 +160,12 @@ class StoppingCriteria:
             if token in self._end_ids and self.may_end:
                 return ids[:place], FinishReason.END_ID
             self.generated += 1
-            if self._stops_at(token):
-                return ids[: place + 1], FinishReason.STOP
+            if self._stops:
+                self._ids.append(token)
+            for length in self._lengths.get(token, ()):
+                if self.may_end and (found := tuple(self._ids[-length:])) in self._stops:
+                    self.stop_sequence = found
+                    return ids[: place + 1], FinishReason.STOP
             if self.generated >= self.max_tokens:
                 return ids[: place + 1], FinishReason.LENGTH
         return ids, None
-
-    def _stops_at(self, token: int) -> bool:
-        if not self._stops:
-            return False
-        self._ids.append(token)
-        for length in self._lengths.get(token, ()):
-            if self.may_end and (found := tuple(self._ids[-length:])) in self._stops:
-                self.stop_sequence = found
-                return True
-        return False

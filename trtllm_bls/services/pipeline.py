@@ -317,8 +317,7 @@ class Request:
         Cancelled with the request. Raises ``EngineError``, or ``EngineUnavailable`` while the
         server cannot be reached.
         """
-        work = self._other_models.infer(model, inputs, outputs, self.id)
-        call = asyncio.ensure_future(work)
+        call = asyncio.ensure_future(self._other_models.infer(model, inputs, outputs, self.id))
         self._calls.add(call)
         try:
             return await call
@@ -408,27 +407,24 @@ class StreamingModel(ServedModel):
         """Called once after the last request."""
 
     def make(self, parameters: BlsParameters) -> None:
-        """See ``ServedModel``."""
         self.other_models = OtherModels(parameters.engine_url, engine_tls(parameters))
         self._declared = {tensor.name: tensor for tensor in self.outputs}
 
     async def begin(self) -> None:
-        """See ``ServedModel``."""
         await self.load(self.deployment)
 
     async def end(self) -> None:
-        """See ``ServedModel``."""
         await self.unload()
         await self.other_models.close()
 
     async def handle(self, call: Call) -> None:
-        """See ``ServedModel``."""
         request = Request(call, self.other_models)
         response = Response(call, self._declared)
         _REQUEST.set(request)
         self.deployment.open.add(response)
         error: BaseException | None = None
-        limit = timeout(self.deployment.defaults.timeout_s)
+        seconds = self.deployment.defaults.timeout_s
+        limit = timeout(seconds)
         try:
             async with limit, self.deployment.admission.acquire(1):
                 response.note_begin()
@@ -437,7 +433,6 @@ class StreamingModel(ServedModel):
         except BaseException as raised:
             error = _told(raised)
             if isinstance(raised, asyncio.TimeoutError) and has_expired(limit):
-                seconds = self.deployment.defaults.timeout_s
                 error = DeadlineExceeded(f"the time limit of {seconds:g} s is over")
             if error is raised:  # as its own cause it would be a reference cycle
                 raise

@@ -259,11 +259,9 @@ class ScriptedLLM(Orchestrator):
         self.requests: list[TextRequest] = []
 
     def load(self) -> Load:
-        """See ``Orchestrator.load``."""
         return Load(self.live, 0, 0, 0)
 
     async def run(self, request: TextRequest, sink: TextSink, *_: object) -> None:
-        """See ``Orchestrator.run``."""
         self.requests.append(request)
         self.live += 1
         try:
