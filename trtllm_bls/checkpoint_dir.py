@@ -32,22 +32,19 @@ def check_checkpoint(directory: Path) -> None:
 
     Raises ``CheckpointError``, one line that begins with the directory.
     """
+    mend = "it must be a Hugging Face checkpoint"
     if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory} is not a directory; it must be a Hugging Face checkpoint"
-        )
+        raise CheckpointError(f"{directory} is not a directory; {mend}")
     found = [file for pattern in _WEIGHTS for file in sorted(directory.glob(pattern))]
     weights = [each for each in found if not each.name.startswith(("adapter_", "training_args"))]
     adapter = directory / "adapter_config.json"
     if adapter.is_file():
-        mend = "merge it into its base model (peft: merge_and_unload, save_pretrained)"
+        how = "merge it into its base model (peft: merge_and_unload, save_pretrained)"
         if weights:
-            mend += f", or remove {adapter.name} to serve the weights without it"
-        raise CheckpointError(f"{directory} holds an adapter, which would be ignored: {mend}")
+            how += f", or remove {adapter.name} to serve the weights without it"
+        raise CheckpointError(f"{directory} holds an adapter, which would be ignored: {how}")
     if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            f"{directory} has no config.json; it must be a Hugging Face checkpoint"
-        )
+        raise CheckpointError(f"{directory} has no config.json; {mend}")
     files = (*weights, *sorted(directory.glob("*.json")), directory / "tokenizer.model")
     for file in filter(Path.is_file, files):
         with file.open("rb") as opened:
@@ -62,10 +59,9 @@ def check_checkpoint(directory: Path) -> None:
     vocabulary = (_json(directory / "tokenizer.json").get("model") or {}).get("vocab") or ()
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     if size and ids and max(ids) >= size:
-        raise CheckpointError(
-            f"{directory}: its tokenizer has ids up to {max(ids)}, its model {size} embeddings: "
-            "use the tokenizer that the model was trained with"
-        )
+        what = f"its tokenizer has ids up to {max(ids)}, its model {size} embeddings"
+        mend = "use the tokenizer that the model was trained with"
+        raise CheckpointError(f"{directory}: {what}: {mend}")
 
 
 def check_tokenizer(directory: Path) -> None:
@@ -76,15 +72,12 @@ def check_tokenizer(directory: Path) -> None:
     """
     if any((directory / name).is_file() for name in _TOKENIZERS):
         return
+    mend = "copy the model's tokenizer.json into it"
     if not (directory / "tokenizer.model").is_file():
-        raise TokenizerError(
-            f"{directory} has no tokenizer: copy the model's tokenizer.json into it"
-        )
+        raise TokenizerError(f"{directory} has no tokenizer: {mend}")
     if importlib.util.find_spec("sentencepiece") is None:
-        raise TokenizerError(
-            f"{directory} has tokenizer.model alone: copy the model's tokenizer.json into it, "
-            "or run `pip install sentencepiece`"
-        )
+        mend += ", or run `pip install sentencepiece`"
+        raise TokenizerError(f"{directory} has tokenizer.model alone: {mend}")
 
 
 def _json(file: Path) -> dict[str, Any]:

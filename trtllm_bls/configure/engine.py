@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, POSTPROCESSING, PREPROCESSING, Model, Tensor
 from trtllm_bls.errors import SettingsError
@@ -143,14 +142,13 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
     machine; if it is here, it is still read.
     """
     path = Path(os.path.abspath(directory))  # links stay links, as in the server's configuration
-    file = path / "config.json"
+    file, place = path / "config.json", f"{option} {directory}"
     ranks = len(list(path.glob("rank*.engine")))
     if check and not path.is_dir():
-        raise SettingsError(f"{option} {directory}: no such directory")
+        raise SettingsError(f"{place}: no such directory")
     if check and not (file.is_file() and ranks):
         missing = "rank*.engine" if file.is_file() else "config.json"
-        what = f"no {missing} in it; name the directory trtllm-build wrote"
-        raise SettingsError(f"{option} {directory}: {what}")
+        raise SettingsError(f"{place}: no {missing} in it; name the directory trtllm-build wrote")
     if not file.is_file():
         return EngineDir(path=path)
     try:
@@ -160,19 +158,19 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         logits = pretrained.get("logits_dtype", "float32")
         plugins = build.get("plugin_config", {})
         before_0_11 = [int(build.get(key) or 0) for key in ("max_input_len", "max_output_len")]
-        whole = sum(before_0_11) if all(before_0_11) else None
         world = pretrained.get("mapping", {}).get("world_size") or ranks
     except (OSError, ValueError, AttributeError) as error:
-        raise SettingsError(f"{option} {directory}: config.json cannot be read: {error}") from error
+        raise SettingsError(f"{place}: config.json cannot be read: {error}") from error
     if check and ranks != world:
-        raise SettingsError(
-            f"{option} {directory}: {ranks} rank*.engine in it, it was built for {world} ranks; "
-            "copy the others too"
-        )
+        what = f"{ranks} rank*.engine in it, it was built for {world} ranks; copy the others too"
+        raise SettingsError(f"{place}: {what}")
     if logits not in LOGITS_DTYPES:
-        raise SettingsError(
-            f"{option} {directory}: its logits are {logits}; build it with --logits_dtype float32"
-        )
+        mend = "build it with --logits_dtype float32"
+        raise SettingsError(f"{place}: its logits are {logits}; {mend}")
+    mode, longest = build.get("speculative_decoding_mode"), build.get("max_seq_len")
+    if isinstance(mode, int) and mode > 0:
+        bit = mode.bit_length() - 1
+        mode = _MODES[bit] if bit < len(_MODES) else f"mode_{mode}"
     return EngineDir(
         path=path,
         ranks=ranks,
@@ -181,24 +179,16 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         vocab_size=pretrained.get("vocab_size"),
         max_batch_size=build.get("max_batch_size"),
         max_beam_width=build.get("max_beam_width"),
-        max_sequence_tokens=build.get("max_seq_len") or whole,
-        max_input_tokens=None if build.get("max_seq_len") else build.get("max_input_len"),
+        max_sequence_tokens=longest or (sum(before_0_11) if all(before_0_11) else None),
+        max_input_tokens=None if longest else build.get("max_input_len"),
         max_step_tokens=build.get("max_num_tokens"),
         max_draft_tokens=build.get("max_draft_len"),
-        mode=_mode(build.get("speculative_decoding_mode")),
+        mode=str(mode or "").rpartition(".")[2].lower(),
         paged_context=plugins.get("use_paged_context_fmha"),
         # An enum since 0.13, a plugin before.
         paged_cache=str(build.get("kv_cache_type") or "paged").lower().endswith("paged")
         and plugins.get("paged_kv_cache") not in (False, "disable"),
     )
-
-
-def _mode(value: Any) -> str:
-    """The mode's name; empty where config.json has none."""
-    if not isinstance(value, int) or value < 1:
-        return str(value or "").rpartition(".")[2].lower()
-    bit = value.bit_length() - 1
-    return _MODES[bit] if bit < len(_MODES) else f"mode_{value}"
 
 
 # --- its parameters -------------------------------------------------------------------------
@@ -296,10 +286,8 @@ def check_releases(engines: Mapping[str, EngineDir], version: Version | None) ->
         built = engine.release()
         expected = expected or built
         if built != expected:
-            raise SettingsError(
-                f"{name}: the engine in {engine.path} is of TensorRT-LLM {built}, which {expected} "
-                "does not load; build it again"
-            )
+            what = f"is of TensorRT-LLM {built}, which {expected} does not load; build it again"
+            raise SettingsError(f"{name}: the engine in {engine.path} {what}")
 
 
 def check_vocabulary(name: str, engine: EngineDir, tokenizer: Tokenizer) -> None:
@@ -307,10 +295,9 @@ def check_vocabulary(name: str, engine: EngineDir, tokenizer: Tokenizer) -> None
     ids = (i for i in range(tokenizer.vocab_size) if i not in tokenizer.added_ids)
     largest, size = max(ids, default=0), engine.vocab_size
     if size and largest >= size:
-        raise SettingsError(
-            f"{name}: the tokenizer has ids up to {largest}, the engine {size} embeddings; use the "
-            "tokenizer that the model was trained with"
-        )
+        mend = "use the tokenizer that the model was trained with"
+        what = f"the tokenizer has ids up to {largest}, the engine {size} embeddings"
+        raise SettingsError(f"{name}: {what}; {mend}")
 
 
 def _drafting_problem(engine: EngineDir, parameters: Mapping[str, str]) -> str:
@@ -337,19 +324,18 @@ def check_drafting(
     engines: Mapping[str, EngineDir], parameters: Mapping[str, Mapping[str, str]], version: Version
 ) -> None:
     """Raises ``SettingsError`` if a target and a draft engine cannot work together."""
+    key = "speculative_decoding_fast_logits"
     for name in engines:
-        if is_true(parameters[name].get("speculative_decoding_fast_logits", "")):
-            raise SettingsError(
-                f"--set {name}.speculative_decoding_fast_logits: the draft would send a ticket "
-                "instead of logits, which tensorrt_llm_bls cannot pass on; leave it false"
-            )
+        if is_true(parameters[name].get(key, "")):
+            what = "the draft would send a ticket instead of logits"
+            mend = "which tensorrt_llm_bls cannot pass on; leave it false"
+            raise SettingsError(f"--set {name}.{key}: {what}, {mend}")
     for name, engine in engines.items():
         if name != ENGINE.name and ends_after_one_step(engine, version):
-            raise SettingsError(
-                f"--draft-engine-dir: the engine in {engine.path} was built for "
-                f"speculative_decoding_mode {engine.mode} and would draft one token only; build "
-                f"{name} without a speculative_decoding_mode"
-            )
+            built = f"built for speculative_decoding_mode {engine.mode}"
+            what = f"the engine in {engine.path} was {built} and would draft one token only"
+            mend = f"build {name} without a speculative_decoding_mode"
+            raise SettingsError(f"--draft-engine-dir: {what}; {mend}")
 
 
 def warnings(

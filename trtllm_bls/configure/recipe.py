@@ -76,9 +76,8 @@ def _lookahead(
         return None
     numbers = [int(part) for part in value.split(",") if part.strip().isdecimal()]
     if len(numbers) != 3 or min(numbers) < 1 or value.count(",") != 2:
-        raise click.BadParameter(
-            f"{value!r}: write window,n-gram,verification set, such as 7,7,7, or off", ctx, param
-        )
+        mend = "write window,n-gram,verification set, such as 7,7,7, or off"
+        raise click.BadParameter(f"{value!r}: {mend}", ctx, param)
     return numbers[0], numbers[1], numbers[2]
 
 
@@ -127,15 +126,13 @@ def recipe(preset_name: str, options: RecipeOptions) -> Iterator[Step]:
         allowed = ", ".join(preset.precisions)
         raise SettingsError(f"--precision {precision}: preset {preset_name} is for {allowed}")
     if not OLDEST <= release <= NEWEST:
+        mend = "serve a later one with `trtllm-serve --grpc` (docs/engines.md)"
         raise SettingsError(
-            f"--release {release}: engines are built by {OLDEST} to {NEWEST}; serve a later one "
-            "with `trtllm-serve --grpc` (docs/engines.md)"
+            f"--release {release}: engines are built by {OLDEST} to {NEWEST}; {mend}"
         )
     if release < parse_version(preset.since):
-        raise SettingsError(
-            f"--release {release}: preset {preset_name} needs {preset.since}, the first with its "
-            "flags; choose another release or preset"
-        )
+        what = f"preset {preset_name} needs {preset.since}, the first with its flags"
+        raise SettingsError(f"--release {release}: {what}; choose another release or preset")
     engine = options.out / preset_name
     converted = options.out / f"{preset_name}-checkpoint"
     yield _conversion(options, precision, converted)
@@ -205,20 +202,15 @@ def _family(options: RecipeOptions, precision: str) -> Family | None:
     if family is None and precision in _QUANTIZED:
         return None  # quantize.py knows more families than have a recipe
     if family is None:
-        raise SettingsError(
-            f"--checkpoint {options.checkpoint}: no recipe for model_type {model_type}; there are "
-            f"recipes for {', '.join(FAMILIES)}; trtllm-serve takes others (docs/engines.md)"
-        )
+        what = f"no recipe for model_type {model_type}; there are recipes for {', '.join(FAMILIES)}"
+        mend = "trtllm-serve takes others (docs/engines.md)"
+        raise SettingsError(f"--checkpoint {options.checkpoint}: {what}; {mend}")
     if options.release < parse_version(family.since):
-        raise SettingsError(
-            f"--release {options.release}: it cannot convert model_type {model_type}, which "
-            f"{family.since} was the first to do"
-        )
+        what = f"convert model_type {model_type}, which {family.since} was the first to do"
+        raise SettingsError(f"--release {options.release}: it cannot {what}")
     if precision not in family.precisions:
-        raise SettingsError(
-            f"--precision {precision}: model_type {model_type} is converted to "
-            f"{', '.join(family.precisions)} only"
-        )
+        what = f"model_type {model_type} is converted to {', '.join(family.precisions)} only"
+        raise SettingsError(f"--precision {precision}: {what}")
     return family
 
 

@@ -17,20 +17,8 @@ import click
 from google.protobuf import text_format
 
 from trtllm_bls.checkpoint_dir import REPOSITORY
-from trtllm_bls.configure.engine import (
-    LOGITS_DTYPES,
-    EngineDir,
-    check_drafting,
-    check_releases,
-    check_target,
-    check_vocabulary,
-    engine_facts,
-    engine_parameters,
-    misfits,
-    models_for,
-    read_engine,
-    warnings,
-)
+from trtllm_bls.configure import engine as cpp
+from trtllm_bls.configure.engine import EngineDir
 from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, TEMPLATES, model_config
 from trtllm_bls.contract import BLS, ENGINE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
@@ -63,7 +51,7 @@ class ConfigureOptions:
     )
     logits_dtype: str | None = setting(
         "Type of the engines' logits, if their config.json is not here.  [default: float32]",
-        type=click.Choice(list(LOGITS_DTYPES)),
+        type=click.Choice(list(cpp.LOGITS_DTYPES)),
     )
     max_queue_size: NotNegative = setting(
         "Requests that may wait in Triton; one more is refused. 0 = no limit.", 0
@@ -164,15 +152,13 @@ _THREADS = BlsParameters.max_streams + 32
 
 @dataclass(frozen=True)
 class Launch:
-    """How the engines of a repository are started.
+    """How the engines of a repository are started: ``models``, in ``world_size`` MPI processes.
 
     An engine of several ranks needs one tritonserver process for each rank, all but the first of
     which load the engines alone (leader mode). Engines of unequal ranks, or on GPUs of their own,
     need ``orchestrator`` mode: one server has a worker process for each rank. It starts them, over
     MPI, unless ``participants`` says which ranks belong to which model: then MPI or Slurm
     starts them, and rank 0 is the orchestrator's own.
-
-    ``models`` are the engines' models, ``world_size`` counts the processes of MPI.
     """
 
     models: tuple[str, ...]
@@ -251,20 +237,18 @@ def plan(options: ConfigureOptions) -> Repository:
     engines = _engines(options)
     target = engines[ENGINE.name]
     version = parse_version(options.version) if options.version else target.release() or LAST
-    models = models_for(version, target.logits)
+    models = cpp.models_for(version, target.logits)
     steps = (models[PREPROCESSING.name], models[ENGINE.name], models[POSTPROCESSING.name])
     if DRAFT in engines:
-        drafting = models_for(version, engines[DRAFT].logits)
+        drafting = cpp.models_for(version, engines[DRAFT].logits)
         models[DRAFT] = replace(drafting[ENGINE.name], name=DRAFT)
     launch = plan_launch(options, engines, version)
     parameters = _parameters(options, engines, version, launch)
     asked = options.max_batch_size
     most = min((e.max_batch_size for e in engines.values() if e.max_batch_size), default=None)
     if asked is not None and most is not None and asked > most:
-        raise SettingsError(
-            f"--max-batch-size {asked}: the engine was built for at most {most}; add "
-            f"--max-batch-size {most}"
-        )
+        what = f"the engine was built for at most {most}; add --max-batch-size {most}"
+        raise SettingsError(f"--max-batch-size {asked}: {what}")
     size = asked or most or MAX_BATCH_SIZE
     configs = {
         name: model_config(model, parameters[name], steps, size) for name, model in models.items()
@@ -280,15 +264,15 @@ def plan(options: ConfigureOptions) -> Repository:
         batching.preferred_batch_size[:] = [size]
         batching.max_queue_delay_microseconds = options.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = options.max_queue_size
-    check_releases(engines, None if version == LAST or not options.check else version)
+    cpp.check_releases(engines, None if version == LAST or not options.check else version)
     if options.check:
         try:
             tokenizer = load_tokenizer(options.tokenizer_dir)  # last, since it takes seconds
             for name, engine in engines.items():
-                check_vocabulary(name, engine, tokenizer)
+                cpp.check_vocabulary(name, engine, tokenizer)
         except SetupError as error:
             raise SettingsError(f"--tokenizer-dir: {error}") from error
-    return Repository(configs, launch, tuple(warnings(target, version, parameters)))
+    return Repository(configs, launch, tuple(cpp.warnings(target, version, parameters)))
 
 
 BEHIND = "tensorrt_llm_engine"  # the LLM API's engine, where the clients of upstream are kept
@@ -395,27 +379,24 @@ def write(repository: Repository, out: Path, force: bool) -> None:
 
 
 def _engines(options: ConfigureOptions) -> dict[str, EngineDir]:
-    target = read_engine("--engine-dir", options.engine_dir, options.check)
-    if options.max_num_tokens is not None:
-        built = target.max_step_tokens
-        if built not in (None, options.max_num_tokens):
-            raise SettingsError(
-                f"--max-num-tokens {options.max_num_tokens}: the engine was built for {built}; "
-                "build another, or leave the option out"
-            )
-        target = replace(target, max_step_tokens=options.max_num_tokens)
-    engines = {ENGINE.name: target}
+    places = {ENGINE.name: ("--engine-dir", options.engine_dir)}
     if options.draft_engine_dir is not None:
-        engines[DRAFT] = read_engine("--draft-engine-dir", options.draft_engine_dir, options.check)
+        places[DRAFT] = ("--draft-engine-dir", options.draft_engine_dir)
+    engines = {name: cpp.read_engine(*place, options.check) for name, place in places.items()}
+    rows, target = options.max_num_tokens, engines[ENGINE.name]
+    if rows is not None:
+        if target.max_step_tokens not in (None, rows):
+            what = f"the engine was built for {target.max_step_tokens}"
+            mend = "build another, or leave the option out"
+            raise SettingsError(f"--max-num-tokens {rows}: {what}; {mend}")
+        engines[ENGINE.name] = replace(target, max_step_tokens=rows)
     if options.logits_dtype is None:
         return engines
-    logits = LOGITS_DTYPES[options.logits_dtype]
+    logits = cpp.LOGITS_DTYPES[options.logits_dtype]
     for engine in engines.values():
         if (engine.path / "config.json").is_file() and engine.logits != logits:
-            raise SettingsError(
-                f"--logits-dtype {options.logits_dtype}: {engine.path} has {engine.logits}; leave "
-                "the option out"
-            )
+            what = f"{engine.path} has {engine.logits}; leave the option out"
+            raise SettingsError(f"--logits-dtype {options.logits_dtype}: {what}")
     return {name: replace(engine, logits=logits) for name, engine in engines.items()}
 
 
@@ -427,7 +408,7 @@ def _parameters(
     for name in (PREPROCESSING.name, POSTPROCESSING.name, BLS.name):
         values[name]["tokenizer_dir"] = tokenizer
     for name, engine in engines.items():
-        values[name] = engine_parameters(engine, version)
+        values[name] = cpp.engine_parameters(engine, version)
         if name in launch.participants:
             values[name]["participant_ids"] = launch.participants[name]
     # A model that answers once repeats the prompt, as TensorRT-LLM's own does.
@@ -450,13 +431,13 @@ def _parameters(
             raise SettingsError(f"{named}: {error}") from None
         values[model][key] = value
     for name, engine in engines.items():
-        for misfit in misfits(name, engine, values[name]):
+        for misfit in cpp.misfits(name, engine, values[name]):
             raise misfit
-        values[name] = engine_facts(engine, version, values[name]) | values[name]
+        values[name] = cpp.engine_facts(engine, version, values[name]) | values[name]
     source = values[BLS.name]["draft_source"]
     if DRAFT in engines or source != "off":
         asked = f"--set {BLS.name}.draft_source={source}"
         named = "--draft-engine-dir" if DRAFT in engines else asked
-        check_target(named, engines[ENGINE.name], values[ENGINE.name])
-        check_drafting(engines, values, version)
+        cpp.check_target(named, engines[ENGINE.name], values[ENGINE.name])
+        cpp.check_drafting(engines, values, version)
     return values
