@@ -119,7 +119,17 @@ class ReplicatedEngine:
         known = [each.capacity for each in self._replicas if each.capacity is not None]
         if not known:
             raise self._replicas[0].error
-        return _least(known)
+        smallest: dict[str, int | None] = {}
+        for name in ("vocab_size", "max_sequence_tokens", "max_prompt_tokens", "max_draft_tokens"):
+            given = [value for each in known if (value := getattr(each, name)) is not None]
+            smallest[name] = min(given, default=None)
+        return EngineCapacity(
+            **smallest,
+            one_step=next((each.one_step for each in known if each.one_step is not None), None),
+            may_be_one_step=any(each.may_be_one_step for each in known),
+            tells_top_log_probs=all(each.tells_top_log_probs for each in known),
+            speculates=known[0].speculates,
+        )
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""
@@ -205,7 +215,18 @@ class _ReplicaChunks(ChunkStream):
 
     def _begin(self, replica: _Replica) -> None:
         self._tried.append(replica)
-        request = _remaining(self._request, self._ids) if self._ids else self._request
+        request = self._request
+        if made := len(self._ids):
+            least, seed = request.sampling.min_tokens or 0, request.sampling.seed
+            sampling = replace(
+                request.sampling,
+                # Said aloud also where it is 0: an engine may take its absence for 1.
+                min_tokens=max(0, least - made),
+                # Numbers that were drawn before are not drawn again.
+                seed=None if seed is None else (seed + made) % (1 << 64),
+            )
+            prompt, left = (*request.input_ids, *self._ids), request.max_tokens - made
+            request = replace(request, input_ids=prompt, max_tokens=left, sampling=sampling)
         self._stream = replica.engine.generate(request)
         self._replica = replica
         replica.sequences += request.num_return_sequences
@@ -251,34 +272,4 @@ def _can_resume(request: EngineRequest) -> bool:
         and all(len(stop) == 1 for stop in request.stop_sequences)
         and request.wants == Wants()
         and not request.extras
-    )
-
-
-def _remaining(request: EngineRequest, ids: Sequence[int]) -> EngineRequest:
-    """What is left of a request that has produced ``ids``."""
-    made, seed = len(ids), request.sampling.seed
-    sampling = replace(
-        request.sampling,
-        # Said aloud also where it is 0: an engine may take its absence for 1.
-        min_tokens=max(0, (request.sampling.min_tokens or 0) - made),
-        # Numbers that were drawn before are not drawn again.
-        seed=None if seed is None else (seed + made) % (1 << 64),
-    )
-    max_tokens, prompt = request.max_tokens - made, (*request.input_ids, *ids)
-    return replace(request, input_ids=prompt, max_tokens=max_tokens, sampling=sampling)
-
-
-def _least(capacities: Sequence[EngineCapacity]) -> EngineCapacity:
-    """What each of several engines can take."""
-
-    smallest: dict[str, int | None] = {}
-    for name in ("vocab_size", "max_sequence_tokens", "max_prompt_tokens", "max_draft_tokens"):
-        given = [value for each in capacities if (value := getattr(each, name)) is not None]
-        smallest[name] = min(given, default=None)
-    return EngineCapacity(
-        **smallest,
-        one_step=next((each.one_step for each in capacities if each.one_step is not None), None),
-        may_be_one_step=any(each.may_be_one_step for each in capacities),
-        tells_top_log_probs=all(each.tells_top_log_probs for each in capacities),
-        speculates=capacities[0].speculates,
     )

@@ -23,7 +23,7 @@ _PLACES = 16  # latest places that are compared; more change little and cost tim
 _AT_ONCE = 4096  # tokens that are indexed at once, about 2 ms
 TIME_TO_LIVE_S = 3600.0  # of finished answers
 
-_MEMORY = 0.97  # weight kept per guessed token: about the last 33 count
+_KEPT = 0.97  # weight kept per guessed token: about the last 33 count
 # Small, so that the first answer of a process finds out whether drafts pay and loses little if they
 # do not.
 _PRIOR_WEIGHT = 3.0  # guessed tokens that the prior counts for
@@ -43,7 +43,7 @@ class Acceptance:
     def add(self, drafted: int, accepted: int) -> None:
         """A round accepted so many; only the first refused token was a trial, the rest unseen."""
         trials = min(drafted, accepted + 1)
-        kept = _MEMORY**trials
+        kept = _KEPT**trials
         self._hits = self._hits * kept + accepted
         self._trials = self._trials * kept + trials
 
@@ -166,7 +166,11 @@ class NgramDrafts:
             each = (rates[n.bit_length()] for n in range(most))
             count, _ = self._best_length(each, most, beside=beside)
         self._end = len(self._ids)
-        self._proposed = _continued(match, max(1, count))
+        # A match that reaches the end of its text goes on with its own proposal, so that a
+        # repeating text is drafted at full length.
+        following = tuple(match.text.ids[match.place : match.place + max(1, count)])
+        repeated = following * (count // len(following) + 1)
+        self._proposed = repeated[: max(1, count)]
         return (match.text.source, self._proposed) if count else None
 
     def _learn(self) -> _Match | None:
@@ -212,14 +216,6 @@ class NgramDrafts:
                 agreement = (places > 1) + (agree < places) + (2 * agree < places)
                 return _Match(length, place, text, agreement)
         return None
-
-
-def _continued(match: _Match, count: int) -> TokenIds:
-    """What follows the match. One that reaches the end of its text goes on with its own proposal,
-    so that a repeating text is drafted at full length."""
-    ids, place = match.text.ids, match.place
-    following = tuple(ids[place : place + count])
-    return (following * (count // len(following) + 1))[:count]
 
 
 class DraftMemory:

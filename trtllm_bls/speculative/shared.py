@@ -236,7 +236,7 @@ class DraftLength:
         if best == 0 and self._pause == 0:
             early = self._shared.pauses % EARLY_INTERVAL == 0
             self._shared.pauses += 1
-            self._rest(generated, EARLY_PAUSE if early else FIRST_PAUSE)
+            self._begin_pause(generated, EARLY_PAUSE if early else FIRST_PAUSE)
         elif best == 0:
             return min(PROBE, most)
         return best
@@ -267,13 +267,13 @@ class DraftLength:
         if self._best(max(1, self.most())):
             self._pause = 0
         else:
-            self._rest(generated, min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE))
+            self._begin_pause(generated, min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE))
 
     def _best(self, most: int) -> int:
         rates = repeat(self._acceptance.rate)
         best, self.speed = self._shared.best_length(rates, most, by_model=True)
         return best
 
-    def _rest(self, generated: int, tokens: int) -> None:
+    def _begin_pause(self, generated: int, tokens: int) -> None:
         self._pause = tokens
         self.paused_until = generated + tokens

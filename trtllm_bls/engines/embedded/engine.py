@@ -379,9 +379,7 @@ class EmbeddedEngine:
         if wanted > length:
             note = "%s: prompt and completion of %d tokens are cut to %d"
             _log.warning(note, request.request_id, wanted, length)
-        guide = None
-        if request.extras:
-            guide = await self._guides.of(request)
+        guide = await self._guides.of(request) if request.extras else None
         submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
         sequences = [
             Sequence(request, index, self._capacity, submission, guide and guide.copy())
