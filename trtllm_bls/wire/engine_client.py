@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import (
     deserialize_bytes_tensor,
     serialize_byte_tensor,
@@ -153,11 +153,10 @@ class DeployedModel:
     def of(cls, config: Any) -> DeployedModel:
         """From Triton's ``ModelConfig`` message."""
         parameters = {key: value.string_value for key, value in config.parameters.items()}
-        types = config.DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_number
-        names = {tensor.name: types[tensor.data_type].name for tensor in config.input}
+        type_name = model_config_pb2.DataType.Name
         inputs = {
-            name: kind.removeprefix("TYPE_").replace("STRING", "BYTES")
-            for name, kind in names.items()
+            each.name: type_name(each.data_type).removeprefix("TYPE_").replace("STRING", "BYTES")
+            for each in config.input
         }
         if is_true(parameters.get("exclude_input_in_output", "")):
             inputs.pop("exclude_input_in_output", None)  # nothing to ask for: it is so by default

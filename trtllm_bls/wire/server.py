@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -271,11 +271,8 @@ def text_requests(
     ``exclude_input`` holds for a request that does not say. Raises ``InvalidRequest`` naming the
     tensor.
     """
-    rows = read_rows(BLS, arrays, limits)
-    requests = [_text_request(row, request_id, exclude_input) for row in rows]
-    if trace := traceparent_of(parameters):
-        requests = [replace(request, traceparent=trace) for request in requests]
-    return requests
+    trace, rows = traceparent_of(parameters), read_rows(BLS, arrays, limits)
+    return [_text_request(row, request_id, exclude_input, trace) for row in rows]
 
 
 def traceparent_of(parameters: str) -> str | None:
@@ -293,7 +290,9 @@ def prompt_requests(
     return [_text_request(row, "") for row in read_rows(PREPROCESSING, arrays, limits)]
 
 
-def _text_request(row: Fields, request_id: str, exclude_input: bool = True) -> TextRequest:
+def _text_request(
+    row: Fields, request_id: str, exclude_input: bool = True, traceparent: str | None = None
+) -> TextRequest:
     if "max_tokens" not in row:
         raise InvalidRequest("max_tokens", "is missing")
     given = _given_fields(row, _TEXT_REQUEST)
@@ -321,6 +320,7 @@ def _text_request(row: Fields, request_id: str, exclude_input: bool = True) -> T
         stop_words=tuple(filter(None, row.get("stop_words", ()))),
         bad_words=tuple(filter(None, row.get("bad_words", ()))),
         exclude_input_in_output=row.get("exclude_input_in_output", exclude_input),
+        traceparent=traceparent,
         **given,
     )
 
