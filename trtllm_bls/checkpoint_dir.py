@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trtllm_bls.errors import CheckpointError, TokenizerError
 
@@ -21,7 +22,6 @@ _BUNDLED = Path(__file__).resolve().parent / "bundled"
 REPOSITORY = (_BUNDLED / "models").resolve()
 DEMO = (_BUNDLED / "assets" / "demo").resolve()
 
-_T = TypeVar("_T")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")  # any of them is enough
@@ -94,32 +94,31 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def generation_eos(path: Path) -> tuple[int, ...]:
-    """The end ids that generation_config.json names: none, one or several.
-
-    Raises ``TokenizerError``, as the next one does, for a file that cannot be read.
-    """
-
-    def ids(config: dict[str, Any]) -> tuple[int, ...]:
+    """The end ids that generation_config.json names; raises ``TokenizerError``."""
+    with _readable(path, "generation_config.json") as config:
         named = config.get("eos_token_id")
         listed = [] if named is None else named if isinstance(named, list) else [named]
         return tuple(int(token_id) for token_id in listed)
 
-    return _from_json(path, "generation_config.json", ids)
-
 
 def config_vocab_size(path: Path) -> int:
-    """The model's own count of logits, where its configuration lies here too; else 0."""
+    """The model's own count of logits, where its configuration lies here too; else 0.
 
-    return _from_json(path, "config.json", _vocab_size)
+    Raises ``TokenizerError``.
+    """
+    with _readable(path, "config.json") as config:
+        return _vocab_size(config)
 
 
 def _vocab_size(config: dict[str, Any]) -> int:
     return int((config.get("text_config") or config).get("vocab_size") or 0)
 
 
-def _from_json(path: Path, name: str, read: Callable[[dict[str, Any]], _T]) -> _T:
+@contextmanager
+def _readable(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    """A JSON object; what it cannot be read or used for is a ``TokenizerError``."""
     try:
-        return read(_json(path / name))
+        yield _json(path / name)
     except (CheckpointError, OSError, ValueError, TypeError, AttributeError) as error:
         problem = f"{name} cannot be read ({one_line(error)})"
         raise TokenizerError(f"{path}: {problem}; mend or remove it") from error

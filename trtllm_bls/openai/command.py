@@ -17,7 +17,7 @@ from trtllm_bls.parameters import (
     FILE,
     BlsParameters,
     Parameters,
-    check_in,
+    check,
     parameters_in,
     share_of,
 )
@@ -165,7 +165,7 @@ def read_parameters(repository: Path | None, given: dict[str, str]) -> BlsParame
         except SettingsError as error:
             raise SettingsError(f"--model-repository: {error}") from error
     for key, value in given.items():
-        check_in(DECLARED, MODEL, key, value)
+        check(MODEL, key, value, DECLARED)
         is_path = DECLARED[key].kind in (DIRECTORY, FILE)
         values[key] = os.path.abspath(value) if is_path and value else value
     values["engine_transport"] = "grpc"

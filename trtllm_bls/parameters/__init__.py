@@ -176,17 +176,6 @@ def refusal(model: str, key: str, value: str, mend: str) -> SettingsError:
     return SettingsError(f"model {model}: parameter {key} = '{value}': {mend}")
 
 
-def check_in(known: Mapping[str, Parameter], model: str, key: str, value: str) -> None:
-    """Raises ``SettingsError`` if ``model`` has no parameter ``key`` or it cannot be ``value``.
-
-    What depends on the machine, such as whether a directory exists, is not checked.
-    """
-    if key in known:
-        known[key].parse(model, key, value)
-    elif key not in TRITON_KEYS:
-        raise SettingsError(f"{model} has no parameter {key}; {suggestion(key, known)}")
-
-
 def suggestion(key: str, known: Iterable[str]) -> str:
     """What to write instead of an unknown key: the most similar one, or all that there are."""
     spelled = {name.replace("_", "").lower(): name for name in known}
@@ -652,12 +641,17 @@ def parameters_of(model: str) -> dict[str, Parameter]:
     return parameters_in(_MODELS[model]) if model in _MODELS else {}
 
 
-def check(model: str, key: str, value: str) -> None:
+def check(model: str, key: str, value: str, known: Mapping[str, Parameter] | None = None) -> None:
     """Raises ``SettingsError`` if our ``model`` has no parameter ``key`` or it cannot be ``value``.
 
-    What depends on the machine, such as whether a directory exists, is not checked.
+    ``known`` are its parameters, where not all of them count. What depends on the machine, such as
+    whether a directory exists, is not checked.
     """
-    check_in(parameters_of(model), model, key, value)
+    known = parameters_of(model) if known is None else known
+    if key in known:
+        known[key].parse(model, key, value)
+    elif key not in TRITON_KEYS:
+        raise SettingsError(f"{model} has no parameter {key}; {suggestion(key, known)}")
 
 
 # --- reading a model's own, once, at load ---------------------------------------------------

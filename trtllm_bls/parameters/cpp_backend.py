@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters import TRITON_KEYS, EngineFacts, check_in, parameters_in, suggestion
+from trtllm_bls.parameters import TRITON_KEYS, EngineFacts, check, parameters_in, suggestion
 
 
 class Version(NamedTuple):
@@ -112,7 +112,7 @@ def check_backend(key: str, value: str, version: Version | None = None) -> None:
     orchestrator reads, are allowed too.
     """
     if key in _FACTS or key in TRITON_KEYS:
-        check_in(_FACTS, "tensorrt_llm", key, value)
+        check("tensorrt_llm", key, value, _FACTS)
         return
     known = KEYS if version is None else keys_of(version).values()
     rows = [row for row in known if row.name == key]

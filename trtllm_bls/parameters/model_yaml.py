@@ -11,6 +11,7 @@ import importlib
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,32 +50,27 @@ class ModelYaml:
 
     def load_processors(self) -> dict[str, Any]:
         """The processors, imported; a class is called once. Raises ``SettingsError``."""
-        return {name: _load(name, spec) for name, spec in self.processors.items()}
+        loaded = {}
+        for name, spec in self.processors.items():  # "module.path:attribute"
+            what = f"model.yaml: logits_post_processors.{name} = {spec!r}"
+            module, _, attributes = str(spec).partition(":")
+            if not (module and attributes):
+                raise SettingsError(f"{what}: write module.path:attribute")
+            try:
+                found = attrgetter(attributes)(importlib.import_module(module))
+                loaded[name] = found() if isinstance(found, type) else found
+                pickle.dumps(loaded[name])  # as workers get it with a request
+            except Exception as error:  # a module may raise anything when it is imported
+                raise SettingsError(f"{what}: cannot be loaded: {error}") from error
+            if not callable(loaded[name]):
+                raise SettingsError(f"{what}: is not callable; name a class or a function")
+        return loaded
 
 
 def _mapping(path: Path, name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value or {}, dict):
         raise SettingsError(f"{path.name}: {name} is {value!r:.80}; write a mapping")
     return dict(value or {})
-
-
-def _load(name: str, spec: Any) -> Any:
-    """What ``spec``, ``module.path:attribute``, names. Workers get it pickled with a request."""
-    what = f"model.yaml: logits_post_processors.{name} = {spec!r}"
-    module, _, attributes = str(spec).partition(":")
-    if not (module and attributes):
-        raise SettingsError(f"{what}: write module.path:attribute")
-    try:
-        found = importlib.import_module(module)
-        for attribute in attributes.split("."):
-            found = getattr(found, attribute)
-        processor: Any = found() if isinstance(found, type) else found
-        pickle.dumps(processor)
-    except Exception as error:  # a module may raise anything when it is imported
-        raise SettingsError(f"{what}: cannot be loaded: {error}") from error
-    if not callable(processor):
-        raise SettingsError(f"{what}: is not callable; name a class or a function")
-    return processor
 
 
 def gpus_of(gpu_device_ids: str, instance: int, instances: int) -> str:
