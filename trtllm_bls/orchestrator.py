@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.answer import Answer, TextRules
@@ -149,7 +149,7 @@ class Orchestrator:
 
     def refused(self, request_id: str, error: Exception) -> None:
         """A request was refused before it could be run: it counts as one that was."""
-        self._on_end(stats_of_refusal(request_id, error))
+        self._on_end(stats_of(request_id, error))
 
     async def run(
         self,
@@ -365,16 +365,10 @@ class _RequestRecord(RequestTimes):
     def stats(self, error: BaseException | None) -> RequestStats:
         """The figures of the request, which is over; ``error`` is what ended it, if one did."""
         request, tokens, endings = self._request, self.tokens, self._endings
-        outcome, reason = Outcome.SUCCESS, endings[0].finish_reason.value if endings else ""
-        if error is not None:
-            outcome, reason = outcome_of(error)
-        elif any(ending.finish_reason is FinishReason.TIMEOUT for ending in endings):
-            outcome, reason = Outcome.CANCELLED, CancelCause.DEADLINE.value
-        stats = RequestStats(
-            request_id=request.request_id,
-            outcome=outcome,
-            reason=reason,
-            error=str(error)[:MOST_CHARACTERS] if isinstance(error, Exception) else None,
+        stats = stats_of(
+            request.request_id,
+            error,
+            endings[0].finish_reason.value if endings else "",
             prompt_tokens=len(self.asked.input_ids) if self.asked is not None else 0,
             completion_tokens=tokens,
             sequences=request.num_return_sequences,
@@ -384,6 +378,8 @@ class _RequestRecord(RequestTimes):
             api=request.api,
             prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
         )
+        if error is None and any(each.finish_reason is FinishReason.TIMEOUT for each in endings):
+            stats.outcome, stats.reason = Outcome.CANCELLED, CancelCause.DEADLINE.value
         streamed = request.stream and tokens > 0
         self.add_to(stats, streamed)
         gaps = tokens / request.num_return_sequences - 1
@@ -434,13 +430,22 @@ def _with_seed(request: TextRequest) -> TextRequest:
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
 
 
-def stats_of_refusal(request_id: str, error: Exception) -> RequestStats:
-    """The figures of a request that ended before it could be read."""
-    (outcome, reason), text = outcome_of(error), str(error)[:MOST_CHARACTERS]
-    return RequestStats(request_id=request_id, outcome=outcome, reason=reason, error=text)
+def stats_of(
+    request_id: str, error: BaseException | None, reason: str = "", **figures: Any
+) -> RequestStats:
+    """The figures of a request that is over. ``error``: what ended it, if one did; otherwise it
+    ended for ``reason``."""
+    outcome, told = Outcome.SUCCESS, None
+    if error is not None:
+        outcome, reason = _outcome_of(error)
+    if isinstance(error, Exception):
+        told = str(error)[:MOST_CHARACTERS]
+    return RequestStats(
+        request_id=request_id, outcome=outcome, reason=reason, error=told, **figures
+    )
 
 
-def outcome_of(error: BaseException) -> tuple[Outcome, str]:
+def _outcome_of(error: BaseException) -> tuple[Outcome, str]:
     """The outcome of a request that ``error`` ended, and the reason that ``Outcome`` describes."""
     if isinstance(error, asyncio.CancelledError):
         causes = {cause.value: cause for cause in CancelCause}

@@ -14,7 +14,7 @@ from tests.helpers.waiting import until
 from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.contract import LLMAPI
 from trtllm_bls.errors import EngineError
-from trtllm_bls.orchestrator import stats_of_refusal
+from trtllm_bls.orchestrator import stats_of
 from trtllm_bls.services.request_reports import SPECULATION, RequestMetrics
 from trtllm_bls.types import EngineChunk, EngineRequest, SpeculationStats
 from trtllm_bls.wire.engine_client import ResponseReader
@@ -150,7 +150,7 @@ def test_what_an_engine_drafts_by_itself_is_told_once(engine: str) -> None:
 def test_what_an_engine_drafts_by_itself_is_counted() -> None:
     """A request without rounds of ours has no router that counts them."""
     metrics = RequestMetrics()
-    stats = stats_of_refusal("r", EngineError("x"))
+    stats = stats_of("r", EngineError("x"))
     metrics.add(replace(stats, speculation=SpeculationStats(drafted=8, accepted=5)))
     metrics.add(replace(stats, speculation=SpeculationStats(drafted=8, accepted=5, rounds=2)))
     assert metrics.numbers[SPECULATION["drafted"], ()] == 8

@@ -20,7 +20,8 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
-from trtllm_bls.orchestrator import Defaults, Orchestrator, stats_of_refusal
+from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.orchestrator import stats_of as stats_of_error
 from trtllm_bls.types import Outcome, RequestStats, SpeculationRequest, TextRequest
 
 TEXT = "one two three four"
@@ -138,7 +139,7 @@ def test_what_the_orchestrator_refuses_counts_too() -> None:
 def test_reasons_are_fields_without_places_in_lists() -> None:
     """A caller chooses the place, and each reason is a series of the metrics for ever."""
     error = InvalidRequest("messages[7].content[0]", "is no text")
-    stats = stats_of_refusal("r", error)
+    stats = stats_of_error("r", error)
     assert (stats.outcome, stats.reason) == (Outcome.REFUSED, "messages")
     assert stats.error == "messages[7].content[0]: is no text"
 

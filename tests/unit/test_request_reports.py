@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.fake_metrics import Registry
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import printable
-from trtllm_bls.orchestrator import stats_of_refusal
+from trtllm_bls.orchestrator import stats_of
 from trtllm_bls.services.request_reports import (
     API_REQUESTS,
     DURATION,
@@ -54,7 +54,7 @@ GOOD = RequestStats(
     traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     prompt="Tell me",
 )
-BAD = stats_of_refusal("x-2", ValueError("no"))
+BAD = stats_of("x-2", ValueError("no"))
 MODEL = "tensorrt_llm_bls"
 
 

@@ -34,7 +34,7 @@ from trtllm_bls.orchestrator import (
     Orchestrator,
     RequestTimes,
     has_expired,
-    outcome_of,
+    stats_of,
     timeout,
 )
 from trtllm_bls.parameters import BlsParameters, Parameters
@@ -46,8 +46,6 @@ from trtllm_bls.types import (
     Array,
     ChatOptions,
     FinishReason,
-    Outcome,
-    RequestStats,
     Sampling,
     TextChunk,
     TextRequest,
@@ -100,7 +98,7 @@ class Steps(AsyncIterator[Step]):
         self._arrived: asyncio.Queue[TextChunk | None] = asyncio.Queue()  # None: the end
         self._caller = _REQUEST.get()
         if self._caller is not None:
-            self._caller.steps.add(self)
+            self._caller.streams.add(self)
         self._task: asyncio.Task[None] | None = asyncio.create_task(orchestrator.run(request, self))
         self._task.add_done_callback(lambda _: self._arrived.put_nowait(None))
 
@@ -139,7 +137,7 @@ class Steps(AsyncIterator[Step]):
         assert self._task is not None
         task, self._task = self._task, None
         if self._caller is not None:
-            self._caller.steps.discard(self)
+            self._caller.streams.discard(self)
         return task
 
     async def __aenter__(self) -> Steps:
@@ -287,8 +285,7 @@ class Request:
         self.tokens = self.prompt_tokens = 0
         self.finish_reason = "stop"
         # What ``close`` ends, unless it has ended.
-        self.steps: set[Steps] = set()
-        self._streams: set[ModelStream] = set()
+        self.streams: set[Steps | ModelStream] = set()
         self._calls: set[asyncio.Future[dict[str, Array]]] = set()
 
     def __getitem__(self, name: str) -> Array:
@@ -333,14 +330,12 @@ class Request:
         ``aclose`` ends the model's work, as the end of the request does.
         """
         stream = self._other_models.stream(model, inputs, outputs, self.id)
-        self._streams.add(stream)
+        self.streams.add(stream)
         return stream
 
     async def close(self) -> None:
         """End what the request has begun and not ended."""
-        for steps in self.steps.copy():
-            await steps.aclose()
-        for stream in self._streams:
+        for stream in self.streams.copy():
             await stream.aclose()
         for call in self._calls:  # of tasks that ``answer`` has left behind
             call.cancel()
@@ -440,14 +435,10 @@ class StreamingModel(ServedModel):
         finally:
             await request.close()
             self.deployment.open.discard(response)
-            outcome, reason = Outcome.SUCCESS, request.finish_reason
-            if error is not None:
-                outcome, reason = outcome_of(error)
-            stats = RequestStats(
-                request_id=request.id,
-                outcome=outcome,
-                reason=reason,
-                error=str(error) if isinstance(error, Exception) else None,
+            stats = stats_of(
+                request.id,
+                error,
+                request.finish_reason,
                 prompt_tokens=request.prompt_tokens,
                 completion_tokens=request.tokens,
                 traceparent=request.traceparent,
