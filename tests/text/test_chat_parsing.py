@@ -315,6 +315,17 @@ def test_a_call_of_gemma_that_breaks_off_keeps_what_there_is(wrong: str) -> None
     assert events[0] == ToolCall(0, "id0", "f") and isinstance(events[1], Arguments)
 
 
+def test_what_follows_a_call_that_breaks_off_is_content() -> None:
+    """All of it, from the character on that cannot belong to the call; perhaps the next call."""
+    broken = '<tool_call>{"name": "f", '
+    assert joined(parse(f"{broken}so it is", [], "hermes")) == [
+        ToolCall(0, "id0", "f"),
+        Content("so it is"),
+    ]
+    events = joined(parse(f"{broken}<tool_call>{CALL}", [], "hermes"))
+    assert events[1:] == [ToolCall(1, "id1", "weather"), Arguments(1, ARGS)]
+
+
 def test_ids_are_what_the_templates_take() -> None:
     """Mistral's refuse ids that have not nine characters; Kimi's are the model's own."""
     call = ChatParser(TOOL_FORMATS["mistral"]).feed(f"[TOOL_CALLS][{CALL}]")[0]

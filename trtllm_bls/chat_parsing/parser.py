@@ -11,10 +11,9 @@ import json
 import secrets
 import sys
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, TypeAlias
 
 import regex
@@ -96,7 +95,8 @@ class ChatParser:
         self._most_calls = sys.maxsize if most_calls is None else most_calls
         self._new_id = new_id
         self._num_calls = 0
-        self._call: Reader | None = None
+        self._call: Call | None = None
+        self._reading: _Reading | None = None  # of the call
         self._buffer = ""  # not looked at yet
         self._blank = ""  # white space that is text only if more text follows
         self._held = ""  # text from a marker on, which is content if no call follows
@@ -216,22 +216,29 @@ class ChatParser:
             self._step = ChatParser._reason if thinks else ChatParser._read_content
             self._held, self._strips = "", True
         else:
-            self._call = _READERS[tools.written](tools, name, groups.get("id"), self._schemas)
+            # Arguments in Python are looked at as a whole first: they may be an answer's prose.
+            begun = name is not None and tools.written != "python"
+            self._call = Call(tools, name, groups.get("id"), self._schemas, begun)
+            self._reading = _READERS[tools.written](self._call)
             self._step = ChatParser._read_call
             self._tell(self._call)
 
     def _read_call(self) -> bool:
-        call = self._call
-        assert call is not None
-        used = call.feed(self._buffer)
-        self._hold(used)
+        call, reading, over = self._call, self._reading, False
+        assert call is not None and reading is not None
+        call.text = self._buffer
+        try:
+            next(reading)
+        except (StopIteration, *_NO_CALL):
+            over = True
+        self._hold(len(self._buffer) - len(call.text))
         self._tell(call)
-        if call.broken and not call.begun:
+        if over and not call.begun:
             self._give_up()
-        elif call.done or call.broken:
+        elif over:
             self._call, self._held = None, ""
             self._drops, self._step = True, ChatParser._between
-        return used > 0 or self._step != ChatParser._read_call
+        return over
 
     # --- helpers ------------------------------------------------------------------------------
 
@@ -274,7 +281,7 @@ class ChatParser:
             self._kinds.add(kind)
             self._events.append(kind(separator + solid))
 
-    def _tell(self, call: Reader) -> None:
+    def _tell(self, call: Call) -> None:
         """Add the events of what is certain of the call."""
         if call.begun and call.index is None:
             call.index = self._num_calls
@@ -293,242 +300,177 @@ class ChatParser:
         return [event for event in events if getattr(event, "index", 0) < self._most_calls]
 
 
-# --- readers of one call while the model writes it: JSON, XML tags, Python, Gemma's notation ------
+# --- one call while the model writes it: JSON, XML tags, Python, Gemma's notation ---------------
 
-# Generators that get one character by each ``send``.
-_Reading: TypeAlias = Generator[None, str, None]
-_ReadingText: TypeAlias = Generator[None, str, str]
+# What readers raise for a text that is no call, or only the beginning of one.
+_NO_CALL = (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError)
+# Generators that stop where they need more text of the call.
+_Reading: TypeAlias = Generator[None, None, None]
+_ReadingText: TypeAlias = Generator[None, None, str]
+_ReadingMatch: TypeAlias = Generator[None, None, Any]
 
 
-class Reader(ABC):
-    """Reads one call, from its arguments on; from its name on if ``name`` is ``None``.
+@dataclass
+class Call:
+    """A call, from its arguments on; from its name on if ``name`` is ``None``.
 
-    ``begun``: this is a call, and its name is known. ``given``: JSON of its arguments that nobody
-    has taken yet. ``done``: the call is complete. ``broken``: the text is no call, or only the
-    beginning of one. ``index``: its place in the answer, from when it is told on. ``schemas``: by
-    name, the parameters of the tools that may be called; ``None``: they are not known.
+    ``schemas``: by name, the parameters of the tools that may be called; ``None``: they are not
+    known. ``begun``: this is a call, and its name is known. ``text``: what is not read yet.
+    ``given``: JSON of the arguments that nobody has taken yet. ``index``: the call's place in the
+    answer, once it is told.
     """
 
-    _known_by_name = True  # what follows the name of a call is its arguments, whatever it is
+    tools: ToolFormat
+    name: str | None
+    id: str | None
+    schemas: Mapping[str, Any] | None
+    begun: bool
+    text: str = ""
+    given: str = ""
+    index: int | None = None
 
-    def __init__(
-        self,
-        tools: ToolFormat,
-        name: str | None,
-        call_id: str | None,
-        schemas: Mapping[str, Any] | None,
-    ) -> None:
-        self._tools, self._schemas = tools, schemas
-        self.name, self.id = name, call_id
-        self.begun = name is not None and self._known_by_name
-        self.done = self.broken = False
-        self.given = ""
-        self.index: int | None = None
+    def match(self, pattern: str) -> _ReadingMatch:
+        """Read what matches the pattern, behind white space; ``None`` if nothing does."""
+        while True:
+            self.text = self.text.lstrip()
+            found = _compiled(pattern).match(self.text, partial=True)
+            if found is None or not found.partial:
+                self.text = self.text[found.end() if found else 0 :]
+                return found
+            yield
 
-    @abstractmethod
-    def feed(self, text: str) -> int:
-        """Read more text; returns how many of its characters belong to the call."""
+    def until(self, pattern: str, take: Callable[[str], object]) -> _ReadingMatch:
+        """Read up to the pattern's match, which is returned; ``take`` gets the text before it."""
+        while True:
+            end = _compiled(pattern).search(self.text, partial=True)
+            take(self.text[: end.start()])
+            self.text = self.text[end.start() if end.partial else end.end() :]
+            if not end.partial:
+                return end
+            yield
 
+    def span(self, quotes: str = '"', depth: int = 0, passes: bool = False) -> _ReadingText:
+        """Read an object, list or string of JSON or Python, and return it.
 
-class CharReader(Reader):
-    """A reader that looks at each character once, as a generator."""
+        ``depth``: brackets that are open already. ``passes``: it is part of the arguments.
+        """
+        found, quote, escaped = "", "", False
+        while True:
+            used = 0
+            for used, char in enumerate(self.text, 1):  # noqa: B007
+                if quote:
+                    if escaped or char == "\\":
+                        escaped = not escaped
+                    elif char == quote:
+                        quote = ""
+                elif char in quotes:
+                    quote = char
+                elif char in "([{":
+                    depth += 1
+                elif char in ")]}":
+                    depth -= 1
+                if not quote and depth == 0:
+                    break
+            part, self.text = self.text[:used], self.text[used:]
+            found += part
+            self.given += part if passes else ""
+            if part and not quote and depth == 0:
+                return found
+            yield
 
-    @cached_property
-    def _reading(self) -> _Reading:
-        reading = self._read()
-        next(reading)
-        return reading
-
-    def feed(self, text: str) -> int:
-        used = 0
-        for used, char in enumerate(text, 1):  # noqa: B007
-            try:
-                self._reading.send(char)
-            except StopIteration:
-                self.done = True
-                break
-            except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
-                self.broken = True
-                break
-        return used
-
-    @abstractmethod
-    def _read(self) -> _Reading:
-        """Read the call. Raises ``ValueError``, or what parsers raise, where it is none."""
-
-
-class _Span:
-    """Finds the end of an object, list or string of JSON or Python, character by character.
-
-    ``depth``: brackets that are open before the first character.
-    """
-
-    def __init__(self, quotes: str = '"', depth: int = 0) -> None:
-        self._quotes, self._depth = quotes, depth
-        self._quote = ""
-        self._escaped = False
-
-    def feed(self, char: str) -> bool:
-        """Whether this character is the last one."""
-        if self._quote:
-            if self._escaped or char == "\\":
-                self._escaped = not self._escaped
-            elif char == self._quote:
-                self._quote = ""
-                return self._depth == 0
-        elif char in self._quotes:
-            self._quote = char
-        elif char in "([{":
-            self._depth += 1
-        elif char in ")]}":
-            self._depth -= 1
-            return self._depth == 0
-        return False
+    def give_text(self, text: str) -> None:
+        """Add to a string of the arguments."""
+        self.given += _dumped(text)[1:-1]
 
 
-_ARGUMENTS, _OTHER_KEYS = ("arguments", "parameters"), ("name", "type", "id")
-
-
-class JsonCall(CharReader):
-    """Reads ``{"name": …, "arguments": {…}}``; if ``name`` is given, the arguments alone.
+def _read_json(call: Call) -> _Reading:
+    """Read ``{"name": …, "arguments": {…}}``; if the name is known, the arguments alone.
 
     Where a call has no marker, an object with other keys, or without arguments, is no call.
     """
-
-    def _read(self) -> _Reading:
-        char = yield
-        if self.name is not None:
-            yield from self._value(char, passes=True)
-            return
-        strict, has_arguments, after = self._tools.bare == "{", False, ","
-        while after == ",":
-            char = yield from _next_solid()
-            if char == "}":
-                break
-            if char != '"':
-                raise ValueError("no key")
-            key = json.loads((yield from self._value(char)))
-            holds_arguments = key in _ARGUMENTS
-            if has_arguments if holds_arguments else strict and key not in _OTHER_KEYS:
-                raise ValueError(key)
-            if (yield from _next_solid()) != ":":
-                raise ValueError("no colon")
-            char, after = (yield from _next_solid()), ""
-            if holds_arguments:
-                has_arguments, self.begun = True, self.name is not None
-            passes = holds_arguments and char in "{["
-            if char in '{["':
-                text = yield from self._value(char, passes)
-            else:
-                text = char
-                while (after := (yield)) not in ",}":
-                    text += after
-            if key == "name":
-                name = json.loads(text)
-                if not isinstance(name, str) or not name or self.name is not None:
-                    raise ValueError("no name")
-                self.name, self.begun = name, has_arguments or not strict
-            elif holds_arguments and not passes:
-                # Arguments that are no object: some models write their JSON as a string.
-                value = json.loads(text)
-                found = value if isinstance(value, str) else text.strip()
-                self.given += found if value is not None and found.strip() else "{}"
-            after = after or (yield from _next_solid())
-        if not self.begun or after not in ",}":
-            raise ValueError("no call")
-        if not has_arguments:
-            self.given = "{}"
-
-    def _value(self, char: str, passes: bool = False) -> _ReadingText:
-        """Read an object, list or string that begins with ``char``; ``passes``: into arguments."""
-        span, text = _Span(), ""
-        while True:
-            text += char
-            if passes:
-                self.given += char
-            if span.feed(char):
-                return text
-            char = yield
+    if call.name is not None:
+        yield from call.span(passes=True)
+        return
+    yield from call.match(r"\{")
+    strict, has_arguments, after = call.tools.bare == "{", False, ","
+    while after == ",":
+        if (yield from call.match(r'(?=[}"])')) is None:
+            raise ValueError("no key")
+        if call.text[0] == "}":
+            after, call.text = "}", call.text[1:]
+            break
+        key = json.loads((yield from call.span()))
+        holds_arguments = key in ("arguments", "parameters")
+        if has_arguments if holds_arguments else strict and key not in ("name", "type", "id"):
+            raise ValueError(key)
+        if (yield from call.match(":")) is None or (yield from call.match(r"(?=\S)")) is None:
+            raise ValueError("no value")
+        if holds_arguments:
+            has_arguments, call.begun = True, call.name is not None
+        passes, is_bare = holds_arguments and call.text[0] in "{[", call.text[0] not in '{["'
+        if is_bare:
+            parts: list[str] = []
+            after = (yield from call.until("[,}]", parts.append))[0]
+            text = "".join(parts)
+        else:
+            text = yield from call.span(passes=passes)
+        if key == "name":
+            name = json.loads(text)
+            if not isinstance(name, str) or not name or call.name is not None:
+                raise ValueError("no name")
+            call.name, call.begun = name, has_arguments or not strict
+        elif holds_arguments and not passes:
+            # Arguments that are no object: some models write their JSON as a string.
+            value = json.loads(text)
+            found = value if isinstance(value, str) else text.strip()
+            call.given += found if value is not None and found.strip() else "{}"
+        if not is_bare:
+            after = (yield from call.match(r"\S"))[0]
+    if not call.begun or after not in ",}":
+        raise ValueError("no call")
+    if not has_arguments:
+        call.given = "{}"
 
 
-def _next_solid() -> _ReadingText:
-    """The next character that is not white space."""
-    while (char := (yield)).isspace():
-        pass
-    return char
+def _read_xml(call: Call) -> _Reading:
+    """Read arguments in tags, for example ``<parameter=key>value</parameter>``, and the end.
 
-
-class XmlCall(Reader):
-    """Reads arguments in tags, for example ``<parameter=key>value</parameter>``, and the end.
-
-    The schemas tell strings from other values; a string is passed on while it is written, another
+    The schemas tell strings from other values; a string is given while it is written, another
     value once it is whole.
     """
-
-    _before = "{"  # what precedes the next key
-    _kinds: Collection[str] | None = None  # JSON types of the value being read; none at a key
-    _value = ""  # that value so far, unless it streams
-
-    def feed(self, text: str) -> int:
-        left = text
-        while left and not self.done:
-            if self._kinds is None:
-                key_or_end = rf"\s*(?:{self._tools.key}|{self._tools.end})"
-                found = _compiled(key_or_end).match(left, partial=True)
-                if found is not None and found.partial:
-                    break
-                if found is None or found["key"] is None:  # also where the model forgot the end
-                    self.given += "{}" if self._before == "{" else "}"
-                    self.done = True
-                else:
-                    schema = _mapping(_mapping(self._schemas).get(str(self.name)))
-                    value = _mapping(schema.get("properties")).get(found["key"])
-                    is_string = found.groupdict().get("string")
-                    told = {"true": {"string"}, "false": {"number"}}.get(is_string)
-                    self._kinds, self._value = told or _kinds(value), ""
-                    self.given += f"{self._before}{_dumped(found['key'])}: "
-                    self.given += '"' * _streams(self._kinds)
-                    self._before = ", "
-                left = left[found.end() if found else 0 :]
-            else:
-                end = _compiled(self._tools.value_end).search(left, partial=True)
-                self._value += left[: end.start()]
-                left = left[end.start() if end.partial else end.end() :]
-                if _streams(self._kinds):
-                    self.given += _dumped(self._value)[1:-1] + '"' * (not end.partial)
-                    self._value = ""
-                elif not end.partial:
-                    self.given += _json_of(self._value, self._kinds)
-                if end.partial:
-                    break
-                self._kinds = None
-        return len(text) - len(left)
+    tools, before = call.tools, "{"
+    properties = _mapping(_mapping(call.schemas).get(str(call.name))).get("properties")
+    while found := (yield from call.match(f"{tools.key}|{tools.end}")):
+        if found["key"] is None:
+            break
+        told = {"true": {"string"}, "false": {"number"}}.get(found.groupdict().get("string"))
+        kinds = told or _kinds(_mapping(properties).get(found["key"]))
+        call.given += f"{before}{_dumped(found['key'])}: "
+        before = ", "
+        if "string" in kinds and "null" not in kinds:
+            call.given += '"'
+            yield from call.until(tools.value_end, call.give_text)
+            call.given += '"'
+        else:
+            parts: list[str] = []
+            yield from call.until(tools.value_end, parts.append)
+            call.given += _json_of("".join(parts), kinds)
+    # Here also where the model forgot the end.
+    call.given += "{}" if before == "{" else "}"
 
 
-def _streams(kinds: Collection[str]) -> bool:
-    """Whether a value of these types is a string, whatever it looks like."""
-    return "string" in kinds and "null" not in kinds
-
-
-class PythonCall(CharReader):
-    """Reads ``key=value, …)`` with Python's literals; it is given once it is complete."""
-
-    _known_by_name = False
-
-    def _read(self) -> _Reading:
-        name, text = str(self.name), ""
-        if self._schemas is not None and name not in self._schemas:
-            raise ValueError("no tool")
-        span = _Span("\"'", depth=1)
-        while not span.feed(char := (yield)):
-            text += char
-        with warnings.catch_warnings():  # about escapes that Python does not know
-            warnings.simplefilter("ignore")
-            call = ast.parse(f"f({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
-            raise ValueError("arguments without names")
-        values = {k.arg: ast.literal_eval(_JsonNames().visit(k.value)) for k in call.keywords}
-        self.given, self.begun = _dumped(values), True
+def _read_python(call: Call) -> _Reading:
+    """Read ``key=value, …)`` with Python's literals; it is given once it is complete."""
+    if call.schemas is not None and call.name not in call.schemas:
+        raise ValueError("no tool")
+    text = yield from call.span("\"'", depth=1)
+    with warnings.catch_warnings():  # about escapes that Python does not know
+        warnings.simplefilter("ignore")
+        made = ast.parse(f"f({text}", mode="eval").body
+    if not isinstance(made, ast.Call) or made.args or any(k.arg is None for k in made.keywords):
+        raise ValueError("arguments without names")
+    values = {k.arg: ast.literal_eval(_JsonNames().visit(k.value)) for k in made.keywords}
+    call.given, call.begun = _dumped(values), True
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -538,65 +480,45 @@ class _JsonNames(ast.NodeTransformer):
         return ast.Constant({"true": True, "false": False, "null": None}[node.id])
 
 
-_QUOTE = '<|"|>'
-_CLOSING = {"{": "}", "[": "]"}
-
-
-class GemmaCall(CharReader):
-    """Reads ``{key:<|"|>text<|"|>,key:[1,true]}``: keys bare, texts between quotes of their own."""
-
-    _opened = ""  # brackets
-    _word = ""  # what stands bare since the last bracket, comma or colon
-    _comma = ""  # what comes before the next key or item
-    _is_key = False
-
-    def _read(self) -> _Reading:
-        while True:
-            char = yield
-            if char == "<" and not self._word.strip():
-                yield from self._text()
-            elif char in "{[":
-                self._give(char)
-                self._opened, self._is_key = self._opened + char, char == "{"
-            elif char in ",]}" or (char == ":" and self._is_key):
-                self._end_word(char)
-                if not self._opened:
-                    return
-            else:
-                self._word += char
-
-    def _text(self) -> _Reading:
-        """Read a text, from behind its first character on, and the quote that ends it."""
-        for expected in _QUOTE[1:]:
-            if (yield) != expected:
-                raise ValueError("no quote")
-        self._give('"')
-        seen = ""
-        while seen != _QUOTE:
-            seen += yield
-            while not _QUOTE.startswith(seen):
-                self.given += _dumped(seen[0])[1:-1]
-                seen = seen[1:]
-        self.given += '"'
-
-    def _end_word(self, char: str) -> None:
-        """Give a bare key or value, of which there is none after a text, and what ends it."""
-        if word := self._word.strip():
-            self._give(_dumped(word) if char == ":" else _json_of(word, {"number"}))
-        self._word, self._is_key = "", char == "," and self._opened[-1] == "{"
-        if char == ",":
-            self._comma = ", "
-        elif char == ":":
-            self.given += ": "
-        elif char != _CLOSING[self._opened[-1]]:
+def _read_gemma(call: Call) -> _Reading:
+    """Read ``{key:<|"|>text<|"|>,key:[1,true]}``: keys bare, texts between quotes of their own."""
+    quote, closing = r'<\|"\|>', {"{": "}", "[": "]"}
+    opened, comma, is_key = "", "", False  # brackets; what comes before the next key or item
+    while True:
+        begins = yield from call.match(rf"{quote}|(?=[^<])")
+        if begins is None:
+            raise ValueError("no quote")
+        if begins[0]:
+            call.given, comma = f'{call.given}{comma}"', ""
+            yield from call.until(quote, call.give_text)
+            call.given += '"'
+            continue
+        parts: list[str] = []
+        mark = (yield from call.until(r"[][{},:]" if is_key else r"[][{},]", parts.append))[0]
+        if word := "".join(parts).strip():
+            shown = _dumped(word) if mark == ":" else _json_of(word, {"number"})
+            call.given, comma = call.given + comma + shown, ""
+        is_key = mark == "{" or (mark == "," and opened[-1] == "{")
+        if mark in "{[":
+            call.given, comma, opened = call.given + comma + mark, "", opened + mark
+        elif mark == ",":
+            comma = ", "
+        elif mark == ":":
+            call.given += ": "
+        elif mark != closing[opened[-1]]:
             raise ValueError("another bracket is open")
         else:
-            self.given += char
-            self._opened, self._comma = self._opened[:-1], ""
+            call.given, comma, opened = call.given + mark, "", opened[:-1]
+            if not opened:
+                return
 
-    def _give(self, text: str) -> None:
-        self.given += self._comma + text
-        self._comma = ""
+
+_READERS: dict[str, Callable[[Call], _Reading]] = {
+    "json": _read_json,
+    "xml": _read_xml,
+    "python": _read_python,
+    "gemma": _read_gemma,
+}
 
 
 def _json_of(text: str, kinds: Collection[str]) -> str:
@@ -629,11 +551,3 @@ def _kinds(schema: object) -> set[str]:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-_READERS: dict[str, type[Reader]] = {
-    "json": JsonCall,
-    "xml": XmlCall,
-    "python": PythonCall,
-    "gemma": GemmaCall,
-}
