@@ -154,10 +154,10 @@ class RequestLimits:
     max_guide_depth: int = 100
     max_guide_nodes: int = 50_000
 
-    def check(self, limit: str, field: str, value: float, unit: str) -> None:
+    def check(self, limit: str, field: str, value: float | None, unit: str) -> None:
         """Raises ``InvalidRequest`` if ``value`` is above the field ``limit`` of this class."""
         most = getattr(self, limit)
-        if most is not None and value > most:
+        if most is not None and value is not None and value > most:
             raise _limited(field, f"{value:.15g} {unit}; at most {most:.15g} are allowed", limit)
 
     def check_guide(self, extras: Mapping[str, Any]) -> None:

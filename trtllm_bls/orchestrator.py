@@ -234,13 +234,11 @@ class Orchestrator:
             raise Unsupported("beam_width", problem)
         limits = self._defaults.limits
         for name, text in (("text_input", request.text), ("messages", request.messages)):
-            if text:
-                # It has at least as many bytes.
-                limits.check("max_prompt_bytes", name, len(text), "bytes")
-        if request.max_tokens is not None and not request.fits_max_tokens:
+            # It has at least as many bytes as characters.
+            limits.check("max_prompt_bytes", name, len(text or ""), "bytes")
+        if not request.fits_max_tokens:
             limits.check("max_output_tokens", "max_tokens", request.max_tokens, "tokens")
-        if request.timeout_s is not None:
-            limits.check("max_timeout_seconds", "timeout_ms", request.timeout_s, "s")
+        limits.check("max_timeout_seconds", "timeout_ms", request.timeout_s, "s")
         limits.check_guide(request.extras)
 
     async def _prepared(self, request: TextRequest) -> tuple[EngineRequest, Answer]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,15 +43,15 @@ class Prompt(NamedTuple):
     stop_sequences: tuple[TokenIds, ...]
 
 
+@dataclass(frozen=True)
 class PromptMaker:
     """Tokenises requests; ``add_special_tokens`` applies where a request does not say.
 
     Safe to share between threads.
     """
 
-    def __init__(self, tokenizer: Tokenizer, add_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._add_special_tokens = add_special_tokens
+    tokenizer: Tokenizer
+    add_special_tokens: bool
 
     def is_long(self, request: TextRequest) -> bool:
         """Whether ``make`` takes so long that it should run on a thread, not on an event loop."""
@@ -60,13 +60,9 @@ class PromptMaker:
         if number * _WORD >= _LONG:
             return True
         words = (*request.stop_words, *request.bad_words, *(word for word, _ in biased))
-        prompt = request.text or request.messages or ""
-        tools = request.chat.tools or ""
-        prediction = request.prediction or ""
-        return (
-            len(prompt) + len(tools) + len(prediction) + number * _WORD + sum(map(len, words))
-            >= _LONG
-        )
+        others = (request.text, request.messages, request.chat.tools, request.prediction)
+        characters = sum(map(len, words)) + sum([len(text) for text in others if text])
+        return number * _WORD + characters >= _LONG
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
         """Tokenise, as a batch, requests that ``make`` will soon be called for; on any thread."""
@@ -74,7 +70,7 @@ class PromptMaker:
         for adds in (True, False):
             found = [request for request in short if self._adds_special(request) is adds]
             texts = [request.text or "" for request in found]
-            for request, ids in zip(found, self._tokenizer.encode_all(texts, adds), strict=True):
+            for request, ids in zip(found, self.tokenizer.encode_all(texts, adds), strict=True):
                 request.text_ids = ids
 
     def make(
@@ -88,7 +84,7 @@ class PromptMaker:
         A prompt of more than ``max_prompt_tokens`` is refused. ``give_way`` is called after each
         word, so that other threads get the interpreter's lock.
         """
-        tokenizer, min_tokens = self._tokenizer, request.sampling.min_tokens
+        tokenizer, min_tokens = self.tokenizer, request.sampling.min_tokens
 
         def each(words: Iterable[_W]) -> Iterator[_W]:
             for word in words:
@@ -160,7 +156,7 @@ class PromptMaker:
 
     def _adds_special(self, request: TextRequest) -> bool:
         asked = request.add_special_tokens
-        return self._add_special_tokens if asked is None else asked
+        return self.add_special_tokens if asked is None else asked
 
     def _ids(self, request: TextRequest, most: int | None) -> PromptIds:
         given, messages = request.prompt_ids, request.messages
@@ -174,7 +170,7 @@ class PromptMaker:
             text = request.text or ""
             if messages is not None:
                 field, tools = "messages", request.chat.tools
-                text = self._tokenizer.render_chat(
+                text = self.tokenizer.render_chat(
                     _parsed(field, messages, '[{"role": "user", "content": "..."}]'),
                     request.chat,
                     None if tools is None else _parsed("tools", tools, "a list of functions"),
@@ -182,9 +178,9 @@ class PromptMaker:
             if not text:
                 raise InvalidRequest(field, "is empty; send at least one character")
             if messages is not None:
-                ids = self._tokenizer.encode_chat(text)
+                ids = self.tokenizer.encode_chat(text)
             else:
-                ids = request.text_ids or self._tokenizer.encode(
+                ids = request.text_ids or self.tokenizer.encode(
                     text, self._adds_special(request), field
                 )
         if not ids:
@@ -192,7 +188,7 @@ class PromptMaker:
         if most is not None and len(ids) > most:
             takes = f"the model takes at most {most} so that one new token fits"
             raise PromptTooLong(field, f"{len(ids)} tokens; {takes}")
-        size = self._tokenizer.model_vocab_size
+        size = self.tokenizer.model_vocab_size
         wrong = next((token for token in given or () if not 0 <= token < size), None)
         if wrong is not None:
             raise InvalidRequest(field, f"{wrong} is not a token id; they are 0 to {size - 1}")

@@ -32,21 +32,22 @@ log = logging.getLogger(__name__)
 
 
 class Serving(Protocol):
-    """The server of requests: ``RequestServer``. Any thread may read its properties."""
+    """The server of requests: ``RequestServer``. Any thread may read its properties.
+
+    ``running``: the ids of requests that have not ended. ``responses``: how many have been made so
+    far, errors left out. ``end_all`` ends every request with an error.
+    """
 
     refusal: TrtllmBlsError | None
     loop: asyncio.AbstractEventLoop  # runs its requests
 
     @property
-    def running(self) -> list[str]:
-        """The ids of requests that have not ended."""
+    def running(self) -> list[str]: ...
 
     @property
-    def responses(self) -> int:
-        """How many responses have been made so far, errors left out."""
+    def responses(self) -> int: ...
 
-    async def end_all(self) -> None:
-        """End every request with an error."""
+    async def end_all(self) -> None: ...
 
 
 class Lifecycle:
