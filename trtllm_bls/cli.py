@@ -16,7 +16,7 @@ _COMMANDS = {
     "chat": "trtllm_bls.commands.chat:main",
     "configure": "trtllm_bls.configure.command:command",
     "conformance": "trtllm_bls.doctor:conformance",
-    "demo": "trtllm_bls.launcher.demo:command",
+    "demo": "trtllm_bls.launcher.serve:demo",
     "doctor": "trtllm_bls.doctor:command",
     "drain": "trtllm_bls.commands.drain:command",
     "dynamo": "trtllm_bls.openai.dynamo:command",

@@ -106,11 +106,13 @@ def watch(
         probe=lambda: Probe(url, "canary", local=True),
         status_dir=status,
         metrics_url=metrics_url,
+        settings=SimpleNamespace(stall_timeout=stall_s),
+        fail=failed.append,
         **{"process": me, "stop_requested": False, "unloaded": set()}
         | {"models": ("tensorrt_llm",) * engine_here + ("tensorrt_llm_bls",), **more},
     )
     warn = [].append if said is None else said.append
-    return Watch(cast(TritonServer, server), stall_s, failed.append, warn, pace)
+    return Watch(cast(TritonServer, server), warn, pace)
 
 
 async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> None:

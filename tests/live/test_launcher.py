@@ -19,7 +19,7 @@ from rich.console import Console
 from tests.helpers.server_settings import ROOT, free_ports
 from tests.helpers.ticking_models import BROKEN, TICKER, left_over, stream, write_model
 from trtllm_bls.launcher import Listener, ServerFailed, TritonServer
-from trtllm_bls.launcher.demo import ask
+from trtllm_bls.launcher.serve import ask
 from trtllm_bls.settings import Override
 
 # --- from Python ----------------------------------------------------------------------------

@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from tests.helpers.waiting import until
-from trtllm_bls.launcher import guard
+from trtllm_bls.launcher import GuardedProcess, describe_exit, guard
 from trtllm_bls.launcher.preparation import Scratch
-from trtllm_bls.launcher.process import GuardedProcess, describe_exit
 from trtllm_bls.status import ProcessStatus, StatusDirectory
 
 

@@ -27,8 +27,8 @@ from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Observed, ServerProcesses, Verdict, evaluate, server_process
+from trtllm_bls.launcher import next_delay
 from trtllm_bls.launcher import watch as watch_module
-from trtllm_bls.launcher.process import next_delay
 from trtllm_bls.launcher.watch import (
     HealthEndpoint,
     HealthState,

@@ -27,11 +27,9 @@ from tests.helpers.served import Served, good
 from tests.helpers.server_settings import DEMO, free_ports
 from tests.helpers.waiting import until, until_ended
 from trtllm_bls.cli import main
-from trtllm_bls.launcher import Listener, ServerFailed, TritonServer
+from trtllm_bls.launcher import GuardedProcess, Listener, ServerFailed, TritonServer, is_ready
 from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.launcher.preparation import Scratch
-from trtllm_bls.launcher.process import GuardedProcess
-from trtllm_bls.launcher.server import is_ready
 
 
 @pytest.fixture
@@ -315,7 +313,7 @@ def test_a_guard_that_is_stopped_can_be_told_to_kill() -> None:
 LAUNCHER = """
 import os, sys, time
 from trtllm_bls.launcher.preparation import Scratch
-from trtllm_bls.launcher.process import GuardedProcess
+from trtllm_bls.launcher import GuardedProcess
 process = GuardedProcess(["sleep", "1000"], dict(os.environ), Scratch(), 1, lambda line: None)
 while process.server is None:
     time.sleep(0.01)

@@ -116,7 +116,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._in_headers = True  # of a request, or before the next
         self._num_requests = 0
-        self._upgrade_offered = False
         self._discards = False  # all that still comes
         self._closes_after_body = False
 
@@ -158,8 +157,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse(431, f"headers above {self._limits.header_bytes} bytes")
 
     def on_headers_complete(self) -> None:
-        self._upgrade_offered = self.parser.should_upgrade()
-        if self._upgrade_offered:
+        if self.parser.should_upgrade():
             return
         self._in_headers = False
         # ``BodyReader`` answers a slow client before this timer closes the connection.
@@ -181,7 +179,7 @@ class GuardedProtocol(HttpToolsProtocol):
         scope[BODY_WRITE] = partial(self._write_body, self.cycle)
 
     def on_message_complete(self) -> None:
-        if self._upgrade_offered:
+        if self.parser.should_upgrade():
             return
         self._in_headers = True
         self._header_bytes = 0

@@ -24,10 +24,9 @@ from pathlib import Path
 import psutil
 
 from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.launcher import GRACE_MARGIN, TritonServer, describe_exit, next_delay, start_child
 from trtllm_bls.launcher.ports import ask, curl_tls, own_tls
 from trtllm_bls.launcher.preparation import BLS
-from trtllm_bls.launcher.process import GRACE_MARGIN, describe_exit, next_delay, start_child
-from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.openai.command import AS_OF_SERVE
 from trtllm_bls.openai.keys import VARIABLE, read_keys
 from trtllm_bls.parameters.engine_tls import trusting

@@ -1,19 +1,22 @@
 """``serve``: a server in the foreground, watched, and restarted with back-off when it fails.
 
-Owns signals, restarts and the exit code, and what ``serve`` and ``demo`` show: progress and
-readable logs on standard error, addresses on standard output.
+Owns signals, restarts and the exit code, and what ``serve`` shows: progress and readable logs on
+standard error, addresses on standard output. ``demo`` is three prompts through such a server.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any, BinaryIO
 
@@ -22,14 +25,22 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from trtllm_bls.checkpoint_dir import DEMO
+from trtllm_bls.client import Client
+from trtllm_bls.commands.shared import Reply
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher import http_process
+from trtllm_bls.launcher import (
+    Listener,
+    ServerFailed,
+    Stopped,
+    TritonServer,
+    http_process,
+    next_delay,
+)
 from trtllm_bls.launcher.http_process import HttpProcess, chat_curl
 from trtllm_bls.launcher.logs import TAIL_LINES, LogLine, parse
 from trtllm_bls.launcher.ports import curl_tls
 from trtllm_bls.launcher.preparation import BLS
-from trtllm_bls.launcher.process import next_delay
-from trtllm_bls.launcher.server import Listener, ServerFailed, Stopped, TritonServer
 from trtllm_bls.launcher.watch import HealthEndpoint, HealthState, Watch
 from trtllm_bls.settings import ServeSettings, listen, options_of
 
@@ -68,10 +79,8 @@ def serve(settings: ServeSettings, verbose: bool) -> int:
         if settings.log_file is not None:
             try:
                 # Unbuffered: a line that a full disk refuses is lost; it does not delay the next.
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-                log_file = stack.enter_context(
-                    open(os.open(settings.log_file, flags, 0o600), "ab", buffering=0)
-                )
+                private = partial(os.open, mode=0o600)
+                log_file = stack.enter_context(open(settings.log_file, "ab", 0, opener=private))
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         terminal = Terminal(Console(stderr=True), verbose=verbose, log_file=log_file)
@@ -142,7 +151,7 @@ class _Service:
                         running.callback(setattr, self, "http", None)
                         self.http.wait_until_ready()
                         self.http.keep()
-                    watch = Watch(server, settings.stall_timeout, server.fail, terminal.warning)
+                    watch = Watch(server, terminal.warning)
                     running.callback(watch.close)
                     running.enter_context(self.state.serving(watch))
                     if failed_at is not None:
@@ -205,19 +214,17 @@ class Terminal(Listener):
         self._console = console
         self._verbose = verbose
         self._log_file = log_file
-        self._status: Status | None = None
+        self._status = self.progress()
         self._log_file_failed = False
         self.problems_only = False
         self._printed: deque[str] = deque(maxlen=TAIL_LINES)
         self._models: tuple[str, ...] = ()
         self._started_at = time.monotonic()
 
-    @contextmanager
-    def progress(self) -> Iterator[None]:
-        """Show a spinner, where there is a terminal, while the server starts."""
-        with self._console.status("starting tritonserver") as self._status:
-            yield
-        self._status = None
+    def progress(self) -> Status:
+        """A spinner to show, where there is a terminal, while the server starts."""
+        self._status = self._console.status("starting tritonserver")
+        return self._status
 
     @contextmanager
     def lines_of_failure(self) -> Iterator[None]:
@@ -264,15 +271,13 @@ class Terminal(Listener):
         self._models = models
         self._started_at = time.monotonic()
         self._print(Text(f"loading {len(models)} models: {', '.join(models)}"))
-        if self._status is not None:
-            self._status.update(f"loading models, 0 of {len(models)} ready")
+        self._status.update(f"loading models, 0 of {len(models)} ready")
 
     def model_ready(self, model: str, ready: int) -> None:
         seconds = time.monotonic() - self._started_at
         line = f"  ready {ready}/{len(self._models)}  {model}  ({seconds:.1f} s)"
         self._print(Text(line, style="green"))
-        if self._status is not None:
-            self._status.update(f"loading models, {ready} of {len(self._models)} ready")
+        self._status.update(f"loading models, {ready} of {len(self._models)} ready")
 
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)
@@ -300,3 +305,73 @@ def announcement(server: TritonServer, health_port: int, http: HttpProcess | Non
         json_body = f"-H 'Content-Type: application/json' -d '{{{request}}}'"
         curl = f"curl -sN{curl_tls(settings)} {url} {json_body}"
     return "\n".join([*lines, curl])
+
+
+# --- demo -----------------------------------------------------------------------------------
+
+PROMPTS = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))["demo"]
+_WHAT_IS_SERVED = (  # the settings of ``serve`` that ``demo`` has too
+    *("model", "engine", "draft_model", "model_repository", "server", "threads", "overrides"),
+)
+
+
+@click.command()
+@options_of(ServeSettings, *_WHAT_IS_SERVED)
+@VERBOSE
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=320,
+    show_default=True,
+    help="Longest answer, in tokens.",
+)
+def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
+    """Start a server on free ports, show answers as they stream, stop it.
+
+    \b
+    Examples:
+      trtllm-bls demo
+      trtllm-bls demo --model ./llama --max-tokens 200
+    """
+    settings = ServeSettings(**options, http_port=0, grpc_port=0, metrics_port=0, openai_port=0)
+    progress = Terminal(Console(stderr=True), verbose=verbose)
+    server = TritonServer(settings, progress)
+    try:
+        with progress.progress(), progress.lines_of_failure():
+            server.start()
+        progress.problems_only = True  # no line of the log between a prompt and its answer
+        answers = asyncio.run(ask(server.grpc_url, PROMPTS, max_tokens, Console()))
+    finally:
+        server.stop()
+    url = f"http://{settings.host}:{ServeSettings.openai_port}"
+    runs = "while `make serve` or `trtllm-bls serve` runs"
+    says = f"A page to chat is at {url}/ {runs}, OpenAI's API at {url}/v1:"
+    Console().print(Text(f"\n{says}\n{chat_curl(url, settings)}"), soft_wrap=True)
+    sys.exit(0 if all(answer.text.strip() for answer in answers) else 1)
+
+
+async def ask(
+    url: str, asked: Sequence[str], max_tokens: int, console: Console
+) -> tuple[Reply, ...]:
+    """Stream each prompt's answer to the console, then a line of figures for each."""
+    answers = []
+    async with Client(url) as client:
+        for prompt in asked:
+            console.print(Text(f"\n{prompt}", style="bold"), soft_wrap=True)  # log lines may follow
+            answers.append(reply := Reply(max_tokens))
+            async with client.stream(
+                text_input=prompt, max_tokens=max_tokens, return_num_output_tokens=True
+            ) as stream:
+                async for event in stream:
+                    reply.add(event)
+                    console.out(event.text, end="", highlight=False)
+            console.print("\n")
+    for prompt, answer in zip(asked, answers, strict=True):
+        found, told = answer.figures(), "no text came back"
+        if answer.arrivals:
+            told = (
+                f"{found['num_output_tokens'] or '?'} tokens in {found['duration_ms'] / 1000:.2f} "
+                f"s, the first after {found['ttft_ms']:.0f} ms; ended: {found['ended']}"
+            )
+        console.print(Text(f"{prompt!r}: {told}", style="green" if answer.text else "red"))
+    return tuple(answers)

@@ -39,9 +39,9 @@ from trtllm_bls.health import (
     free_shared_memory,
 )
 from trtllm_bls.http import browser_problem
+from trtllm_bls.launcher import TritonServer
 from trtllm_bls.launcher.ports import ask
 from trtllm_bls.launcher.preparation import BLS, ENGINE
-from trtllm_bls.launcher.server import TritonServer
 from trtllm_bls.settings import is_loopback, listen
 from trtllm_bls.status import (
     ENGINE_REQUESTS,
@@ -92,17 +92,12 @@ class Watch:
     ``verdict`` is the latest, ``looked_at`` its time. ``load`` is of all APIs, ``engine_load`` by
     the engine's own figures, ``None`` where it has none. ``engines``: what is wrong with each
     engine elsewhere. ``draining``: somebody has asked for that through the status directory.
-    ``on_failed`` is called once, on the watch's thread, with the reasons in one line; nothing is
-    looked at after that.
+    ``warn`` is told of problems. When the server has failed, its ``fail`` is called once, on the
+    watch's thread, with the reasons in one line; nothing is looked at after that.
     """
 
     def __init__(
-        self,
-        server: TritonServer,
-        stall_s: float,
-        on_failed: Callable[[str], object],
-        warn: Callable[[str], object],
-        pace: Pace | None = None,
+        self, server: TritonServer, warn: Callable[[str], object], pace: Pace | None = None
     ) -> None:
         self.verdict = Verdict()  # ready: a watch begins when the server has just become so
         self.looked_at = now = time.monotonic()
@@ -110,8 +105,8 @@ class Watch:
         self.load: Load = (0, 0)
         self.engine_load: Load | None = None
         self.engines: dict[str, str] = {}
-        self._server, self._stall_s, self._on_failed = server, stall_s, on_failed
-        self._pace = pace or Pace.within(stall_s)
+        self._server, self._stall_s = server, server.settings.stall_timeout
+        self._pace = pace or Pace.within(self._stall_s)
         self._problems = ProblemLog(warn)
         process = server.process
         self._processes = ServerProcesses(process) if process else None
@@ -152,7 +147,7 @@ class Watch:
                 self._look(statuses, now)
                 # A stopping server ends its processes one by one, within ``--exit-timeout``.
                 if self.verdict.failed and not server.stop_requested:
-                    self._on_failed("; ".join(self.verdict.reasons))
+                    server.fail("; ".join(self.verdict.reasons))
                     break
                 # Triton 24.10 never unloads a model if a client cancelled a request just as its
                 # last response left. That is the case when every model but ``tensorrt_llm_bls`` is
