@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.openai.command import places_of, read_parameters
+from trtllm_bls.openai.command import AS_OF_SERVE, places_of, read_parameters
 from trtllm_bls.parameters import GRPC_URL, MODEL_DIR
+from trtllm_bls.settings import ServeSettings, options_of, words_of
 
 
 @pytest.fixture
@@ -152,3 +155,19 @@ def test_a_broken_configuration_is_named(repository: Path) -> None:
     (repository / "tensorrt_llm_bls" / "config.pbtxt").write_text("parameters {")
     with pytest.raises(SettingsError, match=r"config\.pbtxt: cannot be read"):
         read_parameters(repository, {})
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"exit_timeout": 7, "tool_parser": "hermes", "expose": True}]
+)
+def test_what_serve_passes_on_is_read_as_it_was_told(given: dict[str, Any], tmp_path: Path) -> None:
+    """By the program that answers HTTP for it; what was not given stays away."""
+    lists = {"loras": ("a", "b=7"), "allowed_hosts": ("x.example",), "served_model_names": ("m",)}
+    keys = tmp_path / "keys"
+    keys.touch()
+    settings = ServeSettings(**given, **(lists | {"api_keys_file": keys} if given else {}))
+    read: dict[str, Any] = {}
+    command = click.Command("openai", callback=read.update)
+    options_of(ServeSettings, *AS_OF_SERVE)(command)
+    command.main(list(words_of(settings, AS_OF_SERVE)), standalone_mode=False)
+    assert read == {name: getattr(settings, name) for name in AS_OF_SERVE}
