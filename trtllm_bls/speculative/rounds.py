@@ -27,12 +27,18 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from math import inf
 from typing import TypeAlias
 
 from trtllm_bls.speculative.ngrams import NgramDrafts, NgramIndex
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.progress import Progress
-from trtllm_bls.speculative.shared import DraftLength, SpeculationShared, Stopwatch
+from trtllm_bls.speculative.shared import (
+    DRAFT_COOL_DOWN_S,
+    DraftLength,
+    SpeculationShared,
+    Stopwatch,
+)
 from trtllm_bls.types import (
     Draft,
     EngineChunk,
@@ -193,8 +199,8 @@ class SpeculativeRounds:
         self._model_given_up = True
         self._add(draft_failures=1)
         self.stats = replace(self.stats, fallback=why)
-        if why != "refused":
-            self._shared.pause_draft(now, for_ever=why == "vocabulary")
+        if why != "refused":  # or else every request would wait for its deadline
+            self._shared.draft_off_until = inf if why == "vocabulary" else now + DRAFT_COOL_DOWN_S
 
     def _look_up(self, now: float) -> _Guess | None:
         """What n-grams offer, if that gains more than the draft model as it was last asked for."""
@@ -220,10 +226,10 @@ class SpeculativeRounds:
 
     def _model_length(self, now: float) -> int:
         """Tokens to ask of the draft model; 0 = none."""
-        if self._model_given_up or not self._shared.draft_usable(now):
+        progress, shared, capacity = self._progress, self._shared, self._shared.draft_capacity
+        if self._model_given_up or shared.draining or now < shared.draft_off_until:
             self._lengths.speed = 0.0
             return 0
-        progress, capacity = self._progress, self._shared.draft_capacity
         room = progress.max_draft
         if capacity is not None and capacity.max_sequence_tokens is not None:
             room = min(room, max(0, capacity.max_sequence_tokens - len(progress.ids)))

@@ -114,7 +114,7 @@ class SpeculationShared:
     ``sending`` counts the requests of ``in_flight`` that will send further engine requests. Once
     ``draining`` is set, each sends one more: a plain one, for all that is left of its answer.
     ``pauses`` counts the requests that have stopped drafting for a while. ``memories``: finished
-    answers of each tenant.
+    answers of each tenant. Until ``draft_off_until`` the draft model is asked nothing.
     """
 
     in_flight: int = 0
@@ -133,7 +133,7 @@ class SpeculationShared:
     memories: dict[str, DraftMemory] = field(default_factory=dict)
     overlap_rounds: int = 0
     pauses: int = 0
-    _draft_off_until: float = 0.0
+    draft_off_until: float = 0.0
 
     def best_length(
         self, rates: Iterable[float], most: int, *, by_model: bool = False, beside: float = 0.0
@@ -187,13 +187,6 @@ class SpeculationShared:
         if tenant is None or not tokens:
             return None
         return self.memories.setdefault(tenant, DraftMemory(tokens))
-
-    def draft_usable(self, now: float) -> bool:
-        return not self.draining and now >= self._draft_off_until
-
-    def pause_draft(self, now: float, *, for_ever: bool = False) -> None:
-        """Ask the draft nothing for a while, so that not every request waits for its deadline."""
-        self._draft_off_until = inf if for_ever else now + DRAFT_COOL_DOWN_S
 
 
 class DraftLength:
