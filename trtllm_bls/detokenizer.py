@@ -16,7 +16,6 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -85,20 +84,6 @@ def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("trtllm_bls.one_mark_per_byte", _one_mark_per_byte)
 
 
-@dataclass(frozen=True)
-class Spelling:
-    """How tokens spell bytes.
-
-    ``strip`` is how many leading spaces of the text are dropped. ``byte_fallback``: stray bytes
-    come as ``<0xNN>``, and runs of them may differ from ``decode`` as said above.
-    """
-
-    name: str
-    to_bytes: Callable[[str], bytes]
-    strip: int = 0
-    byte_fallback: bool = False
-
-
 # The GPT-2 alphabet: printable Latin-1 stands for itself, the other bytes from U+0100 on.
 _PLAIN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(256) if byte not in _PLAIN)
@@ -107,7 +92,8 @@ _BYTE_OF = {chr(byte): byte for byte in _PLAIN} | {
 }
 
 
-def _byte_level(token: str) -> bytes:
+def byte_level(token: str) -> bytes:
+    """The bytes of a token of byte-level BPE."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -119,26 +105,35 @@ def _sentencepiece(space: str, token: str) -> bytes:
     return token.replace(space, " ").encode() if found is None else bytes([int(found[1], 16)])
 
 
-BYTE_LEVEL = Spelling("byte-level", _byte_level)
-
-
 class ByteTable(dict[int, bytes]):
     """Token id to bytes, ``b""`` for a token without text. Filled as ids come; shared by all
-    sequences."""
+    sequences.
+
+    ``strip`` is how many leading spaces of a text are dropped. ``byte_fallback``: stray bytes come
+    as ``<0xNN>``, and runs of them may differ from ``decode`` as said above.
+    """
 
     def __init__(
-        self, vocabulary: Vocabulary, spelling: Spelling, skip_special_tokens: bool
+        self,
+        vocabulary: Vocabulary,
+        skip_special_tokens: bool,
+        to_bytes: Callable[[str], bytes],
+        *,
+        strip: int = 0,
+        byte_fallback: bool = False,
     ) -> None:
         super().__init__()
-        self._vocabulary = vocabulary
+        self._token = vocabulary.token
         self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
-        self.spelling = spelling
+        self._to_bytes = to_bytes
+        self.strip = strip
+        self.byte_fallback = byte_fallback
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skipped else self._vocabulary.token(token_id)
+        token = None if token_id in self._skipped else self._token(token_id)
         if token is None:  # not kept, since there is no bound on ids outside the vocabulary
             return b""
-        found = self[token_id] = self.spelling.to_bytes(token)
+        found = self[token_id] = self._to_bytes(token)
         return found
 
 
@@ -146,11 +141,10 @@ class ByteTableDetokenizer:
     """The text of one sequence, by table. See ``Detokenizer``."""
 
     def __init__(self, table: ByteTable) -> None:
-        spelling = table.spelling
         self._bytes_of = table
-        self._errors = "trtllm_bls.one_mark_per_byte" if spelling.byte_fallback else "replace"
+        self._errors = "trtllm_bls.one_mark_per_byte" if table.byte_fallback else "replace"
         self._held = b""  # the beginning of a character, at most three bytes
-        self._strip = spelling.strip  # spaces to drop before the text has begun
+        self._strip = table.strip  # spaces to drop before the text has begun
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids make certain; a character comes with the id that ends it."""
@@ -268,17 +262,16 @@ def choose_detokenizer(
     On any difference from the tokenizer's own ``decode`` the next safer one is taken, with a
     warning in the log.
     """
-    spelling = _spelling(vocabulary.decoder)
-    if spelling is not None:
-        table = ByteTable(vocabulary, spelling, skip_special_tokens)
+    table = _table(vocabulary, skip_special_tokens, vocabulary.decoder)
+    if table is not None:
         make = partial(ByteTableDetokenizer, table)
-        excused = spelling.byte_fallback
+        excused = table.byte_fallback
         difference = _first_difference(make, vocabulary, skip_special_tokens, excused)
         if difference is None:
             return make
         logger.warning(
             "the %s table differs from this tokenizer's decode (%s); using the slower window",
-            spelling.name,
+            "sentencepiece" if table.byte_fallback else "byte-level",
             difference,
         )
     window = partial(WindowDetokenizer, vocabulary, skip_special_tokens)
@@ -288,13 +281,13 @@ def choose_detokenizer(
     return window
 
 
-def _spelling(decoder: Mapping[str, Any] | None) -> Spelling | None:
+def _table(vocabulary: Vocabulary, skip: bool, decoder: Any) -> ByteTable | None:
     """The table that fits the decoder as tokenizer.json describes it; ``None``: no table does."""
     match decoder:
         case {"type": "ByteLevel"}:
-            return BYTE_LEVEL
+            return ByteTable(vocabulary, skip, byte_level)
         case {"type": "Sequence", "decoders": [only]}:
-            return _spelling(only)
+            return _table(vocabulary, skip, only)
         case {
             "type": "Sequence",
             "decoders": [
@@ -307,9 +300,9 @@ def _spelling(decoder: Mapping[str, Any] | None) -> Spelling | None:
             to_bytes = partial(_sentencepiece, space)
             match rest:
                 case []:
-                    return Spelling("sentencepiece", to_bytes, byte_fallback=True)
+                    return ByteTable(vocabulary, skip, to_bytes, byte_fallback=True)
                 case [{"type": "Strip", "content": " ", "start": int(strip), "stop": 0}]:
-                    return Spelling("sentencepiece", to_bytes, strip, byte_fallback=True)
+                    return ByteTable(vocabulary, skip, to_bytes, strip=strip, byte_fallback=True)
     return None
 
 

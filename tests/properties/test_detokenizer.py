@@ -14,10 +14,10 @@ from tests.helpers.loaded_tokenizers import FAMILIES, Counted, loaded, stream
 from tests.helpers.random_cases import CASES, cut_anywhere, run_cases
 from tests.helpers.small_tokenizers import CORPUS
 from trtllm_bls.detokenizer import (
-    BYTE_LEVEL,
     MAX_HELD_IDS,
     ByteTableDetokenizer,
     WindowDetokenizer,
+    byte_level,
 )
 from trtllm_bls.tokenizer import Tokenizer
 
@@ -53,11 +53,11 @@ def test_a_byte_level_character_comes_with_its_last_byte() -> None:
 def test_every_byte_has_one_letter_and_other_letters_are_text() -> None:
     """The alphabet is that of the tokenizers package; an added token may have letters beyond it."""
     alphabet = ByteLevel.alphabet()
-    spelled_bytes = [BYTE_LEVEL.to_bytes(letter) for letter in alphabet]
+    spelled_bytes = [byte_level(letter) for letter in alphabet]
     assert sorted(spelled_bytes) == [bytes([byte]) for byte in range(256)]
     for letter in map(chr, range(0x250)):
         if letter not in alphabet:
-            assert BYTE_LEVEL.to_bytes("a" + letter) == ("a" + letter).encode()
+            assert byte_level("a" + letter) == ("a" + letter).encode()
 
 
 @pytest.mark.parametrize("family", ["byte-level", "sentencepiece"])

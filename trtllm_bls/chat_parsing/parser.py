@@ -250,11 +250,9 @@ class ChatParser:
         text = self._buffer
         found = _any_of(markers).search(text, partial=True)
         start, end = found.span() if found is not None else (len(text), len(text))
-        if found is None or found.partial:
-            self._buffer = text[start:]
-            return text[:start], None
-        self._buffer = text[end:]
-        return text[:start], text[start:end]
+        marker = None if found is None or found.partial else found[0]
+        self._buffer = text[start if marker is None else end :]
+        return text[:start], marker
 
     def _hold(self, count: int) -> None:
         if not self._drops:

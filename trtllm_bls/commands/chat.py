@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +268,7 @@ def _tail(text: str, console: Console) -> Text:
 # --- the two APIs -----------------------------------------------------------------------------
 
 
+@dataclass
 class TritonTextModel:
     """``tensorrt_llm_bls``, or another model with its tensors, over gRPC.
 
@@ -275,9 +276,8 @@ class TritonTextModel:
     work. ``fields`` have their names in OpenAI's API, which are the tensors' names too.
     """
 
-    def __init__(self, client: Client, model: str) -> None:
-        self.model = model
-        self._client = client
+    client: Client
+    model: str
 
     async def ask(
         self, messages: Messages, max_tokens: int, fields: Mapping[str, Any]
@@ -287,11 +287,12 @@ class TritonTextModel:
         given |= {"return_num_input_tokens": True, "return_num_output_tokens": True, **fields}
         if fields.get("temperature") and not fields.keys() & {"top_k", "top_p"}:
             given["top_p"] = 1.0  # a temperature alone stays greedy there
-        async with self._client.stream(self.model, **given) as stream:
+        async with self.client.stream(self.model, **given) as stream:
             async for event in stream:
                 yield event
 
 
+@dataclass
 class OpenAIModel:
     """A model behind OpenAI's API, ours or another's.
 
@@ -299,10 +300,9 @@ class OpenAIModel:
     ``ConnectionFailed`` where it cannot be reached or ends before its last event.
     """
 
-    def __init__(self, http: httpx.AsyncClient, url: str, model: str) -> None:
-        self.model = model
-        self._http = http
-        self._url = url
+    http: httpx.AsyncClient
+    url: str
+    model: str
 
     async def first_model(self) -> str:
         """The first model that the server names."""
@@ -311,7 +311,7 @@ class OpenAIModel:
         try:
             return str(json.loads(body)["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError):
-            raise EngineError(f"{self._url}/models: names no model") from None
+            raise EngineError(f"{self.url}/models: names no model") from None
 
     async def ask(
         self, messages: Messages, max_tokens: int, fields: Mapping[str, Any]
@@ -328,11 +328,11 @@ class OpenAIModel:
                     if data.strip() == b"[DONE]":
                         if ended:
                             return
-                        raise ConnectionFailed(f"{self._url}: the answer has no finish_reason")
+                        raise ConnectionFailed(f"{self.url}: the answer has no finish_reason")
                     event = self._event(data)
                     ended = ended or event.finish_reason is not None
                     yield event
-        raise ConnectionFailed(f"{self._url}: the answer ended before its last event")
+        raise ConnectionFailed(f"{self.url}: the answer ended before its last event")
 
     def _event(self, data: bytes) -> Event:
         now = time.perf_counter()
@@ -344,7 +344,7 @@ class OpenAIModel:
             choice: Mapping[str, Any] = next(iter(event.get("choices") or ()), {})
             text = (choice.get("delta") or {}).get("content") or ""
         except (ValueError, AttributeError):
-            raise EngineError(f"{self._url}: an event cannot be read: {data[:80]!r}") from None
+            raise EngineError(f"{self.url}: an event cannot be read: {data[:80]!r}") from None
         return Event(
             texts=(text,),
             received_at=now,
@@ -359,16 +359,16 @@ class OpenAIModel:
     ) -> AsyncIterator[httpx.Response]:
         """The response, its body not yet read; leaving closes the connection."""
         try:
-            async with self._http.stream(method, path, content=body) as response:
+            async with self.http.stream(method, path, content=body) as response:
                 if response.status_code == 200:
                     yield response
                     return
                 refusal = _refusal(response.status_code, await response.aread())
         except httpx.HTTPError as error:
-            raise ConnectionFailed(f"{self._url}: {error}") from error
-        if response.status_code == 404 and not self._url.rstrip("/").endswith("/v1"):
+            raise ConnectionFailed(f"{self.url}: {error}") from error
+        if response.status_code == 404 and not self.url.rstrip("/").endswith("/v1"):
             mend = "an OpenAI API's base usually ends in /v1"
-            raise SettingsError(f"--url {self._url}: {refusal}; {mend}")
+            raise SettingsError(f"--url {self.url}: {refusal}; {mend}")
         raise refusal
 
 

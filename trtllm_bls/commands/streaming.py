@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def _prompt(given: dict[str, Any]) -> str:
         raise click.UsageError(f"The prompt cannot be read: {error.strerror}.") from error
 
 
+@dataclass
 class TextDisplay:
     """Prints only the text, as it arrives.
 
@@ -181,27 +183,26 @@ class TextDisplay:
     they would mix. ``whole``: each event has all text so far instead of the new text.
     """
 
-    def __init__(self, *, several: bool, whole: bool) -> None:
-        self._several = several
-        self._whole = whole
-        self._texts: dict[tuple[int, int, int], str] = {}  # by batch row, sequence and beam
+    several: bool
+    whole: bool
+    texts: dict[tuple[int, int, int], str] = field(default_factory=dict)  # by row, sequence, beam
 
     def event(self, event: Event, at_ms: float) -> None:
         for beam, text in enumerate(event.texts):
             key = (event.batch_index, event.sequence_index, beam)
-            before = self._texts.get(key, "")
-            now = self._texts[key] = text if self._whole else before + text
-            if not self._several:
+            before = self.texts.get(key, "")
+            now = self.texts[key] = text if self.whole else before + text
+            if not self.several:
                 # A whole text that takes back what was shown begins a new line.
                 new = now[len(before) :] if now.startswith(before) else f"\n{now}"
                 click.echo(new, nl=False)
 
     def end(self, reply: Reply, failure: TrtllmBlsError | None) -> None:
         """Finish the line, or show the sequences held back."""
-        if self._several:
-            for number, (_, text) in enumerate(sorted(self._texts.items())):
+        if self.several:
+            for number, (_, text) in enumerate(sorted(self.texts.items())):
                 click.echo(f"--- {number} ---\n{text}")
-        elif any(text and not text.endswith("\n") for text in self._texts.values()):
+        elif any(text and not text.endswith("\n") for text in self.texts.values()):
             click.echo()
 
 
