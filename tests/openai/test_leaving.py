@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,7 +36,7 @@ from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.openai.app import ApiSettings, Health, create_app
-from trtllm_bls.openai.exchange import Outbox, run_all
+from trtllm_bls.openai.exchange import Reply, run_all
 from trtllm_bls.openai.exposition import samples, share, shared, written
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.request_reports import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
@@ -204,7 +205,17 @@ async def test_what_waits_when_the_time_is_up_is_written() -> None:
     assert (choices[-1]["finish_reason"], done) == ("length", b"data: [DONE]")
 
 
-async def test_a_write_that_waits_ends_when_its_outbox_is_closed() -> None:
+def reply_over(send: Callable[[bytes], Awaitable[None]]) -> Reply:
+    """One whose events are given to ``send``; its headers are dropped."""
+
+    async def send_message(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await send(message["body"])
+
+    return Reply({"path": "", "http_version": "1.1", "headers": []}, send_message)
+
+
+async def test_a_write_that_waits_ends_when_its_reply_is_closed() -> None:
     """What is put behind it does not leave, and nobody waits any more."""
     begun: list[bytes] = []
     ended = asyncio.Event()
@@ -216,20 +227,20 @@ async def test_a_write_that_waits_ends_when_its_outbox_is_closed() -> None:
         finally:
             ended.set()
 
-    outbox = Outbox(send)
-    outbox.put(b"first")
+    reply = reply_over(send)
+    reply.put(b"first")
     await asyncio.sleep(0)
-    outbox.put(b"second")
-    waiting = asyncio.create_task(outbox.ready())
+    reply.put(b"second")
+    waiting = asyncio.create_task(reply.ready())
     await asyncio.sleep(0)
-    assert (outbox._blocked is None, waiting.done(), ended.is_set()) == (False, False, False)
-    await outbox.close()
+    assert (reply._blocked is None, waiting.done(), ended.is_set()) == (False, False, False)
+    await reply.close()
     await waiting
-    assert (begun, outbox._blocked is None, ended.is_set()) == ([b"first"], True, True)
-    await outbox.close()
-    outbox.put(b"third")
-    await outbox.close()  # before the write has begun
-    assert (begun, outbox._blocked is None) == ([b"first"], True)
+    assert (begun, reply._blocked is None, ended.is_set()) == ([b"first"], True, True)
+    await reply.close()
+    reply.put(b"third")
+    await reply.close()  # before the write has begun
+    assert (begun, reply._blocked is None) == ([b"first"], True)
 
 
 def test_a_server_that_stops_lets_streams_end(connect: Connect) -> None:
@@ -504,10 +515,10 @@ async def test_a_write_that_waits_ends_with_its_request() -> None:
         finally:
             ended.set()
 
-    outbox = Outbox(write)
+    reply = reply_over(write)
 
     async def run(request: Any, sink: Any, on_prompt: Any) -> None:
-        outbox.put(b"some text")
+        reply.put(b"some text")
         await asyncio.get_running_loop().create_future()
 
     async def receive() -> dict[str, str]:
@@ -517,7 +528,7 @@ async def test_a_write_that_waits_ends_with_its_request() -> None:
     orchestrator: Any = SimpleNamespace(run=run)
     request: Any = SimpleNamespace(num_return_sequences=1)
     answering = asyncio.create_task(
-        run_all(orchestrator, [request], lambda *_: None, outbox, receive)
+        run_all(orchestrator, [request], lambda *_: None, reply, receive)
     )
     async with asyncio.timeout(20):
         await blocked.wait()

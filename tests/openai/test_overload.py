@@ -22,7 +22,7 @@ from tests.openai.test_refusals import ask, completion
 from trtllm_bls.admission import Admission
 from trtllm_bls.http.guard import accepting
 from trtllm_bls.openai.completions import CompletionResponse
-from trtllm_bls.openai.exchange import Outbox, run_all
+from trtllm_bls.openai.exchange import Reply, run_all
 from trtllm_bls.orchestrator import Orchestrator
 from trtllm_bls.prompts import PromptMaker
 from trtllm_bls.types import TextRequest
@@ -146,7 +146,7 @@ def test_other_streams_have_a_turn_between_answers_that_arrive_together() -> Non
             turn += 1
             loop.call_soon(count)
 
-        async def ignored(part: bytes) -> None:
+        async def ignored(message: Any) -> None:
             pass
 
         loop = asyncio.get_running_loop()
@@ -157,7 +157,7 @@ def test_other_streams_have_a_turn_between_answers_that_arrive_together() -> Non
             backend.orchestrator,
             requests,
             lambda index, chunk: at.append(turn),
-            Outbox(ignored),
+            Reply({"path": "", "http_version": "1.1", "headers": []}, ignored),
             asyncio.Event().wait,
         )
         await backend.close()

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.conversation import ChatFormats
 from trtllm_bls.openai.document import document, page
 from trtllm_bls.openai.errors import ApiError, api_error, invalid, is_too_long
-from trtllm_bls.openai.exchange import Outbox, PromptSink, Reply, RunningRequests, run_all
+from trtllm_bls.openai.exchange import PromptSink, Reply, RunningRequests, run_all
 from trtllm_bls.openai.exposition import Samples, samples, share, shared, triton_metrics, written
 from trtllm_bls.openai.keys import key_of
 from trtllm_bls.openai.messages import CountTokensRequest, MessagesRequest, MessagesResponse
@@ -60,7 +60,7 @@ from trtllm_bls.services.deployment import SHUTTING_DOWN, Deployment
 from trtllm_bls.services.lifecycle import Lifecycle
 from trtllm_bls.services.request_reports import ENGINE_SEQUENCES, unreported_id
 from trtllm_bls.status import StatusDirectory, common_problem, engines_up
-from trtllm_bls.types import FinishReason, SpeculationRequest, TextChunk, TextRequest
+from trtllm_bls.types import Ending, FinishReason, SpeculationRequest, TextChunk, TextRequest
 
 # Parsing 256 KiB takes a few ms. A larger body is parsed in a thread, so that streams go on.
 _LARGE_BODY_BYTES = 256 * 1024
@@ -135,17 +135,17 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
     ]
     middleware = []
     if settings.allowed_origins:  # outermost: a browser sends its preflight without a key
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id"],
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
         )
-        middleware.append(cors)
     if (hosts := settings.allowed_hosts) is not None:
-        guard = Middleware(BrowserGuard, hosts, settings.allowed_origins, api.refuse)
-        middleware.append(guard)
+        middleware.append(Middleware(BrowserGuard, hosts, settings.allowed_origins, api.refuse))
     if settings.keys:
         middleware.append(Middleware(_Keys, api))
     app = Starlette(
@@ -189,7 +189,7 @@ class Health:
 
     async def _ask(self) -> None:
         """Ask for one token after one token, without drafts; neither counted nor logged."""
-        chunks: list[TextChunk] = []
+        endings: list[Ending | None] = []
         request = TextRequest(
             request_id=unreported_id(),
             prompt_ids=(self._token_id,),
@@ -197,22 +197,20 @@ class Health:
             speculation=SpeculationRequest(num_draft_tokens=0),
             timeout_s=_LIMIT_S,
         )
-        sink = PromptSink(0, lambda _, chunk: chunks.append(chunk), partial(asyncio.sleep, 0))
-        problem = None
+        sink = PromptSink(
+            0, lambda _, chunk: endings.append(chunk.ending), partial(asyncio.sleep, 0)
+        )
         try:
-            await self._orchestrator.run(request, sink)
-        except Overloaded:
-            pass  # a full server works
+            with suppress(Overloaded):  # a full server works
+                await self._orchestrator.run(request, sink)
         except TrtllmBlsError as error:
-            problem = " ".join(str(error).split())
-        endings = [chunk.ending for chunk in chunks if chunk.ending is not None]
-        if any(ending.finish_reason is FinishReason.TIMEOUT for ending in endings):
-            problem = f"the engine gave no token within {_LIMIT_S:g} s"
-        if problem is None:
-            self.proven()
+            self._problem = " ".join(str(error).split())
         else:
-            self._problem = problem
-            self._failed_at = asyncio.get_running_loop().time()
+            if not any(each and each.finish_reason is FinishReason.TIMEOUT for each in endings):
+                self.proven()
+                return
+            self._problem = f"the engine gave no token within {_LIMIT_S:g} s"
+        self._failed_at = asyncio.get_running_loop().time()
 
 
 class _Api:
@@ -430,12 +428,11 @@ class _Api:
         tokenizer, formats = self.backend.tokenizer, self.formats
         response = builder(request, head, tokenizer, formats)  # type: ignore[arg-type, call-arg]
         if (task_id := self.settings.loras.get(request.model)) is not None:
-            name, value = "lora_name", np.array([request.model.encode()], np.object_)
+            adapter = {"lora_name": np.array([request.model.encode()], np.object_)}
             if task_id:
-                name, value = "lora_task_id", np.array([int(task_id)], np.uint64)
-            response.requests = [
-                replace(each, extras={**each.extras, name: value}) for each in response.requests
-            ]
+                adapter = {"lora_task_id": np.array([int(task_id)], np.uint64)}
+            for each in response.requests:
+                each.extras = {**each.extras, **adapter}
         return response
 
 
@@ -471,20 +468,19 @@ class _Generate:
             await reply.error(told, response)
 
     async def _answer(self, response: ResponseBuilder, reply: Reply, receive: Receive) -> None:
-        outbox = Outbox(reply.events, reply.write)
         orchestrator = self._api.backend.orchestrator
 
         def on_chunk(index: int, chunk: TextChunk) -> None:
             self._api.requests.responses += 1
             if events := response.add(index, chunk):
-                outbox.put(events)
+                reply.put(events)
 
         pinging = None
         if response.stream and isinstance(response, PartsBuilder):
-            pinging = asyncio.create_task(_ping(response, outbox))
+            pinging = asyncio.create_task(_ping(response, reply))
         try:
             await run_all(
-                orchestrator, response.requests, on_chunk, outbox, receive, response.count_prompt
+                orchestrator, response.requests, on_chunk, reply, receive, response.count_prompt
             )
         finally:
             if pinging is not None:
@@ -510,22 +506,18 @@ class _Generate:
         trace = header(scope, b"traceparent")
         # The log can be searched for a response's x-request-id. Clients may repeat theirs, which an
         # engine must not see.
-        for number, each in enumerate(response.requests):
-            response.requests[number] = replace(
-                each,
-                request_id=f"{reply.request_id.decode()}-{each.request_id[:8]}",
-                api=response.object,
-                tenant=tenant,
-                traceparent=trace.decode() if _TRACEPARENT.fullmatch(trace) else None,
-            )
+        for each in response.requests:
+            each.request_id = f"{reply.request_id.decode()}-{each.request_id[:8]}"
+            each.api, each.tenant = response.object, tenant
+            each.traceparent = trace.decode() if _TRACEPARENT.fullmatch(trace) else None
         return response
 
 
-async def _ping(response: PartsBuilder, outbox: Outbox) -> None:
+async def _ping(response: PartsBuilder, reply: Reply) -> None:
     """Show a client that waits for a stream's next event that the server works."""
     while True:
         await asyncio.sleep(_PING_S)
-        outbox.put(response.ping())
+        reply.put(response.ping())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,11 @@ _STREAM = (
 
 
 class Reply:
-    """The response to one request: one JSON body, or server-sent events."""
+    """The response to one request: one JSON body, or server-sent events.
+
+    ``json``, ``error`` and ``events`` wait while the client does not read. ``put`` never waits:
+    what cannot be written at once is kept for a task, which ``ready`` waits for.
+    """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         given = header(scope, b"x-request-id")
@@ -45,22 +49,20 @@ class Reply:
         self._send = send
         # Removed from the scope because it refers to it: the cycle of references would keep the
         # request alive until a garbage collection.
-        self.write: Callable[[bytes], bool] = scope.pop(BODY_WRITE, lambda data: False)
+        self._write: Callable[[bytes], bool] = scope.pop(BODY_WRITE, lambda data: False)
         # HTTP/1.0 has no chunks, but uvicorn would write them: such a client gets all events at
         # once, with their length.
         self._collected: list[bytes] | None = [] if scope["http_version"] == "1.0" else None
+        self._waiting: list[bytes] = []
+        self._blocked: asyncio.Task[None] | None = None  # writes what waits
 
     async def json(
-        self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+        self, body: Any, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()
     ) -> None:
         """Send one JSON body; bytes are JSON already."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        pairs = [(key.encode(), value.encode()) for key, value in (headers or {}).items()]
-        pairs += [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(data)),
-        ]
-        await self._start(status, pairs)
+        length = (b"content-length", b"%d" % len(data))
+        await self._start(status, [*headers, (b"content-type", b"application/json"), length])
         await self._send({"type": "http.response.body", "body": data})
 
     async def error(self, error: ApiError, response: ResponseBuilder | None = None) -> None:
@@ -70,12 +72,12 @@ class Reply:
         elif self._for_anthropic:
             status, told = error_answer(error)
             body = {"type": "error", "error": told, "request_id": self.request_id.decode()}
-            await self.json(body, status, error.headers)
+            await self.json(body, status, error.header_pairs)
         else:
-            await self.json(error.body, error.status, error.headers)
+            await self.json(error.body, error.status, error.header_pairs)
 
     async def events(self, data: bytes, end: bool = False) -> None:
-        """Send events, the first ones with the headers; wait while the client does not read."""
+        """Send events, the first ones with the headers."""
         if self._collected is not None:
             self.begun = True
             self._collected.append(data)
@@ -87,43 +89,18 @@ class Reply:
             await self._start(200, list(_STREAM))
         await self._send({"type": "http.response.body", "body": data, "more_body": not end})
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.begun = True
-        headers.append((b"x-request-id", self.request_id))
-        if self._for_anthropic:
-            headers.append((b"request-id", self.request_id))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-class Outbox:
-    """Writes parts of a response, in order.
-
-    ``write`` takes a part at once or says false; then a task calls ``send``, which waits where the
-    client reads too slowly. ``ready`` waits for that task.
-    """
-
-    def __init__(
-        self,
-        send: Callable[[bytes], Coroutine[Any, Any, None]],
-        write: Callable[[bytes], bool] = lambda part: False,
-    ) -> None:
-        self._send = send
-        self._write = write
-        self._waiting: list[bytes] = []
-        self._blocked: asyncio.Task[None] | None = None
+    def put(self, events: bytes) -> None:
+        """Write ``events``, or keep them until the client reads."""
+        if self._blocked is None and self._write(events):
+            return
+        self._waiting.append(events)
+        if self._blocked is None:
+            self._blocked = asyncio.create_task(self._send_waiting())
 
     async def ready(self) -> None:
         """Return once all that was put has been written."""
         while self._blocked is not None:
             await asyncio.wait({self._blocked})
-
-    def put(self, part: bytes) -> None:
-        """Write ``part``, or keep it until the client reads; never waits."""
-        if self._blocked is None and self._write(part):
-            return
-        self._waiting.append(part)
-        if self._blocked is None:
-            self._blocked = asyncio.create_task(self._send_waiting())
 
     async def close(self) -> None:
         """Cancel a write that waits, if one does."""
@@ -135,11 +112,18 @@ class Outbox:
     async def _send_waiting(self) -> None:
         try:
             while self._waiting:
-                part = b"".join(self._waiting)
+                events = b"".join(self._waiting)
                 self._waiting.clear()
-                await self._send(part)
+                await self.events(events)
         finally:
             self._blocked = None
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.begun = True
+        headers.append((b"x-request-id", self.request_id))
+        if self._for_anthropic:
+            headers.append((b"request-id", self.request_id))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 @dataclass
@@ -161,7 +145,7 @@ async def run_all(
     orchestrator: Orchestrator,
     requests: Sequence[TextRequest],
     on_chunk: Callable[[int, TextChunk], None],
-    outbox: Outbox,
+    reply: Reply,
     receive: Receive,
     on_prompt: Callable[[int], None] = lambda tokens: None,
 ) -> None:
@@ -170,17 +154,17 @@ async def run_all(
     If one fails, all end. If ``receive`` tells that the client has left, all end and ``ClientGone``
     is raised.
     """
-    work = asyncio.create_task(_run_prompts(orchestrator, requests, on_chunk, outbox, on_prompt))
+    work = asyncio.create_task(_run_prompts(orchestrator, requests, on_chunk, reply, on_prompt))
     watcher = asyncio.create_task(_cancel_when_client_leaves(receive, work))
     try:
         await asyncio.wait({work})
-        await outbox.ready()
+        await reply.ready()
     finally:
         watcher.cancel()
         # The server cancels this task when it shuts down. Otherwise the work has ended by now.
         work.cancel(CancelCause.SHUTDOWN.value)
         await asyncio.wait({watcher, work})
-        await outbox.close()
+        await reply.close()
     if work.cancelled():
         raise ClientGone
     work.result()
@@ -190,7 +174,7 @@ async def _run_prompts(
     orchestrator: Orchestrator,
     requests: Sequence[TextRequest],
     on_chunk: Callable[[int, TextChunk], None],
-    outbox: Outbox,
+    reply: Reply,
     on_prompt: Callable[[int], None],
 ) -> None:
     runs = []
@@ -204,10 +188,10 @@ async def _run_prompts(
         # other streams get a turn of the event loop after each.
         async with turn:
             await asyncio.sleep(0)
-        await outbox.ready()
+        await reply.ready()
 
     for index, request in enumerate(requests):
-        waits = ready if len(requests) > 1 and not request.stream else outbox.ready
+        waits = ready if len(requests) > 1 and not request.stream else reply.ready
         sink = PromptSink(index * request.num_return_sequences, on_chunk, waits)
         runs.append(orchestrator.run(request, sink, on_prompt))
     if len(runs) == 1:
