@@ -71,14 +71,16 @@ def test_each_worker_has_twice_its_share_of_what_may_run_at_once(
     """As the processes of ``tensorrt_llm_bls`` do, also where ``auto`` says how many there are."""
     pytest.importorskip("uvicorn")
     served = []
-    monkeypatch.setattr("trtllm_bls.openai.server.serve", lambda *given: served.append(given) or 0)
+    monkeypatch.setattr(
+        "trtllm_bls.openai.server.serve", lambda *given, **more: served.append((*given, more))
+    )
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     words = ["--model-repository", str(repository), *words]
     result = CliRunner().invoke(main, ["openai", *words])
     assert result.exit_code == 0
-    ((parameters, _, server, _),) = served
-    assert (server.workers, parameters.max_running) == (workers, running)
-    assert bool(server.why) == ("--workers" not in words)
+    ((parameters, *_, listening),) = served
+    assert (listening["workers"], parameters.max_running) == (workers, running)
+    assert bool(listening["why"]) == ("--workers" not in words)
 
 
 def test_places_are_those_of_all_processes_of_the_model(repository: Path) -> None:
@@ -99,13 +101,15 @@ def test_each_worker_in_front_of_the_model_has_twice_its_share_of_the_places(
     """All together send Triton at most twice what it takes, where each could have sent all."""
     pytest.importorskip("uvicorn")
     served = []
-    monkeypatch.setattr("trtllm_bls.openai.server.serve", lambda *given: served.append(given) or 0)
+    monkeypatch.setattr(
+        "trtllm_bls.openai.server.serve", lambda *given, **more: served.append((*given, more))
+    )
     config = repository / "tensorrt_llm_bls" / "config.pbtxt"
     config.write_text(config.read_text() + "instance_group { count: 4 kind: KIND_CPU }")
     front = json.dumps({"port": 0, "grpc": "", "http": "", "metrics": ""})
     words = ["--model-repository", str(repository), "--workers", workers, "--in-front-of", front]
     assert CliRunner().invoke(main, ["openai", *words]).exit_code == 0
-    ((_, _, _, given),) = served
+    ((*_, given, _),) = served
     assert given.places == places
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,11 @@ _INSIDE_TRITON = ("accumulate_tokens", "decoupled", "engine_transport")
 DECLARED = {
     key: row for key, row in parameters_in(BlsParameters).items() if key not in _INSIDE_TRITON
 }
+_TLS = ("tls_cert", "tls_key", "tls_client_ca")
 # The options that ``serve`` has too.
 AS_OF_SERVE = (
     *("host", "expose", "api_keys_file", "tool_parser", "reasoning_parser"),
-    *("tls_cert", "tls_key", "tls_client_ca", "exit_timeout"),
+    *("exit_timeout", *_TLS),
     *("allowed_hosts", "allowed_origins", "max_body_bytes", "loras", "served_model_names"),
 )
 _PATH = click.Path(path_type=Path)
@@ -82,7 +83,7 @@ def main(context: click.Context, /, **options: Any) -> None:
     try:
         from trtllm_bls.openai.app import ApiSettings
         from trtllm_bls.openai.keys import read_keys
-        from trtllm_bls.openai.server import ServerSettings, TritonFront, end_with_parent, serve
+        from trtllm_bls.openai.server import TritonFront, end_with_parent, serve
     except ModuleNotFoundError as error:
         raise SettingsError(
             f"{error.name} is not installed; pip install 'trtllm-bls[openai]'"
@@ -123,9 +124,8 @@ def main(context: click.Context, /, **options: Any) -> None:
         status_dir=parameters.status_dir if parameters else "",
         triton_metrics=front.metrics if front else "",
     )
-    options |= {"workers": workers, "why": why}
-    server = {field.name: options[field.name] for field in fields(ServerSettings)}
-    serve(parameters, api, ServerSettings(**server), front)
+    listening = {name: options[name] for name in ("host", "port", "exit_timeout", *_TLS)}
+    serve(parameters, api, front, workers=workers, why=why, **listening)
 
 
 def given_parameters(context: click.Context, options: dict[str, Any]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trtllm_bls import __version__
+from trtllm_bls.openai.builder import Head
 from trtllm_bls.openai.errors import Error
 from trtllm_bls.openai.messages import PATH, CountTokensRequest, MessagesRequest
 from trtllm_bls.openai.responses import ResponsesRequest
@@ -35,35 +36,33 @@ _LIBRARIES = ("marked.js", "purify.js")
 
 
 @cache
-def _page() -> tuple[bytes, dict[str, str]]:
-    """The page and its headers, which allow its own script and style alone, by their digests."""
+def _page() -> tuple[str, str]:
+    """The page and its policy, which allows its own script and style alone, by their digests."""
     sources = (_PAGE.with_name(name).read_text(encoding="utf-8") for name in _LIBRARIES)
     libraries = "".join(f"<script>{source}</script>\n" for source in sources)
     text = _PAGE.read_text(encoding="utf-8").replace("<!-- libraries -->", libraries)
     policy = (
         "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'; "
-        f"script-src {_digests('script', text)}; style-src {_digests('style', text)}"
+        "form-action 'none'; frame-ancestors 'none'"
     )
+    for tag in ("script", "style"):
+        policy += f"; {tag}-src"
+        for inside in re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL):
+            digest = base64.b64encode(hashlib.sha256(inside.encode()).digest())
+            policy += f" 'sha256-{digest.decode()}'"
+    return text, policy
+
+
+async def page(request: Request) -> Response:
+    """``GET /``."""
+    text, policy = _page()
     headers = {
         "content-security-policy": policy,
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cache-control": "no-cache",
     }
-    return text.encode(), headers
-
-
-def _digests(tag: str, text: str) -> str:
-    found = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(inside.encode()).digest()) for inside in found)
-    return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
-
-
-async def page(request: Request) -> Response:
-    """``GET /``."""
-    body, headers = _page()
-    return Response(body, media_type="text/html", headers=headers)
+    return Response(text, media_type="text/html", headers=headers)
 
 
 def _object(*further: str, **properties: object) -> dict[str, Any]:
@@ -156,16 +155,10 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _answer(kind: str, **choice: object) -> dict[str, Any]:
+    head = {name: _TEXT for name in Head.__struct_fields__}
+    head |= {"object": {"const": kind}, "created": _NUMBER}
     item = _object("index", "finish_reason", "logprobs", **choice)
-    return _object(
-        id=_TEXT,
-        object={"const": kind},
-        created=_NUMBER,
-        model=_TEXT,
-        system_fingerprint=_TEXT,
-        choices={"type": "array", "items": item},
-        usage=_USAGE,
-    )
+    return _object(**head, choices={"type": "array", "items": item}, usage=_USAGE)
 
 
 def _post(

@@ -92,9 +92,8 @@ class CompletionLogprobs:
         self._offset = 0
 
     def next(self, scores: Sequence[tuple[TokenText, list[tuple[bytes, float]]]]) -> dict[str, Any]:
-        told: dict[str, list[Any]] = {
-            **{"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        }
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        told: dict[str, list[Any]] = {name: [] for name in names}
         for token, others in scores:
             told["tokens"].append(spelled(token.data))
             known = token.log_prob is not None

@@ -47,27 +47,6 @@ _STARTUP_FAILURE = 3  # exit code of a worker; uvicorn then ends all workers
 # Older containers have uvicorn before 0.51, whose supervisor has another constructor.
 _SUPERVISES = "target" not in inspect.signature(Multiprocess).parameters
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """How the API is served.
-
-    ``port`` 0 is any free port, ``exit_timeout`` is in seconds. ``why`` says for the log how
-    ``workers`` was chosen. With ``tls_client_ca`` only clients that show a certificate of these
-    authorities are accepted.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 9000
-    workers: int = 1
-    why: str = ""
-    exit_timeout: int = 30
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-
 
 @dataclass(frozen=True, kw_only=True)
 class TritonFront:
@@ -107,41 +86,51 @@ def uvicorn_options(limits: ConnectionLimits, exit_timeout: int) -> dict[str, An
 def serve(
     parameters: BlsParameters | None,
     api: ApiSettings,
-    server: ServerSettings,
-    front: TritonFront | None = None,
+    front: TritonFront | None,
+    *,
+    host: str,
+    port: int,
+    workers: int,
+    why: str,
+    exit_timeout: int,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; requests that run then have ``exit_timeout`` seconds to end.
 
-    ``parameters`` may be ``None`` where only ``front`` is served. Raises ``SetupError``.
+    ``parameters`` may be ``None`` where only ``front`` is served. ``port`` 0 is any free port.
+    ``why`` says for the log how ``workers`` was chosen. With ``tls_client_ca`` only clients that
+    show a certificate of these authorities are accepted. Raises ``SetupError``.
     """
     with ExitStack() as stack:
         sockets = []
         if parameters is not None:
-            sockets += accepting(listen(server.host, server.port, "--port"))
+            sockets += accepting(listen(host, port, "--port"))
         if front is not None:
-            sockets += accepting(listen(server.host, front.port, "--http-port"))
+            sockets += accepting(listen(host, front.port, "--http-port"))
         for each in sockets:
             stack.enter_context(each)
         shared = stack.enter_context(TemporaryDirectory(prefix="trtllm-bls-openai-"))
         raise_open_files()
         log_to_stderr("openai")
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        if server.why:
-            log.info("%s", server.why)
-        options = uvicorn_options(ConnectionLimits(error_body=error_body), server.exit_timeout)
+        if why:
+            logging.getLogger(__name__).info("%s", why)
+        options = uvicorn_options(ConnectionLimits(error_body=error_body), exit_timeout)
         if _SUPERVISES:
             options["timeout_worker_healthcheck"] = _HUNG_S
-        asks = server.tls_client_ca is not None
+        asks = tls_client_ca is not None
         # The tokenizer library's threads would be missing in the workers: they start their own.
         parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true")
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         try:
             config = uvicorn.Config(
                 make_app(parameters, replace(api, shared=Path(shared)), front),
-                workers=server.workers,
-                ssl_certfile=server.tls_cert,
-                ssl_keyfile=server.tls_key,
-                ssl_ca_certs=str(server.tls_client_ca) if asks else None,
+                workers=workers,
+                ssl_certfile=tls_cert,
+                ssl_keyfile=tls_key,
+                ssl_ca_certs=str(tls_client_ca) if asks else None,
                 ssl_cert_reqs=ssl.CERT_REQUIRED if asks else ssl.CERT_NONE,
                 **options,
             )
@@ -152,14 +141,14 @@ def serve(
         if parameters is not None:
             host, port = sockets[0].getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
-            scheme = "https" if server.tls_cert else "http"
+            scheme = "https" if tls_cert else "http"
             print(f"OpenAI API: {scheme}://{host}:{port}/v1", flush=True)
         gc.collect()
         gc.freeze()  # a collection in a worker would write to the objects, and so copy them
         older = () if _SUPERVISES else (uvicorn.Server(config).run,)
-        workers = _Workers(config, *older, sockets)
-        workers.run()
-        if any(worker.process.exitcode == _STARTUP_FAILURE for worker in workers.processes):
+        supervisor = _Workers(config, *older, sockets)
+        supervisor.run()
+        if any(worker.process.exitcode == _STARTUP_FAILURE for worker in supervisor.processes):
             raise SetupError("the API did not start; the log says why")
 
 
