@@ -18,9 +18,8 @@ from tests.openai.conftest import Connect
 from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.openai.builder import Head
 from trtllm_bls.openai.chat import ChatResponse
-from trtllm_bls.openai.conversation import ChatFormats
+from trtllm_bls.openai.conversation import ChatFormats, ServedModel
 from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.parameters import EngineParameters
@@ -187,11 +186,9 @@ def response_to(
     formats: ChatFormats | None = None, reader: Any = None, **asked: Any
 ) -> ChatResponse:
     """The builder of the response to a chat."""
-    head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
     body = json.dumps({"model": MODEL, "messages": HELLO, **asked}).encode()
-    return ChatResponse(
-        decode(body, ChatRequest), head, reader or tokenizer(), formats or ChatFormats()
-    )
+    model = ServedModel(reader or tokenizer(), formats or ChatFormats())
+    return ChatResponse(decode(body, ChatRequest), model)
 
 
 def message_of(response: ChatResponse, text: str) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from tests.models.test_chat_templates import tokenizer_of
 from tests.text.test_chat_parsing import TEXTS
 from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.openai.builder import Head, ResponseBuilder
+from trtllm_bls.openai.builder import ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
-from trtllm_bls.openai.conversation import ChatFormats, TakenConversations, Transcript
+from trtllm_bls.openai.conversation import ChatFormats, ServedModel, TakenConversations, Transcript
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import ChatRequest, decode
@@ -59,11 +59,10 @@ def builders(stream: bool, formats: ChatFormats) -> list[ResponseBuilder]:
             },
         ),
     ]
-    head = Head(id="a", object="o", created=1, model=MODEL, system_fingerprint="f")
     found = []
     for kind, builder, fields in asked:
         body = json.dumps({"model": MODEL, "stream": stream, **fields}).encode()
-        found.append(builder(decode(body, kind), head, tokenizer(), formats))
+        found.append(builder(decode(body, kind), ServedModel(tokenizer(), formats)))
     return found
 
 

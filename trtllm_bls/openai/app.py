@@ -7,7 +7,6 @@ import gc
 import hashlib
 import re
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,10 +35,10 @@ from trtllm_bls.http.guard import (
     Refused,
     header,
 )
-from trtllm_bls.openai.builder import Head, PartsBuilder, ResponseBuilder
+from trtllm_bls.openai.builder import PartsBuilder, ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.completions import CompletionResponse
-from trtllm_bls.openai.conversation import ChatFormats
+from trtllm_bls.openai.conversation import ChatFormats, ServedModel
 from trtllm_bls.openai.document import document, page
 from trtllm_bls.openai.errors import ApiError, api_error, invalid, is_too_long
 from trtllm_bls.openai.exchange import PromptSink, Reply, RunningRequests, run_all
@@ -220,12 +219,12 @@ class _Api:
         self.backend = backend
         self.settings = settings
         parsers = settings.tool_parser, settings.reasoning_parser
-        self.formats = ChatFormats.of(backend.tokenizer, *parsers)
         ids = backend.tokenizer.end_ids
         self.health = Health(backend.orchestrator, ids[0] if ids else 0)
         known = (settings.model_names[0], backend.engine.name, __version__)
         digest = hashlib.sha256("\n".join((*known, backend.tokenizer.fingerprint)).encode())
-        self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
+        formats = ChatFormats.of(backend.tokenizer, *parsers)
+        self.served = ServedModel(backend.tokenizer, formats, f"fp_{digest.hexdigest()[:10]}")
         self._created = int(time.time())
         self.names = (*settings.model_names, *settings.loras)
         self._metrics = backend.reports.metrics
@@ -418,15 +417,7 @@ class _Api:
 
     def response(self, builder: type[ResponseBuilder], request: Generation) -> ResponseBuilder:
         """What builds the response to ``request``. Raises ``ApiError``."""
-        head = Head(
-            id=builder.id_prefix + (request.request_id or uuid.uuid4().hex),
-            object=builder.object,
-            created=int(time.time()),
-            model=request.model,
-            system_fingerprint=self.fingerprint,
-        )
-        tokenizer, formats = self.backend.tokenizer, self.formats
-        response = builder(request, head, tokenizer, formats)  # type: ignore[arg-type, call-arg]
+        response = builder(request, self.served)  # type: ignore[call-arg]
         if (task_id := self.settings.loras.get(request.model)) is not None:
             adapter = {"lora_name": np.array([request.model.encode()], np.object_)}
             if task_id:

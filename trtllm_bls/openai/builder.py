@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
 from trtllm_bls.chat_parsing.parser import Arguments, Content, Reasoning, ToolCall
-from trtllm_bls.openai.conversation import ChatFormats, Conversation, chat_turn
+from trtllm_bls.openai.conversation import Conversation, ServedModel, chat_turn
 from trtllm_bls.openai.errors import DONE, ApiError, invalid
 from trtllm_bls.openai.schema import Common, Generation
-from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import Ending, FinishReason, TextChunk, TextRequest
 
 Opening: TypeAlias = Content | Reasoning | ToolCall  # what a part begins with
@@ -48,13 +49,25 @@ class ResponseBuilder(ABC):
     prompt_field: ClassVar[str]  # the request's field that has the prompt
     id_prefix: ClassVar[str]
 
-    def __init__(self, head: Head, requests: list[TextRequest], guide_field: str) -> None:
+    def __init__(
+        self,
+        request: Generation,
+        model: ServedModel,
+        requests: list[TextRequest],
+        guide_field: str,
+    ) -> None:
         self.requests = requests
         self.guide_field = guide_field  # the request's field that asked for guided decoding, if any
         self.stream = requests[0].stream
         self.prompt_tokens = 0  # of all prompts
         self.cached_tokens: int | None = None  # of them; the engine may not tell
-        self._head = head
+        self._head = Head(
+            id=self.id_prefix + (request.request_id or uuid.uuid4().hex),
+            object=self.object,
+            created=int(time.time()),
+            model=request.model,
+            system_fingerprint=model.fingerprint,
+        )
 
     def count_prompt(self, tokens: int) -> None:
         """Count a prompt, which has been tokenised; its engine request follows."""
@@ -124,15 +137,15 @@ class ChoicesBuilder(ResponseBuilder):
     chunk_object: ClassVar[str]
 
     def __init__(
-        self, request: Common, head: Head, requests: list[TextRequest], guide_field: str
+        self, request: Common, model: ServedModel, requests: list[TextRequest], guide_field: str
     ) -> None:
-        super().__init__(head, requests, guide_field)
+        super().__init__(request, model, requests, guide_field)
         self._per_prompt = request.n or 1
         options = request.stream_options
         if options is not None and not request.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
         self._wants_usage = options is not None and bool(options.include_usage)
-        chunk_head = msgspec.structs.replace(head, object=self.chunk_object)
+        chunk_head = msgspec.structs.replace(self._head, object=self.chunk_object)
         self._frames = Frames(chunk_head, usage=self._wants_usage)
         self._completion_tokens = 0
         self._predicted = self._accepted = 0  # tokens drafted from a prediction
@@ -206,19 +219,11 @@ class PartsBuilder(ResponseBuilder):
     """A response of one choice whose parts are opened, grow, and are closed, one after another."""
 
     def __init__(
-        self,
-        request: Generation,
-        head: Head,
-        tokenizer: Tokenizer,
-        formats: ChatFormats,
-        asked: Conversation,
-        **fields: Any,
+        self, request: Generation, model: ServedModel, asked: Conversation, **fields: Any
     ) -> None:
         fields["fits_max_tokens"] = True
-        text, guide, parsers = chat_turn(request, asked, tokenizer, formats, **fields)
-        super().__init__(head, [text], guide)
-        (self._parser,) = parsers
-        self._tokenizer = tokenizer
+        text, guide, (self._parser,) = chat_turn(request, model, asked, **fields)
+        super().__init__(request, model, [text], guide)
         self._items: list[dict[str, Any]] = []  # the parts so far, as the API shows them
         self._kind: type[Opening] | None = None  # of the last part, while it is open
         self._texts: list[str] = []  # of the open part; of a call, its arguments

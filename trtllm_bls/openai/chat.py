@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from trtllm_bls.chat_parsing.parser import Arguments, Content, Event, Reasoning, ToolCall
-from trtllm_bls.openai.builder import ChoicesBuilder, Head, well_ended
+from trtllm_bls.openai.builder import ChoicesBuilder, well_ended
 from trtllm_bls.openai.conversation import (
-    ChatFormats,
     Conversation,
+    ServedModel,
     chat_turn,
     format_guide,
     guided_decoding,
@@ -16,7 +16,6 @@ from trtllm_bls.openai.conversation import (
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.schema import ChatMessage, ChatRequest, ToolChoice, checked, text_of
-from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, Ending, TextChunk, Wants
 
 
@@ -40,17 +39,14 @@ class ChatResponse(ChoicesBuilder):
     prompt_field = "messages"
     id_prefix = "chatcmpl-"
 
-    def __init__(
-        self, request: ChatRequest, head: Head, tokenizer: Tokenizer, formats: ChatFormats
-    ) -> None:
+    def __init__(self, request: ChatRequest, model: ServedModel) -> None:
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
         limit, prediction = request.max_completion_tokens, request.prediction
         text, guide, self._parsers = chat_turn(
             request,
+            model,
             conversation_of(request),
-            tokenizer,
-            formats,
             choices=request.n or 1,
             stop_words=request.stop_words,
             max_tokens=request.max_tokens if limit is None else limit,
@@ -59,9 +55,9 @@ class ChatResponse(ChoicesBuilder):
             return_drafted=bool(request.return_drafted),
             prediction=text_of(prediction.content) if prediction else None,
         )
-        super().__init__(request, head, [text], guide)
+        super().__init__(request, model, [text], guide)
         self._begun: set[int] = set()
-        scores = TokenScores(tokenizer, request.top_logprobs or 0)
+        scores = TokenScores(model.tokenizer, request.top_logprobs or 0)
         self._scores = scores if request.logprobs else None
 
     def _events(self, index: int, chunk: TextChunk) -> bytes:

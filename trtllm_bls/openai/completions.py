@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from trtllm_bls.openai.builder import ChoicesBuilder, Head, well_ended
-from trtllm_bls.openai.conversation import ChatFormats, guided_decoding, shared_fields
+from trtllm_bls.openai.builder import ChoicesBuilder, well_ended
+from trtllm_bls.openai.conversation import ServedModel, guided_decoding, shared_fields
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
 from trtllm_bls.openai.schema import CompletionRequest, checked
-from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import TextChunk, TextRequest, Wants
 
 _DEFAULT_TOKENS = 16  # as OpenAI's
@@ -34,9 +33,7 @@ class CompletionResponse(ChoicesBuilder):
     prompt_field = "prompt"
     id_prefix = "cmpl-"
 
-    def __init__(
-        self, request: CompletionRequest, head: Head, tokenizer: Tokenizer, formats: ChatFormats
-    ) -> None:
+    def __init__(self, request: CompletionRequest, model: ServedModel) -> None:
         if request.best_of is not None and request.best_of > (request.n or 1):
             raise invalid("best_of", "above n is not supported; send n", "unsupported_parameter")
         prompts = _prompts(request.prompt)
@@ -48,7 +45,7 @@ class CompletionResponse(ChoicesBuilder):
             raise invalid("max_tokens", "0 is only allowed with echo, which answers the prompt")
         guide = guided_decoding(request)
         shared = {
-            **shared_fields(request, tokenizer.model_vocab_size),
+            **shared_fields(request, model.tokenizer.model_vocab_size),
             "num_return_sequences": request.n or 1,
             "stop_words": request.stop_words,
             "max_tokens": _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens,
@@ -65,8 +62,8 @@ class CompletionResponse(ChoicesBuilder):
         requests = [
             TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared) for prompt in prompts
         ]
-        super().__init__(request, head, requests, guide.field if guide else "")
-        self._scores = TokenScores(tokenizer, request.logprobs or 0) if scored else None
+        super().__init__(request, model, requests, guide.field if guide else "")
+        self._scores = TokenScores(model.tokenizer, request.logprobs or 0) if scored else None
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def _events(self, index: int, chunk: TextChunk) -> bytes:

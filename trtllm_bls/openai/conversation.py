@@ -179,6 +179,15 @@ class ChatFormats:
         return cls(TOOL_FORMATS.get(tools or ""), REASONING_TAGS.get(reasoning or ""), taken)
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """What requests are read with. ``fingerprint`` tells clients that it is another model."""
+
+    tokenizer: Tokenizer
+    formats: ChatFormats = ChatFormats()
+    fingerprint: str = ""
+
+
 def function_tool(name: str, description: str, parameters: object) -> dict[str, Any]:
     """A tool as chat templates take it; ``parameters``: its JSON schema, if it has one."""
     schema = parameters or {"type": "object", "properties": {}}
@@ -386,9 +395,8 @@ def thinking(effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
 
 def chat_turn(
     request: Generation,
+    model: ServedModel,
     asked: Conversation,
-    tokenizer: Tokenizer,
-    formats: ChatFormats,
     *,
     choices: int = 1,
     **fields: Any,
@@ -398,6 +406,7 @@ def chat_turn(
 
     ``fields`` are further ones of the ``TextRequest``. Raises ``ApiError``.
     """
+    tokenizer, formats = model.tokenizer, model.formats
     guide, calls, schemas = answer_form(asked, formats)
     # Where there is a guide, the engine enforces the form from the first token on.
     reasoning = formats.reasoning if guide is None else None

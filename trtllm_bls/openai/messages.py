@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from trtllm_bls.chat_parsing.parser import Reasoning, ToolCall
-from trtllm_bls.openai.builder import Head, Opening, PartsBuilder, sse
+from trtllm_bls.openai.builder import Opening, PartsBuilder, sse
 from trtllm_bls.openai.conversation import (
-    ChatFormats,
     Conversation,
+    ServedModel,
     Transcript,
     format_guide,
     function_tool,
@@ -23,7 +23,6 @@ from trtllm_bls.openai.conversation import (
 )
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
 from trtllm_bls.openai.schema import Count, Generation, Refused, TextFormat, Word
-from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, FinishReason
 
 PATH = "/v1/messages"
@@ -150,18 +149,10 @@ class MessagesResponse(PartsBuilder):
     prompt_field = "messages"
     id_prefix = "msg_"
 
-    def __init__(
-        self, request: CountTokensRequest, head: Head, tokenizer: Tokenizer, formats: ChatFormats
-    ) -> None:
-        super().__init__(
-            request,
-            head,
-            tokenizer,
-            formats,
-            _conversation(request),
-            max_tokens=request.max_tokens,
-            stop_words=tuple(request.stop_sequences or ()),
-        )
+    def __init__(self, request: CountTokensRequest, model: ServedModel) -> None:
+        stop_words, max_tokens = tuple(request.stop_sequences or ()), request.max_tokens
+        asked = _conversation(request)
+        super().__init__(request, model, asked, max_tokens=max_tokens, stop_words=stop_words)
 
     def ping(self) -> bytes:
         return self._begin_once() + sse("ping")

@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from trtllm_bls.chat_parsing.parser import Content, Reasoning, ToolCall
-from trtllm_bls.openai.builder import Head, Opening, PartsBuilder, sse
+from trtllm_bls.openai.builder import Opening, PartsBuilder, sse
 from trtllm_bls.openai.conversation import (
-    ChatFormats,
     Conversation,
+    ServedModel,
     Transcript,
     format_guide,
     function_tool,
@@ -32,7 +32,6 @@ from trtllm_bls.openai.schema import (
     checked,
     text_of,
 )
-from trtllm_bls.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
 
 _SCORES = "message.output_text.logprobs"  # what ``include`` says for log-probabilities
@@ -168,22 +167,19 @@ class ResponsesResponse(PartsBuilder):
     prompt_field = "input"
     id_prefix = "resp_"
 
-    def __init__(
-        self, request: ResponsesRequest, head: Head, tokenizer: Tokenizer, formats: ChatFormats
-    ) -> None:
-        self._tools = _Tools()
-        scored = bool(request.top_logprobs) or _SCORES in (request.include or ())
+    def __init__(self, request: ResponsesRequest, model: ServedModel) -> None:
+        self._tools, alternatives = _Tools(), request.top_logprobs or 0
+        scored = bool(alternatives) or _SCORES in (request.include or ())
         super().__init__(
             request,
-            head,
-            tokenizer,
-            formats,
+            model,
             _conversation(request, self._tools),
             max_tokens=request.max_output_tokens,
-            wants=Wants(log_probs=scored, top_log_probs=request.top_logprobs or 0),
+            wants=Wants(log_probs=scored, top_log_probs=alternatives),
             return_tokens=scored,
         )
-        self._scores = TokenScores(tokenizer, request.top_logprobs or 0) if scored else None
+        self._tokenizer = model.tokenizer
+        self._scores = TokenScores(model.tokenizer, alternatives) if scored else None
         self._scored: list[Any] = []  # log-probabilities of tokens whose text has not left
         self._logprobs: list[Any] = []  # of the message so far
         self._number = 0
