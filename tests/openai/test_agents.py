@@ -29,9 +29,8 @@ from tests.helpers.waiting import until
 from trtllm_bls.admission import Admission
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineError
-from trtllm_bls.openai import app
+from trtllm_bls.openai import app, read_keys
 from trtllm_bls.openai.conversation import Transcript
-from trtllm_bls.openai.keys import read_keys
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "agent_requests.json").read_text()

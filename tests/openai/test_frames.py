@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 
 from tests.helpers.scripted_text import prompt_ids, tokenizer
 from tests.helpers.small_tokenizers import directory
-from trtllm_bls.openai.builder import Frames, Head
-from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores, chat_logprobs, spelled
+from trtllm_bls.openai.builder import (
+    CompletionLogprobs,
+    Frames,
+    Head,
+    TokenScores,
+    chat_logprobs,
+    spelled,
+)
 from trtllm_bls.tokenizer import load_tokenizer
 from trtllm_bls.types import TextChunk, TokenText
 

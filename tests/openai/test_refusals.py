@@ -26,7 +26,7 @@ from trtllm_bls.errors import (
     SettingsError,
 )
 from trtllm_bls.http import guard
-from trtllm_bls.openai.keys import VARIABLE, read_keys
+from trtllm_bls.openai import KEYS_VARIABLE, read_keys
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}
@@ -384,7 +384,7 @@ def test_keys_come_from_the_environment_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A file that is missing or empty is a mistake of whoever starts the server."""
-    monkeypatch.setenv(VARIABLE, "one, two")
+    monkeypatch.setenv(KEYS_VARIABLE, "one, two")
     assert len(read_keys(None)) == 2
     with pytest.raises(SettingsError, match="cannot be read"):
         read_keys(tmp_path / "none")

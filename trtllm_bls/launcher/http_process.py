@@ -27,8 +27,8 @@ from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import GRACE_MARGIN, TritonServer, describe_exit, next_delay, start_child
 from trtllm_bls.launcher.ports import ask, curl_tls, own_tls
 from trtllm_bls.launcher.preparation import BLS
+from trtllm_bls.openai import KEYS_VARIABLE, read_keys
 from trtllm_bls.openai.command import AS_OF_SERVE
-from trtllm_bls.openai.keys import VARIABLE, read_keys
 from trtllm_bls.parameters.engine_tls import trusting
 from trtllm_bls.settings import ServeSettings, auto_processes, listen, option, words_of
 
@@ -50,7 +50,9 @@ def check(settings: ServeSettings) -> bool:
                 raise SettingsError(f"{option(name)}: {needs}")
         return False
     if settings.http_keys and not read_keys(settings.api_keys_file):
-        raise SettingsError(f"--http-keys: there are no keys; add --api-keys-file or {VARIABLE}")
+        raise SettingsError(
+            f"--http-keys: there are no keys; add --api-keys-file or {KEYS_VARIABLE}"
+        )
     if settings.openai_port:
         listen(settings.host, settings.openai_port, "--openai-port", "no OpenAI API").close()
     return True

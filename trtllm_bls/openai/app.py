@@ -35,6 +35,7 @@ from trtllm_bls.http.guard import (
     Refused,
     header,
 )
+from trtllm_bls.openai import key_of
 from trtllm_bls.openai.builder import PartsBuilder, ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.completions import CompletionResponse
@@ -43,7 +44,6 @@ from trtllm_bls.openai.document import document, page
 from trtllm_bls.openai.errors import ApiError, api_error, invalid, is_too_long
 from trtllm_bls.openai.exchange import PromptSink, Reply, RunningRequests, run_all
 from trtllm_bls.openai.exposition import Samples, samples, share, shared, triton_metrics, written
-from trtllm_bls.openai.keys import key_of
 from trtllm_bls.openai.messages import CountTokensRequest, MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import (
@@ -482,7 +482,7 @@ class _Generate:
         await (reply.events(last, end=True) if response.stream else reply.json(last))
 
     async def _read(self, scope: Scope, reply: Reply, receive: Receive) -> ResponseBuilder:
-        """What builds the response to the request. Raises ``ApiError`` and what the body does."""
+        """What builds the response. The body is let go of on return, while a stream may be long."""
         async with self._api.bodies.read(scope, receive) as body:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self._builder_for(scope, reply, body)

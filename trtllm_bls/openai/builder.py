@@ -5,20 +5,27 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
+import numpy as np
 
 from trtllm_bls.chat_parsing.parser import Arguments, Content, Reasoning, ToolCall
 from trtllm_bls.openai.conversation import Conversation, ServedModel, chat_turn
 from trtllm_bls.openai.errors import DONE, ApiError, invalid
 from trtllm_bls.openai.schema import Common, Generation
-from trtllm_bls.types import Ending, FinishReason, TextChunk, TextRequest
+from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.types import Array, Ending, FinishReason, TextChunk, TextRequest, TokenText
 
+# Tokens with their alternatives, as bytes, and what is known of their probability.
+Scores: TypeAlias = Sequence[tuple[TokenText, list[tuple[bytes, float]]]]
 Opening: TypeAlias = Content | Reasoning | ToolCall  # what a part begins with
+_LOWEST = -9999.0  # JSON has no minus infinity
 _UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
 # OpenAI has no word for a time limit. The answer was cut, as by max_tokens.
 _FINISH = {
@@ -286,3 +293,106 @@ class PartsBuilder(ResponseBuilder):
     @abstractmethod
     def _closed(self, item: dict[str, Any], text: str) -> bytes:
         """Complete the item, which has all of its text now; the events that tell it."""
+
+
+def spelled(data: bytes) -> str:
+    """A token as a string; OpenAI writes one with half characters as ``bytes:\\x…``."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class TokenScores:
+    """Log-probabilities of a chunk's tokens and, if asked for, of the likeliest alternatives.
+
+    The engine gives the chosen token's, and some engines give those of the likeliest other tokens.
+    All others, and those of a prompt's tokens, are computed from logits: one row per token, as wide
+    as the vocabulary, which has to be transferred.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
+        self._tokenizer = tokenizer
+        self._alternatives = alternatives
+        self._spelled: dict[int, bytes] = {}
+
+    def of(self, chunk: TextChunk) -> Scores:
+        """Each token, the prompt's included, with its alternatives, the likeliest first."""
+        tokens = chunk.tokens or ()
+        rows: list[Array | None] = list(chunk.generation_logits or ())
+        echoed = len(tokens) - len(rows) if rows else sum(t.log_prob is None for t in tokens)
+        found = []
+        for index, token in enumerate(tokens):
+            row = None
+            if index >= echoed:
+                row = rows[index - echoed] if rows else None
+            elif index and chunk.context_logits is not None:
+                row = chunk.context_logits[index - 1]
+                log_probs = _log_softmax(row)
+                token = token._replace(log_prob=float(log_probs[token.token_id]))
+            told = [(self._bytes(other), log_prob) for other, log_prob in token.top_log_probs]
+            found.append((token, told if row is None else self._best(row)))
+        return found
+
+    def _best(self, row: Array) -> list[tuple[bytes, float]]:
+        if not self._alternatives:
+            return []
+        log_probs = _log_softmax(row)[: self._tokenizer.vocab_size]
+        count = min(self._alternatives, len(log_probs))
+        best = np.argpartition(-log_probs, count - 1)[:count]
+        best = best[np.argsort(-log_probs[best], kind="stable")]
+        return [(self._bytes(int(token)), float(log_probs[token])) for token in best]
+
+    def _bytes(self, token_id: int) -> bytes:
+        """The bytes that the token adds in the middle of a text."""
+        if token_id not in self._spelled:
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False)
+            detokenizer.feed(self._tokenizer.encode_word("a"))
+            self._spelled[token_id] = detokenizer.feed_one(token_id)[1]
+        return self._spelled[token_id]
+
+
+def chat_logprobs(scores: Scores) -> dict[str, Any]:
+    """``logprobs`` of a chat's choice; the bytes, joined, are the text."""
+
+    def entry(data: bytes, log_prob: float | None) -> dict[str, Any]:
+        return {"token": spelled(data), "logprob": _finite(log_prob), "bytes": list(data)}
+
+    content = [
+        entry(token.data, token.log_prob) | {"top_logprobs": [entry(*other) for other in others]}
+        for token, others in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """``logprobs`` of a completion's choice; ``text_offset`` goes on from chunk to chunk."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def next(self, scores: Scores) -> dict[str, Any]:
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        told: dict[str, list[Any]] = {name: [] for name in names}
+        for token, others in scores:
+            told["tokens"].append(spelled(token.data))
+            log_prob = token.log_prob
+            told["token_logprobs"].append(None if log_prob is None else _finite(log_prob))
+            likely = [*others, (token.data, token.log_prob)] if others else []
+            known = {spelled(data): _finite(log_prob) for data, log_prob in likely}
+            told["top_logprobs"].append(known or None)
+            told["text_offset"].append(self._offset)
+            self._offset += len(self._decoder.decode(token.data))
+        return told if any(told["top_logprobs"]) else {**told, "top_logprobs": None}
+
+
+def _finite(log_prob: float | None) -> float:
+    return _LOWEST if log_prob is None or not log_prob > _LOWEST else log_prob
+
+
+def _log_softmax(row: Array) -> Array:
+    values = np.asarray(row, dtype=np.float64)
+    values = values - values.max()
+    result: Array = values - np.log(np.exp(values).sum())
+    return result

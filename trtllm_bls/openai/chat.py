@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trtllm_bls.chat_parsing.parser import Arguments, Content, Event, Reasoning, ToolCall
-from trtllm_bls.openai.builder import ChoicesBuilder, well_ended
+from trtllm_bls.openai.builder import ChoicesBuilder, TokenScores, chat_logprobs, well_ended
 from trtllm_bls.openai.conversation import (
     Conversation,
     ServedModel,
@@ -14,7 +14,6 @@ from trtllm_bls.openai.conversation import (
     guided_decoding,
 )
 from trtllm_bls.openai.errors import invalid
-from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.schema import ChatMessage, ChatRequest, ToolChoice, checked, text_of
 from trtllm_bls.types import ChatOptions, Ending, TextChunk, Wants
 
@@ -115,18 +114,18 @@ class ChatResponse(ChoicesBuilder):
 
 def conversation_of(request: ChatRequest) -> Conversation:
     """What a chat asks for. Raises ``ApiError`` for demands that make no sense."""
-    demand, forced, allowed = request.tool_choice or "auto", None, None
-    if not isinstance(demand, ToolChoice):
-        choice: str = demand
-    elif demand.type == "allowed_tools":
-        allowed, place = demand.allowed_tools, "tool_choice.allowed_tools"
-        if allowed is None:
-            raise invalid(place, "must have a mode, auto or required, and tools")
-        choice = allowed.mode
-    elif demand.function is None:
-        raise invalid("tool_choice.function", "is missing")
-    else:
-        choice, forced = "required", demand.function.name
+    choice, forced, allowed = request.tool_choice or "auto", None, None
+    if isinstance(choice, ToolChoice):
+        function, few = choice.function, choice.allowed_tools
+        if choice.type == "allowed_tools":
+            if few is None:
+                problem = "must have a mode, auto or required, and tools"
+                raise invalid("tool_choice.allowed_tools", problem)
+            choice, allowed = few.mode, {tool.function.name for tool in few.tools}
+        elif function is None:
+            raise invalid("tool_choice.function", "is missing")
+        else:
+            choice, forced = "required", function.name
     form = None
     if (given := request.response_format) is not None:
         schema = given.json_schema and given.json_schema.schema
@@ -138,11 +137,13 @@ def conversation_of(request: ChatRequest) -> Conversation:
     if request.continue_final_message and generation_prompt:
         problem = "is only allowed when add_generation_prompt is false"
         raise invalid("continue_final_message", problem)
-    asked = Conversation(
+    return Conversation(
         messages=[_read_message(*each) for each in enumerate(request.messages)],
         tools=request.tools or (),
         choice=choice,
         forced=forced,
+        allowed=allowed,
+        allowed_by="tool_choice.allowed_tools.tools",
         parallel=request.parallel_tool_calls is not False,
         guide=guided_decoding(request, form),
         options=ChatOptions(
@@ -151,9 +152,6 @@ def conversation_of(request: ChatRequest) -> Conversation:
             variables=variables,
         ),
     )
-    if allowed is not None:
-        return asked.with_tools({tool.function.name for tool in allowed.tools}, f"{place}.tools")
-    return asked
 
 
 def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -27,6 +27,7 @@ from trtllm_bls.settings import (
     auto_processes,
     is_loopback,
     options_of,
+    setting,
 )
 from trtllm_bls.status import StatusDirectory
 
@@ -43,30 +44,26 @@ AS_OF_SERVE = (
     *("exit_timeout", *_TLS),
     *("allowed_hosts", "allowed_origins", "max_body_bytes", "loras", "served_model_names"),
 )
-_PATH = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options that ``serve`` has not, or spells otherwise."""
+
+    port: int = setting("Port; 0 = any free port.", 9000, type=click.IntRange(0, 65535))
+    workers: int | Literal["auto"] = setting(
+        "Processes that share the port; auto: by cores and --max-streams.",
+        "auto",
+        type=ProcessCount(1),
+        metavar="N|auto",
+    )
+    model_repository: Path | None = setting(
+        "Take what is not given here from this repository's tensorrt_llm_bls."
+    )
 
 
 @click.command()
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=9000,
-    show_default=True,
-    help="Port; 0 = any free port.",
-)
-@click.option(
-    "--workers",
-    type=ProcessCount(1),
-    default="auto",
-    show_default=True,
-    metavar="N|auto",
-    help="Processes that share the port; auto: by cores and --max-streams.",
-)
-@click.option(
-    "--model-repository",
-    type=_PATH,
-    help="Take what is not given here from this repository's tensorrt_llm_bls.",
-)
+@options_of(_Options)
 @options_of(ServeSettings, *AS_OF_SERVE)
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
 @click.option("--in-front-of", hidden=True)  # a TritonFront, as JSON
@@ -81,8 +78,8 @@ def main(context: click.Context, /, **options: Any) -> None:
       trtllm-bls openai --model-repository /repo --workers 4 --api-keys-file keys.txt
     """
     try:
+        from trtllm_bls.openai import read_keys
         from trtllm_bls.openai.app import ApiSettings
-        from trtllm_bls.openai.keys import read_keys
         from trtllm_bls.openai.server import TritonFront, end_with_parent, serve
     except ModuleNotFoundError as error:
         raise SettingsError(

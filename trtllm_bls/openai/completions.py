@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from trtllm_bls.openai.builder import ChoicesBuilder, well_ended
+from trtllm_bls.openai.builder import ChoicesBuilder, CompletionLogprobs, TokenScores, well_ended
 from trtllm_bls.openai.conversation import ServedModel, guided_decoding, shared_fields
 from trtllm_bls.openai.errors import invalid
-from trtllm_bls.openai.logprobs import CompletionLogprobs, TokenScores
 from trtllm_bls.openai.schema import CompletionRequest, checked
 from trtllm_bls.types import TextChunk, TextRequest, Wants
 

@@ -195,32 +195,33 @@ def function_tool(name: str, description: str, parameters: object) -> dict[str, 
     return {"type": "function", "function": function}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Conversation:
-    """A chat request of any API.
+    """A chat request of any API. Raises ``ApiError``.
 
     ``messages`` and ``tools`` are as chat templates take them. ``choice``: ``auto``, ``none``, or
-    ``required``: at least one call; ``forced`` names the tool that it has to call. ``parallel``:
-    the answer may have several calls. ``guide``: the form that the answer must have.
+    ``required``: at least one call; ``forced`` names the tool that it has to call. ``allowed``:
+    names of the only tools that may be called, as the request's field ``allowed_by`` says.
+    ``parallel``: the answer may have several calls. ``guide``: the form that the answer must have.
     """
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()
     choice: str = "auto"
     forced: str | None = None
+    allowed: Collection[str] | None = None
+    allowed_by: str = "tool_choice.tools"
     parallel: bool = True
     guide: GuidedDecoding | None = None
     options: ChatOptions = field(default_factory=ChatOptions)
 
     def __post_init__(self) -> None:
         checked("tools", self.tools, list[Tool])
-
-    def with_tools(self, names: Collection[str], place: str) -> Conversation:
-        """Without other tools: a model does not call one that its prompt does not have."""
-        if unknown := set(names) - {tool["function"]["name"] for tool in self.tools}:
-            raise invalid(place, f"tools has none called {unknown.pop()!r}")
-        tools = [tool for tool in self.tools if tool["function"]["name"] in names]
-        return replace(self, tools=tools)
+        if self.allowed is not None:
+            # The prompt has no other tools: a model does not call one that it is not told of.
+            if unknown := set(self.allowed) - {tool["function"]["name"] for tool in self.tools}:
+                raise invalid(self.allowed_by, f"tools has none called {unknown.pop()!r}")
+            self.tools = [t for t in self.tools if t["function"]["name"] in self.allowed]
 
 
 def answer_form(
@@ -277,8 +278,8 @@ def guided_decoding(request: Common, other: GuidedDecoding | None = None) -> Gui
     """
     form = request.structured_outputs or StructuredOutputs()
     asked = [("structured_outputs", kind, getattr(form, kind)) for kind in form.__struct_fields__]
-    for kind in ("json", "regex", "choice", "grammar"):
-        asked.append((f"guided_{kind}", kind, getattr(request, f"guided_{kind}")))
+    older = ("json", "regex", "choice", "grammar")
+    asked += [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in older]
     asked = [(field, kind, value) for field, kind, value in asked if value]
     if not asked:
         return other

@@ -117,11 +117,9 @@ class Message(msgspec.Struct, kw_only=True):
 class CountTokensRequest(Generation, kw_only=True):
     """``POST /v1/messages/count_tokens``."""
 
-    no_effect = frozenset(
-        {
-            *("metadata", "service_tier", "cache_control", "context_management", "speed"),
-            *("inference_geo", "betas"),
-        }
+    no_effect = (
+        *("metadata", "service_tier", "cache_control", "context_management", "speed"),
+        *("inference_geo", "betas"),
     )
     refused: ClassVar[Refused] = {"container": (), "mcp_servers": ([],)}
 

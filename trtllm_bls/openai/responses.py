@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from trtllm_bls.chat_parsing.parser import Content, Reasoning, ToolCall
-from trtllm_bls.openai.builder import Opening, PartsBuilder, sse
+from trtllm_bls.openai.builder import Opening, PartsBuilder, TokenScores, chat_logprobs, sse
 from trtllm_bls.openai.conversation import (
     Conversation,
     ServedModel,
@@ -22,7 +22,6 @@ from trtllm_bls.openai.conversation import (
     thinking,
 )
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
-from trtllm_bls.openai.logprobs import TokenScores, chat_logprobs
 from trtllm_bls.openai.schema import (
     Count,
     Generation,
@@ -82,12 +81,10 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 class ResponsesRequest(Generation, kw_only=True):
     """``POST /v1/responses``."""
 
-    no_effect = frozenset(
-        {
-            *("client_metadata", "max_tool_calls", "prompt_cache_key"),
-            *("prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
-            *("service_tier", "store", "stream_options", "user"),
-        }
+    no_effect = (
+        *("client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
+        *("stream_options", "user"),
     )
     refused: ClassVar[Refused] = {
         **dict.fromkeys(("previous_response_id", "conversation", "prompt", "moderation"), ()),
@@ -377,16 +374,16 @@ def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
     effort = request.reasoning.effort if request.reasoning else None
     form = (request.text or TextOptions()).format or TextFormat()
     choice, forced, allowed = _choice(request.tool_choice, tools)
-    asked = Conversation(
+    return Conversation(
         messages=transcript.messages,
         tools=tools.functions,
         choice=choice,
         forced=forced,
+        allowed=allowed,
         parallel=request.parallel_tool_calls is not False,
         guide=format_guide("text.format", form.type, form.schema),
         options=ChatOptions(variables=thinking(effort) | (request.chat_template_kwargs or {})),
     )
-    return asked if allowed is None else asked.with_tools(allowed, "tool_choice.tools")
 
 
 def _read_item(place: str, given: dict[str, Any], transcript: Transcript, tools: _Tools) -> None:

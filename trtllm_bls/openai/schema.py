@@ -28,8 +28,6 @@ Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """Options of a stream."""
-
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # no effect: nothing is padded
 
@@ -48,7 +46,7 @@ class Generation(msgspec.Struct, kw_only=True):
     """The fields of requests of all APIs. ``no_effect``, ``refused``: further known fields."""
 
     # Fields of the API, of other servers and of old clients that have no effect here.
-    no_effect: ClassVar[frozenset[str]] = frozenset()
+    no_effect: ClassVar[tuple[str, ...]] = ()
     # Fields that would change the answer. The values listed ask for nothing, so they are allowed.
     refused: ClassVar[Refused] = {}
 
@@ -80,12 +78,9 @@ class Generation(msgspec.Struct, kw_only=True):
 class Common(Generation, kw_only=True):
     """The fields of chats and completions."""
 
-    no_effect = frozenset(
-        {
-            *("service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key"),
-            *("prompt_cache_retention", "verbosity"),
-            "spaces_between_special_tokens",
-        }
+    no_effect = (
+        *("service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "verbosity", "spaces_between_special_tokens"),
     )
     refused: ClassVar[Refused] = {
         **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),

@@ -32,9 +32,9 @@ from trtllm_bls.http.guard import (
     accepting,
 )
 from trtllm_bls.http.triton import Room, TritonHttp
+from trtllm_bls.openai import key_of
 from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.openai.errors import error_body
-from trtllm_bls.openai.keys import key_of
 from trtllm_bls.parameters import BlsParameters
 from trtllm_bls.parameters.engine_tls import trusting
 from trtllm_bls.services.deployment import Deployment
