@@ -51,13 +51,14 @@ _Declared = TypeVar("_Declared")
 class Kind:
     """What a value must be, in words; the function that reads its text, and the values allowed.
 
-    ``read`` raises ``ValueError`` or ``KeyError`` for a text that it cannot read. ``unset`` is the
-    value of a parameter that has neither a text nor a default.
+    ``read`` raises ``ValueError`` or ``KeyError`` for a text that it cannot read. ``default`` is
+    that of a parameter which names none, ``unset`` the value of one that has no text either.
     """
 
     expected: str
     read: Callable[[str], Any]
     allows: Callable[[Any], bool] = lambda value: True
+    default: str = ""
     unset: Any = None
 
     def parse(self, text: str) -> Any:
@@ -70,9 +71,10 @@ class Kind:
     def parameter(self, help: str, default: str | None = "", **more: str) -> Any:
         """A field of a model's dataclass; ``more`` is what else ``Parameter`` has.
 
-        ``default`` is written as in ``config.pbtxt``. The field's own default is what it means.
+        ``default`` is written as in ``config.pbtxt``; empty, it is the kind's. The field's own
+        default is what it means.
         """
-        declared = Parameter(self, help, default, **more)
+        declared = Parameter(self, help, self.default if default == "" else default, **more)
         metadata = {"parameter": declared}
         if default is None:
             return dataclasses.field(metadata=metadata)
@@ -88,7 +90,7 @@ def _is_not_negative(number: float) -> bool:
     return 0 <= number < float("inf")
 
 
-FLAG = Kind("true or false", lambda text: _FLAGS[text.strip().lower()])
+FLAG = Kind("true or false", lambda text: _FLAGS[text.strip().lower()], default="false")
 NUMBER = Kind("a number that is not negative", float, _is_not_negative)
 SECONDS = Kind("a number of seconds that is not negative", float, _is_not_negative)
 TEXT = Kind("a text", str, unset="")
@@ -110,20 +112,20 @@ def count(least: int, unit: str = "") -> Kind:
 
 
 def auto_or(kind: Kind) -> Kind:
-    """The same, or the word ``auto``, which is read as ``None``."""
+    """The same, or the word ``auto``, which is the default and is read as ``None``."""
     words = f"{kind.expected}, or auto"
-    return Kind(words, lambda text: None if text == "auto" else kind.parse(text))
+    return Kind(words, lambda text: None if text == "auto" else kind.parse(text), default="auto")
 
 
 def none_if_zero(kind: Kind) -> Kind:
-    """The same, but a zero is read as ``None``."""
-    return Kind(kind.expected, lambda text: kind.parse(text) or None)
+    """The same, but a zero, which is the default, is read as ``None``."""
+    return Kind(kind.expected, lambda text: kind.parse(text) or None, default="0")
 
 
 def choice(*words: str, **meanings: Any) -> Kind:
-    """One of the words; a word that is given a meaning is read as that."""
+    """One of the words, by default the first; a word that is given a meaning is read as that."""
     values = {word: word for word in words} | meanings
-    return Kind(f"one of: {', '.join(values)}", values.__getitem__)
+    return Kind(f"one of: {', '.join(values)}", values.__getitem__, default=next(iter(values)))
 
 
 # --- declaring ------------------------------------------------------------------------------
@@ -314,8 +316,7 @@ class _Decoding(_Tokenizer):
 @dataclass(frozen=True, kw_only=True)
 class _Generating(ModelParameters):
     max_output_tokens: int | None = none_if_zero(_TOKENS).parameter(
-        "Largest `max_tokens` of a request; 0 = any: the model's longest sequence ends the answer.",
-        "0",
+        "Largest `max_tokens` of a request; 0 = any: the model's longest sequence ends the answer."
     )
     max_logits_bytes: int = count(0, "bytes").parameter(
         "All context and generation logits that a request may ask for, over all sequences and "
@@ -335,14 +336,12 @@ class _Generating(ModelParameters):
         "Answer `return_perf_metrics` also with how many KV-cache blocks were new and how many "
         "were reused, in place of zeros, and tell `cached_tokens` of the prompt. That tells a "
         "caller whether another prompt began with the same text.",
-        "false",
         env=EXPOSE_METRICS,
     )
     decoupled: bool = FLAG.parameter(
         "Answer in streams. `false`: each request gets exactly one response, so unary `infer` "
         "works and streams are refused. Written in `model_transaction_policy`, not in "
         "`parameters`.",
-        "false",
         shipped="true",
     )
 
@@ -379,9 +378,7 @@ class EngineParameters(_Generating):
         draft_env=DRAFT_MODEL_DIR,
     )
     exclude_input_in_output: bool = FLAG.parameter(
-        "Leave the prompt out of the answer to a request that does not say.",
-        "false",
-        shipped="true",
+        "Leave the prompt out of the answer to a request that does not say.", shipped="true"
     )
     engine: str = LOCAL_ENGINE.parameter(
         "What generates the tokens: the embedded engine, TensorRT-LLM's LLM API in this process, "
@@ -416,7 +413,7 @@ class EngineParameters(_Generating):
         "Threads of the engine; 0 = half of the cores.", "0", env=THREADS
     )
     is_draft: bool = FLAG.parameter(
-        f"This is the draft model: `{DRAFT_MODEL_DIR}` names its checkpoint.", "false"
+        f"This is the draft model: `{DRAFT_MODEL_DIR}` names its checkpoint."
     )
 
     # What Triton says of this process; not parameters.
@@ -444,7 +441,7 @@ class EngineFacts:
         "What the engine was built for, such as `none`, `draft_tokens_external`, `medusa`."
     )
     one_step_requests: bool = FLAG.parameter(
-        "Every request ends after one step, also one without a draft.", "false"
+        "Every request ends after one step, also one without a draft."
     )
 
 
@@ -456,7 +453,7 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     """The parameters of ``tensorrt_llm_bls``, and which of the model's processes this is."""
 
     accumulate_tokens: bool = FLAG.parameter(
-        "Each response of a stream holds all text so far, not only the new text.", "false"
+        "Each response of a stream holds all text so far, not only the new text."
     )
     exclude_input_in_output: bool = FLAG.parameter(
         "Leave the prompt out of an answer that is not streamed, where the request does not say.",
@@ -474,23 +471,19 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     )
     engine_max_sequence_tokens: int | None = none_if_zero(_TOKENS).parameter(
         "Longest prompt and completion together of a `trtllm://` engine, which reports it only if "
-        "it was started with `--max_seq_len`; 0 = what it reports.",
-        "0",
+        "it was started with `--max_seq_len`; 0 = what it reports."
     )
     engine_resume: bool = FLAG.parameter(
         "With several addresses: a greedy or seeded request continues on another engine when its "
-        "own is lost.",
-        "false",
+        "own is lost."
     )
     engine_affinity: bool = FLAG.parameter(
         "With several addresses: a request goes to the engine that was last sent the beginning of "
-        "its prompt, while that runs at most 25 % more sequences than another.",
-        "false",
+        "its prompt, while that runs at most 25 % more sequences than another."
     )
     engine_transport: str = choice("auto", "grpc").parameter(
         "Whose gRPC port `engine_url` is to be: this server's own (auto), or whichever server's "
         "(grpc).",
-        "auto",
         env=ENGINE_TRANSPORT,
     )
     engine_url: str = TEXT.parameter(
@@ -521,8 +514,7 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     )
     tensors: str = choice("bls", "llmapi").parameter(
         "Inputs and outputs of this model: its own, or those of upstream's `llmapi` model, as "
-        "`configure --from` writes them.",
-        "bls",
+        "`configure --from` writes them."
     )
     tensorrt_llm_model_name: str = MODEL.parameter("Name of the target model.", "tensorrt_llm")
     tensorrt_llm_draft_model_name: str = MODEL.parameter("Name of the draft model; empty = none.")
@@ -532,12 +524,11 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         env=DRAFT_MODEL_DIR,
     )
     draft_source: str = choice("off", "model", "ngram", "mixed").parameter(
-        "Where drafts come from for a request that does not say.", "off"
+        "Where drafts come from for a request that does not say."
     )
     num_draft_tokens: int | None = none_if_zero(_TOKENS).parameter(
         "Length of a draft for a request that does not say, whatever the load; 0 = as many tokens "
-        "as pay off.",
-        "0",
+        "as pay off."
     )
     max_draft_len: int = _TOKENS.parameter("Longest draft, beside the engine's own limit.", "32")
     draft_memory_tokens: int = _TOKENS.parameter(
@@ -549,12 +540,11 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         "How long a round waits for the draft model before it goes on without.", "0.5"
     )
     overlap_drafts: bool | None = _SWITCH.parameter(
-        "Draft while the target verifies; auto = where that measures faster.", "auto"
+        "Draft while the target verifies; auto = where that measures faster."
     )
     unverifiable_drafts: str = choice("refuse", "ignore").parameter(
         "What to do with a request for drafts where the engine verifies none, such as a "
-        "`trtllm://` engine: refuse it, or ignore the drafts and decode plainly.",
-        "refuse",
+        "`trtllm://` engine: refuse it, or ignore the drafts and decode plainly."
     )
     max_streams: int = count(1).parameter(
         "Requests that the connection to the engine and the server's threads are sized for.",
@@ -564,13 +554,11 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     max_running_requests: int | None = auto_or(count(1)).parameter(
         "Requests that may run at once; a request with several sequences or rows counts once for "
         "each. More requests wait. auto = `max_streams`; where the model has several processes, "
-        "twice its share of that for each process, since requests are not spread evenly.",
-        "auto",
+        "twice its share of that for each process, since requests are not spread evenly."
     )
     max_queued_requests: int | None = auto_or(count(0)).parameter(
         "Requests that may wait for a running one to end, counted in the same way; one more is "
-        "refused at once. auto = 4 times as many as may run.",
-        "auto",
+        "refused at once. auto = 4 times as many as may run."
     )
     max_queue_seconds: float = SECONDS.parameter(
         "Longest time that a request may wait before it is refused; 0 = its own time limit.", "60"
@@ -578,8 +566,7 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     one_core: bool | None = _SWITCH.parameter(
         "Keep a process's threads on one core while that core has little other work: they run one "
         "at a time, which costs less there. auto = where the machine has at least eight "
-        "cores, and four for each process.",
-        "auto",
+        "cores, and four for each process."
     )
     status_dir: str = TEXT.parameter(
         "Directory where the model writes its state and reads whether to drain; empty = none.",
@@ -588,10 +575,8 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     log_requests: bool = FLAG.parameter(
         "Log one line for each request when it ends (docs/metrics.md).", "true"
     )
-    log_format: str = choice("logfmt", "json").parameter(
-        "Form of the line of each request.", "logfmt"
-    )
-    log_prompts: bool = FLAG.parameter("Log the prompt too, cut to 900 characters.", "false")
+    log_format: str = choice("logfmt", "json").parameter("Form of the line of each request.")
+    log_prompts: bool = FLAG.parameter("Log the prompt too, cut to 900 characters.")
 
     # What Triton says of this process; a directory and numbers, not parameters.
     instance: int = 0  # which of the model's processes this is
