@@ -178,7 +178,15 @@ class SequenceText:
             text = self._detokenizer.feed(ids)
             self._released += len(text)
             self._text.append(text)
-        self._note_figures(chunk)
+        if chunk.context_logits is not None and self._next.context_logits is None:
+            self._next.context_logits, self._new_context = chunk.context_logits, True
+        exposed = self._rules.expose_kv_cache_metrics
+        if chunk.metrics is not None:
+            self._next.metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
+        if exposed and self._cached_tokens is None:
+            self._cached_tokens = chunk.cached_tokens
+        if chunk.speculation is not None:
+            self._speculation = chunk.speculation
         if stop is None:
             if reason is None and chunk.final:
                 reason = self._why_engine_ended(chunk)
@@ -192,8 +200,21 @@ class SequenceText:
         if self._scores.waiting:
             released_all = reason not in (None, FinishReason.STOP)
             self._scores.release(None if released_all else self._released)
-        if reason is not None:
-            self.ending = self._ending(reason, stop)
+        if reason is None:
+            return
+        request, ended_by = self._request, self._criteria.stop_sequence
+        if stop is None and ended_by is not None:
+            stop = request.stop_words[self._rules.stop_sequences.index(ended_by)]
+        self.ending = Ending(
+            finish_reason=reason,
+            stop_reason=stop,
+            prompt_tokens=self._rules.prompt_tokens,
+            completion_tokens=self._criteria.generated,
+            # The same seed without drafts draws other tokens, so telling it would help nobody.
+            seed=request.sampling.seed if self._speculation is None else None,
+            speculation=self._speculation,
+            cached_tokens=self._cached_tokens,
+        )
 
     def emit(self, least_tokens: int = 0) -> TextChunk | None:
         """What is new since the last chunk; ``None`` if there is nothing to send.
@@ -279,19 +300,6 @@ class SequenceText:
         self._released += len(text)
         self._text.append(text)
 
-    def _note_figures(self, chunk: EngineChunk) -> None:
-        if chunk.context_logits is not None and self._next.context_logits is None:
-            self._next.context_logits, self._new_context = chunk.context_logits, True
-        exposed = self._rules.expose_kv_cache_metrics
-        if chunk.metrics is not None:
-            self._next.metrics = chunk.metrics if exposed else chunk.metrics.without_reuse()
-        if exposed and self._cached_tokens is None:
-            self._cached_tokens = chunk.cached_tokens
-        if chunk.speculation is not None:
-            self._speculation = chunk.speculation
-
-    # --- the end ------------------------------------------------------------------------------
-
     def _why_engine_ended(self, chunk: EngineChunk) -> FinishReason:
         """The engine's reason. Where it gives none: its longest sequence, or else the end id."""
         if chunk.finish_reason is not None:
@@ -300,22 +308,6 @@ class SequenceText:
         total = self._rules.prompt_tokens + self._criteria.generated
         full = longest is not None and total >= longest
         return FinishReason.LENGTH if full else FinishReason.END_ID
-
-    def _ending(self, reason: FinishReason, stop: str | None) -> Ending:
-        request, rules = self._request, self._rules
-        ended_by = self._criteria.stop_sequence
-        if stop is None and ended_by is not None:
-            stop = request.stop_words[rules.stop_sequences.index(ended_by)]
-        return Ending(
-            finish_reason=reason,
-            stop_reason=stop,
-            prompt_tokens=rules.prompt_tokens,
-            completion_tokens=self._criteria.generated,
-            # The same seed without drafts draws other tokens, so telling it would help nobody.
-            seed=request.sampling.seed if self._speculation is None else None,
-            speculation=self._speculation,
-            cached_tokens=self._cached_tokens,
-        )
 
 
 class _Scores:

@@ -244,8 +244,16 @@ class Orchestrator:
     async def _prepared(self, request: TextRequest) -> tuple[EngineRequest, Answer]:
         """What is asked of the engine, and what its chunks will become."""
         defaults, limits = self._defaults, self._defaults.limits
-        if request.sampling != _GREEDY:
-            request = _with_seed(request)
+        sampling = request.sampling
+        if sampling != _GREEDY and not sampling.is_greedy:
+            # An engine's default seed gives the same text every time. A request that brings its
+            # seed is to get the same text again, so it is decoded without drafts: how many tokens a
+            # round drafts depends on what else runs, and with it the random numbers that are drawn.
+            if sampling.seed is not None:
+                request = replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
+            else:
+                seeded = replace(sampling, seed=secrets.randbits(63))
+                request = replace(request, sampling=seeded)
         capacity = await self._engine.capacity()
         longest = capacity.max_prompt_tokens
         if capacity.max_sequence_tokens is not None:  # at least one new token has to fit
@@ -411,21 +419,6 @@ def has_expired(limit: Timeout) -> bool:
 def _give_way() -> None:
     """Let the event loop have the interpreter's lock, which without a sleep it seldom gets."""
     time.sleep(0.0001)
-
-
-def _with_seed(request: TextRequest) -> TextRequest:
-    """The request with a seed of its own where it samples and has none.
-
-    An engine's default seed gives the same text every time. A request that brings its seed is to
-    get the same text again, so it is decoded without drafts: how many tokens a round drafts depends
-    on what else runs, and with it the random numbers that are drawn.
-    """
-    sampling = request.sampling
-    if sampling.is_greedy:
-        return request
-    if sampling.seed is not None:
-        return replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
-    return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
 
 
 def stats_of(

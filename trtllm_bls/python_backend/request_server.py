@@ -125,8 +125,19 @@ class RequestServer:
         self._one_core: OneCore | None = None
         for thread in self._threads:
             thread.start()
-        if one_core:
-            self._stay_on_one_core()
+        pinned = [*self._threads, *self._senders.threads, threading.current_thread()]
+        try:
+            if one_core:
+                self._one_core = OneCore([each.native_id for each in pinned if each.native_id])
+        except OSError as error:
+            log.info("threads run on any core: %s", error)
+        if self._one_core is not None:
+            # A thread starts on the cores of the one that starts it. Workers of
+            # ``asyncio.to_thread`` tokenise without the GIL, so they get all cores back.
+            workers = ThreadPoolExecutor(
+                thread_name_prefix="worker", initializer=self._one_core.free_this_thread
+            )
+            self.loop.call_soon_threadsafe(self.loop.set_default_executor, workers)
 
     def accept(self, requests: Iterable[Any]) -> None:
         """Take requests from Triton's ``execute``; returns once they have been read."""
@@ -232,19 +243,6 @@ class RequestServer:
             for call in asked:
                 if call.gone():
                     self.loop.call_soon_threadsafe(self._abandon, call)
-
-    def _stay_on_one_core(self) -> None:
-        pinned = [*self._threads, *self._senders.threads, threading.current_thread()]
-        try:
-            core = OneCore([thread.native_id for thread in pinned if thread.native_id])
-        except OSError as error:
-            log.info("threads run on any core: %s", error)
-            return
-        # A thread starts on the cores of the one that starts it. Workers of ``asyncio.to_thread``
-        # tokenise without the GIL, so they get all cores back.
-        workers = ThreadPoolExecutor(thread_name_prefix="worker", initializer=core.free_this_thread)
-        self.loop.call_soon_threadsafe(self.loop.set_default_executor, workers)
-        self._one_core = core
 
 
 class Call:

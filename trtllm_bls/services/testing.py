@@ -230,7 +230,7 @@ Play = Callable[[Mapping[str, Any]], Any]
 
 
 class Model:
-    """A model that ``serving`` has loaded. ``live``: answers of the language model that run."""
+    """A model that ``serving`` has loaded."""
 
     def __init__(self, model: StreamingModel, triton: FakeTriton, llm: ScriptedLLM) -> None:
         self.model, self.triton, self.llm = model, triton, llm
