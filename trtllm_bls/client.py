@@ -271,6 +271,7 @@ class Reader:
 
     async def _read(self) -> None:
         flagged = False  # the server marks final responses
+        end: TrtllmBlsError | None = None
         try:
             async for message in self._call:
                 received_at = time.perf_counter()
@@ -282,21 +283,18 @@ class Reader:
                 flagged = flagged or "triton_final_response" in message.infer_response.parameters
                 self._answered = self._answered or event.final
                 self.items.put_nowait(event)
-            cut = "the server ended the stream before the answer was complete"
-            whole = self._answered or not flagged
-            self.items.put_nowait(None if whole else ConnectionFailed(cut))
+            if flagged and not self._answered:
+                end = ConnectionFailed("the server ended the stream before the answer was complete")
         except asyncio.CancelledError:  # the client was closed, unless ``cancel`` was called
             closed = ConnectionFailed("the client was closed during the request")
             # grpc.aio itself cancels a call that is over before its request is written.
-            self.items.put_nowait(closed if self._left else self._translate(None))
+            end = closed if self._left else self._translate(None)
         except grpc.RpcError as error:
-            self.items.put_nowait(self._translate(error))
-        except TrtllmBlsError as error:
-            self.items.put_nowait(error)
+            end = self._translate(error)
         except Exception as error:  # for example an array shorter than its shape
-            self.items.put_nowait(EngineError(f"unreadable response: {error}"))
-        finally:
-            self._call.cancel()  # nothing to do for a stream that is over
+            end = EngineError(f"unreadable response: {error}")
+        self.items.put_nowait(end)
+        self._call.cancel()  # nothing to do for a stream that is over
 
 
 class Stream:
