@@ -25,7 +25,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -59,63 +59,11 @@ _MAX_ROLE = 64  # characters
 
 
 class ChatGuard:
-    """Keeps texts of a conversation from being read as control tokens.
+    """Keeps texts of a conversation from being read as one of ``tokens``, also where a text has
+    other characters that ``normalize`` makes them of."""
 
-    Those are the tokens that never stand for text, and of the other added tokens those that the
-    template writes itself and does not look for in a message, as some do for ``</think>``. An
-    assistant's own message may spell the latter.
-    """
-
-    def __init__(self, hf: Any, normalizer: Any) -> None:
-        added, template = hf.added_tokens_decoder.values(), str(hf.chat_template)
-        # What the tokenizer does to a text before it looks for these tokens.
-        normalize = None
-        if normalizer is not None and any(token.normalized for token in added):
-            normalize = normalizer.normalize_str
-        special = {token.content for token in added if token.special and token.content.strip()}
-        self._all = special | {
-            token.content
-            for token in added
-            if token.content.strip() and _written_by(template, token.content)
-        }
-        self._by_assistant = _Spellings(special, normalize)
-        self._everywhere = _Spellings(self._all, normalize)
-
-    def value(self, field: str, value: Any) -> Any:
-        """A JSON value that the template writes; ``field`` is named in errors."""
-        return self._everywhere.guard(field, value)
-
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages; their own texts are as they were unless they spell a token."""
-        found = []
-        for index, message in enumerate(messages):
-            role = message["role"]
-            self._check_role(index, role)
-            spelled = self._by_assistant if role == "assistant" else self._everywhere
-            guarded = {
-                key: value if key == "role" else spelled.guard("messages", value)
-                for key, value in message.items()
-            }
-            if isinstance(parts := guarded.get("content"), list):
-                guarded["content"] = spelled.guard_parts(parts)
-            found.append(guarded)
-        return found
-
-    def _check_role(self, index: int, role: str) -> None:
-        if role in _ROLES:
-            return
-        if not re.fullmatch(r"[\w-]+", role) or len(role) > _MAX_ROLE:
-            problem = f"the role of message {index} is {role!r}; use letters, digits, _ and -"
-            raise InvalidRequest("messages", problem)
-        if found := next((token for token in self._all if role in token), None):
-            problem = f"the role {role!r} of message {index} is part of the control token {found}"
-            raise InvalidRequest("messages", problem)
-
-
-class _Spellings:
-    """Where texts spell one of some tokens, also in characters that ``normalize`` makes them of."""
-
-    def __init__(self, tokens: Iterable[str], normalize: Callable[[str], str] | None) -> None:
+    def __init__(self, tokens: Collection[str], normalize: Callable[[str], str] | None) -> None:
+        self.tokens = tokens
         self._written = _any_of(tokens)
         self._normalize = normalize
         self._normalized = _any_of(map(normalize, tokens)) if normalize else _any_of(())
@@ -164,8 +112,9 @@ class _Spellings:
             raise InvalidRequest(field, problem)
 
 
-def _check_messages(messages: object) -> None:
-    """Raises ``InvalidRequest`` for what is no list of messages."""
+def _check_messages(messages: object, tokens: Collection[str]) -> None:
+    """Raises ``InvalidRequest`` for what is no list of messages, and for roles of which a template
+    might make one of ``tokens``."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidRequest("messages", "must be a list of at least one message")
     for index, message in enumerate(messages):
@@ -175,6 +124,15 @@ def _check_messages(messages: object) -> None:
         content = message.get("content", None if "tool_calls" in message else 0)
         if not isinstance(content, (str, list, type(None))):
             problem = f"the content of message {index} must be text or a list of parts"
+            raise InvalidRequest("messages", problem)
+        role = message["role"]
+        if role in _ROLES:
+            continue
+        if not re.fullmatch(r"[\w-]+", role) or len(role) > _MAX_ROLE:
+            problem = f"the role of message {index} is {role!r}; use letters, digits, _ and -"
+            raise InvalidRequest("messages", problem)
+        if found := next((token for token in tokens if role in token), None):
+            problem = f"the role {role!r} of message {index} is part of the control token {found}"
             raise InvalidRequest("messages", problem)
 
 
@@ -562,15 +520,15 @@ class Tokenizer:
         if wrong := sorted({"messages", *own} & options.variables.keys()):
             problem = f"{wrong[0]} cannot be set; name variables of the chat template"
             raise InvalidRequest("chat_template_kwargs", problem)
-        guard = self._chat_guard
+        by_assistant, everywhere = self._chat_guards
         further: dict[str, Any] = {
-            name: guard.value("chat_template_kwargs", value)
+            name: everywhere.guard("chat_template_kwargs", value)
             for name, value in options.variables.items()
         }
         if options.continue_final_message:
             further["continue_final_message"] = True
         further["add_generation_prompt"] = options.add_generation_prompt
-        _check_messages(messages)
+        _check_messages(messages, everywhere.tokens)
         if any("tool_calls" in message for message in messages):
             form, takes_one_call = self._call_form
             if takes_one_call:
@@ -578,8 +536,17 @@ class Tokenizer:
             messages = list(_calls_in_form(messages, form))
         if "<|channel|>analysis" in (self.chat_template or ""):
             messages = list(_with_thinking(messages))
-        conversation = guard.messages(messages)
-        known_tools = None if tools is None else guard.value("tools", list(tools))
+        conversation = []
+        for message in messages:
+            guard = by_assistant if message["role"] == "assistant" else everywhere
+            guarded = {
+                key: value if key == "role" else guard.guard("messages", value)
+                for key, value in message.items()
+            }
+            if isinstance(parts := guarded.get("content"), list):
+                guarded["content"] = guard.guard_parts(parts)
+            conversation.append(guarded)
+        known_tools = None if tools is None else everywhere.guard("tools", list(tools))
         if ".description" in (self.chat_template or ""):  # some take its absence for an error
             for tool in known_tools or ():
                 if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
@@ -648,8 +615,25 @@ class Tokenizer:
         return False
 
     @cached_property
-    def _chat_guard(self) -> ChatGuard:
-        return ChatGuard(self._hf, getattr(self._backend, "normalizer", None))
+    def _chat_guards(self) -> tuple[ChatGuard, ChatGuard]:
+        """For an assistant's own messages, and for all other texts.
+
+        The first knows the tokens that never stand for text. The second also knows those of the
+        other added tokens that the template writes, but does not look for in a message, as some do
+        for ``</think>``.
+        """
+        added, template = self._hf.added_tokens_decoder.values(), str(self._hf.chat_template)
+        special = {token.content for token in added if token.special and token.content.strip()}
+        further = {
+            token.content
+            for token in added
+            if token.content.strip() and _written_by(template, token.content)
+        }
+        # What the tokenizer does to a text before it looks for these tokens.
+        normalizer, normalize = getattr(self._backend, "normalizer", None), None
+        if normalizer is not None and any(token.normalized for token in added):
+            normalize = normalizer.normalize_str
+        return ChatGuard(special, normalize), ChatGuard(special | further, normalize)
 
     def encode_chat(self, prompt: str) -> PromptIds:
         """The ids of what ``render_chat`` made; no text of a message becomes a control token."""
