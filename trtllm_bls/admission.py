@@ -81,7 +81,8 @@ class Admission:
             took = now() - began
             self._average_s += _NEW * (took - self._average_s) if self._average_s else took
             self.running -= sequences
-            self._admit()
+            if self._waiting:
+                self._admit()
 
     def refuse_waiting(self, problem: str) -> None:
         """Raise ``Overloaded(problem)`` in all that wait for a place."""

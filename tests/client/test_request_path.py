@@ -23,7 +23,7 @@ from trtllm_bls.services.testing import Ask, FakeTriton
 from trtllm_bls.services.text_service import TextService
 
 MOST_FILES = 16
-MOST_FUNCTIONS = 122  # comprehensions and lambdas are part of others
+MOST_FUNCTIONS = 120  # comprehensions and lambdas are part of others
 PACKAGE = Path(trtllm_bls.__file__).parent
 FAKE = PACKAGE / "services" / "testing.py"  # plays Triton
 
