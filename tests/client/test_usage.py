@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from trtllm_bls.commands.shared import Interruption, assignments
+from trtllm_bls.commands.shared import assignments, interruptible
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,11 +107,11 @@ def test_other_inputs_are_json_or_else_strings() -> None:
 
 async def test_the_second_ctrl_c_ends_the_process_at_once() -> None:
     """The first one cancels the request, for which a server may take its time."""
-    task, interruption = asyncio.create_task(asyncio.sleep(60)), Interruption()
-    with interruption.cancels(task):
+    task = asyncio.create_task(asyncio.sleep(60))
+    with interruptible(task) as interrupted:
         signal.raise_signal(signal.SIGINT)
         await asyncio.wait({task})
-        assert (interruption.happened, task.cancelled()) == (True, True)
+        assert (interrupted.is_set(), task.cancelled()) == (True, True)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 

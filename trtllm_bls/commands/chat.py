@@ -32,10 +32,10 @@ from trtllm_bls.client import BLS, Client, Event
 from trtllm_bls.commands.shared import (
     TEXT_INPUTS,
     Exit,
-    Interruption,
     Reply,
     complain,
     connection_options,
+    interruptible,
     open_client,
     program,
     run,
@@ -135,15 +135,15 @@ class Conversation:
     async def _exchange(self, text: str) -> Exit | None:
         """Ask, and keep what came; the exit code of a failure."""
         self._turns.append({"role": "user", "content": text})
-        reply, interruption, failure = Reply(self._max_tokens), Interruption(), None
+        reply, failure = Reply(self._max_tokens), None
         reading = asyncio.create_task(self._read(reply))
         try:
-            with interruption.cancels(reading), suppress(asyncio.CancelledError):
+            with interruptible(reading) as interrupted, suppress(asyncio.CancelledError):
                 await reading
         except TrtllmBlsError as error:
             failure = complain(error)
         else:
-            if interruption.happened:
+            if interrupted.is_set():
                 reply.ended_here = "interrupted"
                 self._say("interrupted; the text stays in the conversation")
             self._replies.append(reply)

@@ -222,32 +222,27 @@ def assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-class Interruption:
-    """Whether the user has asked to stop; the second Ctrl-C ends the process at once."""
+@contextlib.contextmanager
+def interruptible(stream: Stream | asyncio.Task[Any]) -> Iterator[asyncio.Event]:
+    """Ctrl-C and SIGTERM cancel the request on the server, and set the event, instead of raising
+    here. The second Ctrl-C ends the process at once."""
+    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
 
-    def __init__(self) -> None:
-        self.happened = False
+    def interrupt() -> None:
+        interrupted.set()
+        stream.cancel()
+        release()
 
-    @contextlib.contextmanager
-    def cancels(self, stream: Stream | asyncio.Task[Any]) -> Iterator[None]:
-        """Ctrl-C and SIGTERM cancel the request on the server instead of raising here."""
-        loop = asyncio.get_running_loop()
-
-        def interrupt() -> None:
-            self.happened = True
-            stream.cancel()
-            release()
-
-        def release() -> None:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-
+    def release() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
-        try:
-            yield
-        finally:
-            release()
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield interrupted
+    finally:
+        release()
 
 
 # --- one answer as it arrives, and its figures ------------------------------------------------

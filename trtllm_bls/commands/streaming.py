@@ -21,11 +21,11 @@ from trtllm_bls.client import BLS, Event
 from trtllm_bls.commands.shared import (
     TEXT_INPUTS,
     Exit,
-    Interruption,
     Reply,
     assignments,
     complain,
     connection_options,
+    interruptible,
     open_client,
     other_inputs_option,
     program,
@@ -109,14 +109,14 @@ async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
         click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
     how = {"deadline_s": given["timeout"], "request_id": given["request_id"]}
     stop_after_ms = given["stop_after_ms"]
-    reply, interruption, failure = Reply(fields["max_tokens"]), Interruption(), None
+    reply, failure = Reply(fields["max_tokens"]), None
     try:
         async with (
             open_client(given["url"], given) as client,
             client.stream(given["model_name"], **how, **fields) as stream,
         ):
             reply.sent = time.perf_counter()
-            with interruption.cancels(stream):
+            with interruptible(stream) as interrupted:
                 if stop_after_ms is not None:
                     loop = asyncio.get_running_loop()
                     loop.call_later(stop_after_ms / 1000, stream.cancel)
@@ -125,7 +125,7 @@ async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
                     display.event(event, (event.received_at - reply.sent) * 1000)
         if stream.cancelled:
             stopped = f"stopped after {stop_after_ms} ms"
-            reply.ended_here = "interrupted" if interruption.happened else stopped
+            reply.ended_here = "interrupted" if interrupted.is_set() else stopped
     except TrtllmBlsError as error:
         failure = error
         reply.ended_here = _FAILED.get(Exit.of(error), "error")

@@ -22,10 +22,10 @@ from trtllm_bls.client import ENGINE, Client, Event, Model, Stream
 from trtllm_bls.commands.shared import (
     TEXT_INPUTS,
     Exit,
-    Interruption,
     assignments,
     complain,
     connection_options,
+    interruptible,
     open_client,
     other_inputs_option,
     program,
@@ -147,16 +147,16 @@ async def _ask(given: dict[str, Any]) -> Exit:
     outputs = given["requested_outputs"]
     if outputs:  # ids are padded to this length
         outputs = tuple(dict.fromkeys((*outputs, "sequence_length")))
-    model, interruption = replace(ENGINE, name=given["model_name"]), Interruption()
+    model = replace(ENGINE, name=given["model_name"])
     how = {"deadline_s": given["stream_timeout"], "request_id": given["request_id"]}
     async with (
         open_client(given["url"], given, given["grpc_compression_algorithm"]) as client,
         client.stream(model, **how, outputs=outputs, **fields) as stream,
     ):
-        with interruption.cancels(stream):
+        with interruptible(stream) as interrupted:
             await _receive(client, stream, model, given, answer)
     _show(answer, tokenizer, prompt)
-    if stream.cancelled and interruption.happened:
+    if stream.cancelled and interrupted.is_set():
         return Exit.INTERRUPTED
     return _verdict(given, answer)
 
