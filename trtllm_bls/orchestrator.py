@@ -119,7 +119,6 @@ class Orchestrator:
         on_end: Callable[[RequestStats], None] = lambda stats: None,
         admission: Admission | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
         self.prompts = PromptMaker(tokenizer, defaults.add_special_tokens)
         self._engine = engine
         self._defaults = defaults
@@ -298,7 +297,7 @@ class Orchestrator:
             expose_kv_cache_metrics=defaults.expose_kv_cache_metrics,
         )
         skip = request.skip_special_tokens
-        new = self._tokenizer.detokenizer
+        new = self.prompts.tokenizer.detokenizer
         detokenizers = [
             new(skip_special_tokens=defaults.skip_special_tokens if skip is None else skip)
             for _ in range(request.num_return_sequences)

@@ -74,7 +74,8 @@ class EngineService:
             if not call.stopped:
                 raise
         for sequence in sequences:  # of a stopped call; each still ends with its normal response
-            sequence.end()
+            if not sequence.ended:
+                sequence.add(EngineChunk((), sequence.index, final=True))
 
     async def _answer(self, call: Call, sequences: list[_SequenceResponses]) -> None:
         """Run all rows; ``sequences`` gets the responses of each of their sequences."""
@@ -140,23 +141,19 @@ class _SequenceResponses:
 
     _call: Call
     _writer: ChunkWriter
-    _index: int
+    index: int
     _streaming: bool
     _collected: list[EngineChunk] = field(default_factory=list)
-    _ended: bool = False
+    ended: bool = False
 
     def add(self, chunk: EngineChunk) -> None:
-        self._ended = chunk.final
+        self.ended = chunk.final
         if not self._streaming:
             self._collected.append(chunk)
             if not chunk.final:
                 return
             chunk = join_chunks(self._collected)
         self._call.send(self._writer.arrays(chunk), final=chunk.final)
-
-    def end(self) -> None:
-        if not self._ended:
-            self.add(EngineChunk(token_ids=(), sequence_index=self._index, final=True))
 
 
 async def tell_longest(engine: Engine, model: str) -> None:

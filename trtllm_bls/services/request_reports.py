@@ -361,28 +361,24 @@ class RequestLog:
     def line(self, stats: RequestStats) -> str:
         """The line; what a request does not have is left out."""
         done = stats.speculation
-        fields = {
+        fields: dict[str, Any] = {
             "id": _cut(stats.request_id, _LONGEST),
             "api": stats.api,
             "outcome": stats.outcome.value,
             "reason": stats.reason,
-            "prompt_tokens": stats.prompt_tokens,
-            "completion_tokens": stats.completion_tokens,
-            "sequences": stats.sequences,
-            "responses": stats.responses,
-            "duration_ms": _ms(stats.duration_s),
-            "queue_ms": _ms(stats.queue_s),
-            "ttft_ms": _ms(stats.ttft_s),
-            "inter_token_ms": _ms(stats.inter_token_s),
-            "longest_gap_ms": _ms(stats.longest_gap_s),
-            "rounds": done and done.rounds,
-            "drafted": done and done.drafted,
-            "accepted": done and done.accepted,
-            "acceptance": round(done.accepted / done.drafted, 3) if done and done.drafted else None,
-            "trace_id": stats.traceparent and stats.traceparent.split("-")[1],
-            "error": _cut(stats.error, _LONGEST),
-            "prompt": _cut(stats.prompt, _LONGEST_PROMPT) if self.prompts else None,
         }
+        for name in ("prompt_tokens", "completion_tokens", "sequences", "responses"):
+            fields[name] = getattr(stats, name)
+        for name in ("duration", "queue", "ttft", "inter_token", "longest_gap"):
+            seconds = getattr(stats, f"{name}_s")
+            fields[f"{name}_ms"] = None if seconds is None else round(seconds * 1000, 1)
+        if done is not None:
+            fields |= {name: getattr(done, name) for name in ("rounds", "drafted", "accepted")}
+            rate = done.acceptance_rate
+            fields["acceptance"] = None if rate is None else round(rate, 3)
+        fields["trace_id"] = stats.traceparent and stats.traceparent.split("-")[1]
+        fields["error"] = _cut(stats.error, _LONGEST)
+        fields["prompt"] = _cut(stats.prompt, _LONGEST_PROMPT) if self.prompts else None
         found = {key: value for key, value in fields.items() if value is not None}
         if self.as_json:
             return json.dumps(found)
@@ -391,10 +387,6 @@ class RequestLog:
             plain = _PLAIN.fullmatch(str(value))
             pairs.append(f"{key}={value if plain else json.dumps(str(value))}")
         return " ".join(pairs)
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 1)
 
 
 def _cut(text: str | None, most: int) -> str | None:
