@@ -726,8 +726,7 @@ def server(subject: Subject) -> Findings:
                 return
             for model in sorted(subject.configs) or [BLS.name, subject.target]:
                 if not client.is_model_ready(model, client_timeout=_ANSWER_S):
-                    what, mend = f"{subject.url}: {model} is not ready", "see the server's log"
-                    yield fault(what, mend)
+                    yield fault(f"{subject.url}: {model} is not ready", "see the server's log")
         except InferenceServerException as error:
             what = f"{subject.url}: no answer from Triton ({error.message()})"
             yield fault(what, "start the server, or name its gRPC port with --url")

@@ -30,10 +30,12 @@ from trtllm_bls.parameters import (
     EngineParameters,
     Kind,
     Parameters,
+    auto_or,
     check,
     choice,
     count,
     is_true,
+    none_if_zero,
     parameters_of,
 )
 
@@ -82,6 +84,24 @@ def test_truth_has_many_spellings(text: str, value: bool | None) -> None:
         assert read(FLAG, text, str(default)) is expected
     assert read(FLAG, None, "true") is True
     assert is_true(text) is bool(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "named"),
+    [
+        (FLAG, False, "true"),
+        (choice("auto", "grpc"), "auto", "grpc"),
+        (choice(auto=None, on=True), None, "on"),
+        (none_if_zero(count(0)), None, "3"),
+        (auto_or(count(1)), None, "3"),
+        (TEXT, "", "three"),
+        (count(0), None, "3"),
+    ],
+)
+def test_a_kind_may_have_a_default_of_its_own(kind: Kind, value: Any, named: str) -> None:
+    """It holds where neither the configuration nor the parameter says another one."""
+    assert read(kind, None) == value == read(kind, "")
+    assert read(kind, None, named) == read(kind, named) != value
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model, Tensor
+from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model
 from trtllm_bls.parameters import EngineFacts, Parameter, is_true, parameters_in, parameters_of
 
 MAX_BATCH_SIZE = 64
@@ -45,13 +45,15 @@ def model_config(
         config.platform = "ensemble"
     else:
         config.backend = model.backend
-    for tensor in model.inputs:
-        message = config.input.add(allow_ragged_batch=tensor.ragged, **_common(tensor))
-        message.optional = not tensor.required
-        if tensor.scalar:
-            message.reshape.SetInParent()
-    for tensor in model.outputs:
-        config.output.add(**_common(tensor))
+    for declared, tensors in ((config.input, model.inputs), (config.output, model.outputs)):
+        for tensor in tensors:
+            kind = model_config_pb2.DataType.Value(f"TYPE_{tensor.dtype}")
+            message = declared.add(name=tensor.name, data_type=kind, dims=tensor.dims)
+            if tensors is model.inputs:
+                message.allow_ragged_batch = tensor.ragged
+                message.optional = not tensor.required
+                if tensor.scalar:
+                    message.reshape.SetInParent()
     values = {"decoupled": str(model.decoupled and model.backend != "ensemble"), **parameters}
     if is_true(values["decoupled"]):
         config.model_transaction_policy.decoupled = True
@@ -63,21 +65,12 @@ def model_config(
         # Requests that arrive while Triton calls ``execute`` come together in the next call, so
         # Triton's thread waits for the interpreter's lock once for all of them. One process gets at
         # most this many in a call; the others go to the model's other processes.
-        config.dynamic_batching.preferred_batch_size.append(
-            min(PREFERRED_BATCH_SIZE, max_batch_size)
-        )
+        size = min(PREFERRED_BATCH_SIZE, max_batch_size)
+        config.dynamic_batching.preferred_batch_size.append(size)
     for key, value in values.items():
         if key != "decoupled":
             config.parameters[key].string_value = value
     return config
-
-
-def _common(tensor: Tensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "data_type": model_config_pb2.DataType.Value(f"TYPE_{tensor.dtype}"),
-        "dims": list(tensor.dims),
-    }
 
 
 # --- the ensemble's wiring ------------------------------------------------------------------

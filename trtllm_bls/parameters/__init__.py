@@ -36,7 +36,6 @@ THREADS = "TRTLLM_BLS_ENGINE_THREADS"
 STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
 ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
 ENGINE_TRANSPORT = "TRTLLM_BLS_ENGINE_TRANSPORT"
-EXPOSE_METRICS = "TRTLLM_BLS_EXPOSE_KV_CACHE_METRICS"
 
 
 _TRUE = {"true", "1", "t", "y", "yes"}
@@ -336,7 +335,7 @@ class _Generating(ModelParameters):
         "Answer `return_perf_metrics` also with how many KV-cache blocks were new and how many "
         "were reused, in place of zeros, and tell `cached_tokens` of the prompt. That tells a "
         "caller whether another prompt began with the same text.",
-        env=EXPOSE_METRICS,
+        env="TRTLLM_BLS_EXPOSE_KV_CACHE_METRICS",
     )
     decoupled: bool = FLAG.parameter(
         "Answer in streams. `false`: each request gets exactly one response, so unary `infer` "
@@ -344,6 +343,10 @@ class _Generating(ModelParameters):
         "`parameters`.",
         shipped="true",
     )
+
+    # What Triton says, not parameters: which of the model's processes this is, and how many.
+    instance: int = 0
+    instances: int = 1
 
 
 # --- preprocessing and postprocessing -------------------------------------------------------
@@ -415,10 +418,6 @@ class EngineParameters(_Generating):
     is_draft: bool = FLAG.parameter(
         f"This is the draft model: `{DRAFT_MODEL_DIR}` names its checkpoint."
     )
-
-    # What Triton says of this process; not parameters.
-    instance: int = 0
-    instances: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -577,10 +576,6 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     )
     log_format: str = choice("logfmt", "json").parameter("Form of the line of each request.")
     log_prompts: bool = FLAG.parameter("Log the prompt too, cut to 900 characters.")
-
-    # What Triton says of this process; a directory and numbers, not parameters.
-    instance: int = 0  # which of the model's processes this is
-    instances: int = 1
 
     @property
     def max_running(self) -> int:
