@@ -25,6 +25,15 @@ from trtllm_bls.types import (
 _LENGTH = EngineChunk(token_ids=(), final=True, finish_reason=FinishReason.LENGTH)
 
 
+class _Stream(QueuedChunks):
+    def __init__(self, running: dict[QueuedChunks, tuple[TokenIds, int, int]]) -> None:
+        super().__init__()
+        self._running = running
+
+    def _leave(self) -> None:
+        self._running.pop(self, None)
+
+
 class SteppingEngine:
     """Implements ``trtllm_bls.engines.base.Engine``, as far as a plain stream needs it."""
 
@@ -41,7 +50,7 @@ class SteppingEngine:
         return EngineCapacity()
 
     def generate(self, request: EngineRequest) -> QueuedChunks:
-        stream = QueuedChunks(lambda: self._open.pop(stream, None))
+        stream = _Stream(self._open)
         self._open[stream] = (self._ids or request.input_ids, 0, request.max_tokens)
         if not self._ticking:
             self._ticking = True

@@ -127,10 +127,10 @@ def test_each_token_of_a_draft_has_its_own_chance() -> None:
 def test_the_load_table_is_read_upwards() -> None:
     """Up to so many requests, so many tokens; none above the last row."""
     shared, lengths = SpeculationShared(), []
-    one = pacer(shared, load_schedule=((4, 16), (8, 4), (32, 1)))
-    for shared.in_flight in (1, 4, 5, 8, 9, 32, 33):
+    one = pacer(shared)
+    for shared.in_flight in (1, 4, 5, 8, 9, 16, 17, 32, 33):
         lengths.append(one.most())
-    assert lengths == [16, 16, 4, 4, 1, 1, 0]
+    assert lengths == [32, 32, 4, 4, 2, 2, 1, 1, 0]
 
 
 # --- one request's pace -----------------------------------------------------------------------

@@ -77,13 +77,9 @@ class ChunkStream(ABC):
 
 
 class QueuedChunks(ChunkStream):
-    """A ``ChunkStream`` that is filled, on the event loop, while it is read; filling never waits.
+    """A ``ChunkStream`` that is filled on the event loop while it is read; filling never waits."""
 
-    ``cancel`` is called when the reader leaves before the end, or is too far behind.
-    """
-
-    def __init__(self, cancel: Callable[[], object] | None = None) -> None:
-        self._cancel = cancel
+    def __init__(self) -> None:
         self._arrived: list[EngineChunk] = []
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
@@ -131,11 +127,9 @@ class QueuedChunks(ChunkStream):
         if not self._ended:
             self._leave()
             self._ended = True
-        self._cancel = None  # it may refer to the stream, which would stay until a collection
 
     def _leave(self) -> None:
-        if self._cancel is not None:
-            self._cancel()
+        """End the engine's work: the reader leaves before the end, or is too far behind."""
 
     def _wake(self) -> None:
         waiter = self._waiter
@@ -172,7 +166,7 @@ class CallChunks(QueuedChunks):
     """
 
     def __init__(self, calls: RunningCalls) -> None:
-        super().__init__(self._leave_call)
+        super().__init__()
         self._calls = calls
         calls.add(self)
 
@@ -209,10 +203,10 @@ class CallChunks(QueuedChunks):
             error = EngineError(f"{self._calls.name}: its message cannot be read: {error}")
         if isinstance(error, EngineError):
             self._calls.doubt()
-        self._leave_call()
+        self._leave()
         self.fail(error)
 
-    def _leave_call(self) -> None:
+    def _leave(self) -> None:
         if self in self._calls.running:
             self._calls.running.discard(self)
             self._let_go(False)

@@ -23,7 +23,6 @@ from typing import Any
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
-from trtllm_bls.engines.trtllm_fields import SequenceEnds, sequence_ends
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
@@ -214,7 +213,7 @@ class LlmApiEngine:
             raise Unsupported(name, "the LLM API of this TensorRT-LLM has no such parameter")
         return self._api.SamplingParams(
             max_tokens=request.max_tokens,
-            n=len(sequence_ends(request)),
+            n=len(trtllm.sequence_ends(request)),
             end_id=end,
             pad_id=end if request.pad_id is None else request.pad_id,
             detokenize=False,
@@ -271,7 +270,7 @@ class LlmApiEngine:
     async def _run(
         self, request: EngineRequest, submit: Callable[[], Any], chunks: QueuedChunks
     ) -> None:
-        sequences, begun = sequence_ends(request), False
+        sequences, begun, result = trtllm.sequence_ends(request), False, None
         given = self._thread.submit(_on_loop, asyncio.get_running_loop(), submit)
         try:
             result = await asyncio.wrap_future(given)
@@ -298,7 +297,7 @@ class LlmApiEngine:
                 raise EngineError(what) from error
             raise InvalidRequest("request", what) from error
         finally:
-            if not (given.done() and _has_ended(given)):
+            if result is None or not result.finished:
                 self._thread.submit(_abort, given)
 
 
@@ -311,14 +310,9 @@ def _on_loop(loop: asyncio.AbstractEventLoop, submit: Callable[[], Any]) -> Any:
         asyncio._set_running_loop(None)
 
 
-def _has_ended(given: Future[Any]) -> bool:
-    """Whether a submission that is done leaves nothing to abort."""
-    return given.cancelled() or given.exception() is not None or bool(given.result().finished)
-
-
 def _abort(given: Future[Any]) -> None:
     """In the submitting thread, after the submission. What has ended must not be aborted."""
-    if not _has_ended(given):
+    if not given.cancelled() and given.exception() is None and not given.result().finished:
         given.result().abort()
 
 
@@ -336,7 +330,9 @@ def _ms(value: int) -> timedelta | None:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def _read(output: Any, sequence: SequenceEnds, wants: Wants, finished: bool) -> list[EngineChunk]:
+def _read(
+    output: Any, sequence: trtllm.SequenceEnds, wants: Wants, finished: bool
+) -> list[EngineChunk]:
     """The chunks of what is new in an output, which the LLM API repeats as it grows.
 
     ``finished``: all sequences have ended. The LLM API may tell only the last one why.

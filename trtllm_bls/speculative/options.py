@@ -8,11 +8,6 @@ from enum import Enum
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.types import EngineRequest
 
-# In-flight requests -> longest draft, read as "up to so many requests"; none above the last row.
-# The shape of TensorRT-LLM's draft_len_schedule and vLLM's table, at the small end of both:
-# a verified token costs a batch row that a waiting request could have used.
-LOAD_SCHEDULE = ((4, 32), (8, 4), (16, 2), (32, 1))
-
 # Inputs that speculation cannot keep, by why.
 _REFUSED_EXTRAS = {
     "starts afresh in every round of speculation; send it without num_draft_tokens": (
@@ -56,7 +51,6 @@ class SpeculationOptions:
     draft_deadline_s: float = 0.5
     overlap: bool | None = False
     memory_tokens: int = 0
-    load_schedule: tuple[tuple[int, int], ...] = LOAD_SCHEDULE
     ignore_unverifiable: bool = False
 
     def for_request(

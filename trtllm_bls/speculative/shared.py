@@ -23,6 +23,10 @@ from trtllm_bls.speculative.ngrams import Acceptance, DraftMemory, NgramAcceptan
 from trtllm_bls.speculative.options import SpeculationOptions
 from trtllm_bls.types import EngineCapacity
 
+# In-flight requests -> longest draft, read as "up to so many requests"; none above the last row.
+# The shape of TensorRT-LLM's draft_len_schedule and vLLM's table, at the small end of both:
+# a verified token costs a batch row that a waiting request could have used.
+LOAD_SCHEDULE = ((4, 32), (8, 4), (16, 2), (32, 1))
 DRAFT_COOL_DOWN_S = 5.0
 FIRST_LENGTH = 2  # of a draft, before any cost is known
 # Of a round over plain decoding, for n-grams, which nearly always match somewhere. Asking for less
@@ -213,8 +217,7 @@ class DraftLength:
         """The longest draft allowed at this load, of any source, whatever it is worth."""
         if self._options.num_draft_tokens is not None:
             return self.ceiling
-        in_flight = self._shared.in_flight
-        rows = (most for requests, most in self._options.load_schedule if in_flight <= requests)
+        rows = (most for requests, most in LOAD_SCHEDULE if self._shared.in_flight <= requests)
         return min(self.ceiling, next(rows, 0))
 
     def length(self, generated: int, room: int) -> int:
@@ -243,7 +246,7 @@ class DraftLength:
         shared = self._shared
         if self._options.overlap is not None:
             return self._options.overlap
-        if shared.in_flight > max(self._options.load_schedule[0][0], 1):
+        if shared.in_flight > LOAD_SCHEDULE[0][0]:
             return False
         shared.overlap_rounds += 1
         if shared.overlap_rounds <= TRIAL_ROUNDS:
