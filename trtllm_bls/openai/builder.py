@@ -57,11 +57,7 @@ class ResponseBuilder(ABC):
     id_prefix: ClassVar[str]
 
     def __init__(
-        self,
-        request: Generation,
-        model: ServedModel,
-        requests: list[TextRequest],
-        guide_field: str,
+        self, request: Generation, model: ServedModel, requests: list[TextRequest], guide_field: str
     ) -> None:
         self.requests = requests
         self.guide_field = guide_field  # the request's field that asked for guided decoding, if any

@@ -108,18 +108,16 @@ def main(context: click.Context, /, **options: Any) -> None:
             StatusDirectory(parameters.status_dir).forget_drain()
         except OSError as error:
             raise SettingsError(f"status_dir {parameters.status_dir}: {error.strerror}") from error
+    own_name = parameters.tokenizer_dir.name if parameters else ""
+    same = ("max_body_bytes", "allowed_origins", "tool_parser", "reasoning_parser")
     api = ApiSettings(
-        model_names=options["served_model_names"]
-        or (parameters.tokenizer_dir.name if parameters else "",),
+        model_names=options["served_model_names"] or (own_name,),
         keys=keys,
         loras=dict(each.partition("=")[::2] for each in options["loras"]),
-        max_body_bytes=options["max_body_bytes"],
         allowed_hosts=options["allowed_hosts"] if is_loopback(options["host"]) else None,
-        allowed_origins=options["allowed_origins"],
-        tool_parser=options["tool_parser"],
-        reasoning_parser=options["reasoning_parser"],
         status_dir=parameters.status_dir if parameters else "",
         triton_metrics=front.metrics if front else "",
+        **{name: options[name] for name in same},
     )
     listening = {name: options[name] for name in ("host", "port", "exit_timeout", *_TLS)}
     serve(parameters, api, front, workers=workers, why=why, **listening)

@@ -135,26 +135,26 @@ class _Tools:
         if not isinstance(tools, list):
             raise invalid(place, "must be a list of tools")
         for index, tool in enumerate(tools):
+            own = f"{place}[{index}]"
             kind = tool.get("type") if isinstance(tool, dict) else None
             if kind == "namespace":
-                self.add(f"{place}[{index}].tools", tool.get("tools"), tool.get("name"))
+                self.add(f"{own}.tools", tool.get("tools"), tool.get("name"))
             elif kind in ("function", "custom"):
-                name = tool.get("name")
+                name, free = tool.get("name"), kind == "custom"
                 if not isinstance(name, str) or not name:
-                    raise invalid(f"{place}[{index}].name", "must be a string that is not empty")
-                seen, free = self.flat(name, namespace), kind == "custom"
+                    raise invalid(f"{own}.name", "must be a string that is not empty")
+                seen, about = _seen(name, namespace), tool.get("description") or ""
                 parameters = _FREE_TEXT if free else tool.get("parameters")
-                about = tool.get("description") or ""
                 self.functions.append(function_tool(seen, about, parameters))
                 self.origins[seen] = (name, namespace, free)
             elif kind not in _HOSTED:
                 problem = f"{str(kind)[:40]!r} is not a type of tool; send function or custom"
-                raise invalid(f"{place}[{index}].type", problem)
+                raise invalid(f"{own}.type", problem)
 
-    @staticmethod
-    def flat(name: str, namespace: str | None) -> str:
-        """The name that the model sees."""
-        return f"{namespace}__{name}" if namespace else name
+
+def _seen(name: object, namespace: str | None) -> str:
+    """The name that the model sees."""
+    return f"{namespace}__{name}" if namespace else str(name)
 
 
 class ResponsesResponse(PartsBuilder):
@@ -373,7 +373,21 @@ def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
             _read_item(f"input[{index}]", each, transcript, tools)
     effort = request.reasoning.effort if request.reasoning else None
     form = (request.text or TextOptions()).format or TextFormat()
-    choice, forced, allowed = _choice(request.tool_choice, tools)
+    demand = "auto" if request.tool_choice is None else request.tool_choice
+    forced = allowed = None
+    if isinstance(demand, str):
+        choice = demand
+        if choice not in ("auto", "none", "required"):
+            raise invalid("tool_choice", "must be auto, none, required, or an object")
+    elif (kind := demand.get("type")) in ("function", "custom"):
+        choice, forced = "required", _seen(demand.get("name"), demand.get("namespace"))
+    elif kind != "allowed_tools" or demand.get("mode") not in ("auto", "required"):
+        raise invalid("tool_choice", f"{str(kind)[:40]!r} is not supported; send a function")
+    else:
+        choice, named = demand["mode"], demand.get("tools")
+        if not isinstance(named, list) or not all(isinstance(tool, dict) for tool in named):
+            raise invalid("tool_choice.tools", "must be a list of tools")
+        allowed = {_seen(tool.get("name"), tool.get("namespace")) for tool in named}
     return Conversation(
         messages=transcript.messages,
         tools=tools.functions,
@@ -399,31 +413,11 @@ def _read_item(place: str, given: dict[str, Any], transcript: Transcript, tools:
     elif item.type == "reasoning":
         transcript.think(text_of(item.content or item.summary or ""))
     elif item.type == "function_call":
-        transcript.call(item.call_id, tools.flat(item.name, item.namespace), item.arguments)
+        transcript.call(item.call_id, _seen(item.name, item.namespace), item.arguments)
     elif item.type == "custom_tool_call":
         arguments = as_json(place, {"input": item.input})
-        transcript.call(item.call_id, tools.flat(item.name, item.namespace), arguments)
+        transcript.call(item.call_id, _seen(item.name, item.namespace), arguments)
     elif item.type == "additional_tools":
         tools.add(f"{place}.tools", item.tools)
     else:
         transcript.result(item.call_id, text_of(item.output))
-
-
-def _choice(
-    choice: str | dict[str, Any] | None, tools: _Tools
-) -> tuple[str, str | None, set[str] | None]:
-    """Whether a call is demanded, of which tool, and the tools that may be called."""
-    if choice is None or isinstance(choice, str):
-        if choice not in (None, "auto", "none", "required"):
-            raise invalid("tool_choice", "must be auto, none, required, or an object")
-        return choice or "auto", None, None
-    kind = choice.get("type")
-    if kind in ("function", "custom"):
-        return "required", tools.flat(str(choice.get("name")), choice.get("namespace")), None
-    if kind != "allowed_tools" or choice.get("mode") not in ("auto", "required"):
-        raise invalid("tool_choice", f"{str(kind)[:40]!r} is not supported; send a function")
-    named = choice.get("tools")
-    if not isinstance(named, list) or not all(isinstance(tool, dict) for tool in named):
-        raise invalid("tool_choice.tools", "must be a list of tools")
-    names = {tools.flat(str(tool.get("name")), tool.get("namespace")) for tool in named}
-    return choice["mode"], None, names
