@@ -272,9 +272,16 @@ class PartsBuilder(ResponseBuilder):
         # Tokenising the reasoning takes a millisecond for some thousand characters.
         return super().is_large or sum(map(len, self._reasoning)) > 4096
 
-    @abstractmethod
     def ping(self) -> bytes:
         """An event that shows a client that waits that the server works."""
+        return self._begin_once() + sse("ping")
+
+    def whole(self) -> bytes:
+        return msgspec.json.encode(self._body())
+
+    @abstractmethod
+    def _body(self) -> dict[str, Any]:
+        """The response as it is now."""
 
     @abstractmethod
     def _first_events(self) -> bytes: ...

@@ -48,8 +48,6 @@ class Thinking(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """Options of the answer."""
-
     format: TextFormat | None = None
     effort: str | None = None
 
@@ -152,9 +150,6 @@ class MessagesResponse(PartsBuilder):
         asked = _conversation(request)
         super().__init__(request, model, asked, max_tokens=max_tokens, stop_words=stop_words)
 
-    def ping(self) -> bytes:
-        return self._begin_once() + sse("ping")
-
     def last_events(self) -> bytes:
         delta = {**self._stopped(), "container": None}
         return sse("message_delta", delta=delta, usage=self._usage()) + sse("message_stop")
@@ -162,11 +157,8 @@ class MessagesResponse(PartsBuilder):
     def failed(self, error: ApiError) -> bytes:
         return sse("error", error=error_answer(error)[1])
 
-    def whole(self) -> bytes:
-        return msgspec.json.encode(self._message())
-
     def _first_events(self) -> bytes:
-        return sse("message_start", message=self._message())
+        return sse("message_start", message=self._body())
 
     def _open(self, event: Opening) -> bytes:
         kind, key = "text_delta", "text"
@@ -199,7 +191,7 @@ class MessagesResponse(PartsBuilder):
             events = sse("content_block_delta", index=index, delta=delta)
         return events + sse("content_block_stop", index=index)
 
-    def _message(self) -> dict[str, Any]:
+    def _body(self) -> dict[str, Any]:
         return {
             "id": self._head.id,
             "type": "message",

@@ -6,6 +6,7 @@ conversation.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -67,8 +68,6 @@ _FREE_TEXT = {
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
-    """Options of messages."""
-
     format: TextFormat | None = None
 
 
@@ -179,15 +178,12 @@ class ResponsesResponse(PartsBuilder):
         self._scores = TokenScores(model.tokenizer, alternatives) if scored else None
         self._scored: list[Any] = []  # log-probabilities of tokens whose text has not left
         self._logprobs: list[Any] = []  # of the message so far
-        self._number = 0
+        # Of events, but for pings: clients skip a type that they do not know.
+        self._numbers = itertools.count()
         self._echoed = _echoed(request)
 
-    def ping(self) -> bytes:
-        # The sequence of events does not count it: clients skip a type that they do not know.
-        return self._begin_once() + b'event: ping\ndata: {"type":"ping"}\n\n'
-
     def last_events(self) -> bytes:
-        return self._event(f"response.{self._end_status}", response=self._response())
+        return self._event(f"response.{self._end_status}", response=self._body())
 
     def failed(self, error: ApiError) -> bytes:
         code = error.code if error.code == "context_length_exceeded" else "server_error"
@@ -196,10 +192,7 @@ class ResponsesResponse(PartsBuilder):
         elif error.status < 500 and code == "server_error":
             code = "invalid_prompt"
         told = {"code": code, "message": error.message}
-        return self._event("response.failed", response=self._response("failed", told))
-
-    def whole(self) -> bytes:
-        return msgspec.json.encode(self._response())
+        return self._event("response.failed", response=self._body("failed", told))
 
     @property
     def _end_status(self) -> str:
@@ -209,7 +202,7 @@ class ResponsesResponse(PartsBuilder):
         return "incomplete" if cut else "completed"
 
     def _first_events(self) -> bytes:
-        response = self._response("in_progress")
+        response = self._body("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -253,10 +246,8 @@ class ResponsesResponse(PartsBuilder):
             scores = b',"logprobs":' + msgspec.json.encode(told)
         if not self._before:
             return b""
-        number = self._number
-        self._number += 1
-        delta = msgspec.json.encode(text)
-        return b'%b%b,"sequence_number":%d,"delta":%b}\n\n' % (self._before, scores, number, delta)
+        parts = (self._before, scores, next(self._numbers), msgspec.json.encode(text))
+        return b'%b%b,"sequence_number":%d,"delta":%b}\n\n' % parts
 
     def _closed(self, item: dict[str, Any], text: str) -> bytes:
         index = len(self._items) - 1
@@ -281,11 +272,9 @@ class ResponsesResponse(PartsBuilder):
         return events + self._event("response.output_item.done", output_index=index, item=item)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        number = self._number
-        self._number += 1
-        return sse(kind, sequence_number=number, **fields)
+        return sse(kind, sequence_number=next(self._numbers), **fields)
 
-    def _response(self, status: str = "", error: Any = None) -> dict[str, Any]:
+    def _body(self, status: str = "", error: Any = None) -> dict[str, Any]:
         status, is_cut = status or self._end_status, self._end_status == "incomplete"
         return {
             "id": self._head.id,

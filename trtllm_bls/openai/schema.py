@@ -171,8 +171,6 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """A named schema."""
-
     schema: dict[str, Any] | bool
 
 
