@@ -71,21 +71,36 @@ def _object(*further: str, **properties: object) -> dict[str, Any]:
     return {"type": "object", "required": required, "properties": properties}
 
 
+def _choices(kind: str, **choice: object) -> dict[str, Any]:
+    head = {name: _TEXT for name in Head.__struct_fields__}
+    head |= {"object": {"const": kind}, "created": _NUMBER}
+    item = _object("index", "finish_reason", "logprobs", **choice)
+    usage = _object("prompt_tokens", "completion_tokens", "total_tokens")
+    return _object(**head, choices={"type": "array", "items": item}, usage=usage)
+
+
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
 _MODEL = _object(id=_TEXT, object=_TEXT, created=_NUMBER, owned_by=_TEXT)
 _MODELS = _object(object=_TEXT, data={"type": "array", "items": _MODEL})
-_USAGE = _object("prompt_tokens", "completion_tokens", "total_tokens")
-_TOKENS = _object(
-    "token_strs", "max_model_len", count=_NUMBER, tokens={"type": "array", "items": _NUMBER}
-)
+_IDS, _WORD = {"type": "array", "items": _NUMBER}, {"type": "string", "minLength": 1}
 _LIST = {"type": "array", "items": {"type": "object"}}
 _RESPONSE = _object("usage", id=_TEXT, object={"const": "response"}, status=_TEXT, output=_LIST)
 _MESSAGE = _object("stop_reason", "usage", id=_TEXT, type={"const": "message"}, content=_LIST)
 _COUNT = _object(input_tokens=_NUMBER)
-_PROMPT, _VERSION = _object(prompt=_TEXT), _object(version=_TEXT)
-_METRICS = {"description": "For Prometheus", "content": {"text/plain": {"schema": _TEXT}}}
+_CHAT = _choices("chat.completion", message=_object("role", "content"))
+_TOKENS = _object("token_strs", "max_model_len", count=_NUMBER, tokens=_IDS)
+# By path: what is taken, what is given, and whether it can be streamed.
+_POSTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any], bool]] = {
+    "/v1/chat/completions": (ChatRequest, _CHAT, True),
+    "/v1/completions": (CompletionRequest, _choices("text_completion", text=_TEXT), True),
+    "/v1/responses": (ResponsesRequest, _RESPONSE, True),
+    "/v1/responses/input_tokens": (ResponsesRequest, _COUNT, False),
+    PATH: (MessagesRequest, _MESSAGE, True),
+    f"{PATH}/count_tokens": (CountTokensRequest, _COUNT, False),
+    "/tokenize": (TokenizeRequest, _TOKENS, False),
+    "/detokenize": (DetokenizeRequest, _object(prompt=_TEXT), False),
+}
 # What is checked beyond the types.
-_IDS, _WORD = {"type": "array", "items": _NUMBER}, {"type": "string", "minLength": 1}
 _PROMPTS = [
     _WORD,
     {"type": "array", "minItems": 1, "items": _WORD},
@@ -112,10 +127,7 @@ _ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_TEXT, me
 @cache
 def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     """The document, in OpenAPI 3.1, of a server of these models."""
-    kinds = (
-        *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
-        *(ResponsesRequest, MessagesRequest, CountTokensRequest),
-    )
+    kinds = {kind for kind, _, _ in _POSTS.values()}
     _, schemas = msgspec.json.schema_components(
         (*kinds, ChatMessage, Error), ref_template="#/components/schemas/{name}"
     )
@@ -123,53 +135,31 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         schemas[kind.__name__]["properties"]["model"] = {"enum": list(model_names)}
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": _PROMPTS}
     schemas["ChatRequest"]["properties"]["messages"] |= _MESSAGES
-    chat = _answer("chat.completion", message=_object("role", "content"))
-    completion = _answer("text_completion", text=_TEXT)
     name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
+    model = {"responses": _responses(_MODEL, 401, 404), "parameters": [name]}
+    metrics = {"description": "For Prometheus", "content": {"text/plain": {"schema": _TEXT}}}
+    paths: dict[str, Any] = {
+        "/v1/models": {"get": {"responses": _responses(_MODELS, 401)}},
+        "/v1/models/{name}": {"get": model},
+        "/health": {"get": {"responses": _responses({"type": "object"}, 503)}},
+        "/version": {"get": {"responses": _responses(_object(version=_TEXT))}},
+        "/metrics": {"get": {"responses": {"200": metrics}}},
+    }
+    for path, (kind, answer, streams) in _POSTS.items():
+        full, error = ((529,), _ANTHROPIC_ERROR) if path.startswith(PATH) else ((429, 503), _ERROR)
+        responses = _responses(answer, 400, 401, 404, 405, 413, 415, 500, *full, error=error)
+        if streams:
+            responses["200"]["content"]["text/event-stream"] = {"schema": {}}
+        body = _json({"$ref": f"#/components/schemas/{kind.__name__}"})
+        paths[path] = {"post": {"responses": responses, "requestBody": {"required": True, **body}}}
+    key = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "trtllm-bls", "version": __version__},
-        "paths": {
-            "/v1/chat/completions": {"post": _post("ChatRequest", chat, streams=True)},
-            "/v1/completions": {"post": _post("CompletionRequest", completion, streams=True)},
-            "/v1/responses": {"post": _post("ResponsesRequest", _RESPONSE, streams=True)},
-            "/v1/responses/input_tokens": {"post": _post("ResponsesRequest", _COUNT)},
-            PATH: {"post": _post("MessagesRequest", _MESSAGE, _ANTHROPIC_ERROR, streams=True)},
-            f"{PATH}/count_tokens": {"post": _post("CountTokensRequest", _COUNT, _ANTHROPIC_ERROR)},
-            "/tokenize": {"post": _post("TokenizeRequest", _TOKENS)},
-            "/detokenize": {"post": _post("DetokenizeRequest", _PROMPT)},
-            "/v1/models": {"get": {"responses": _responses(_MODELS, 401)}},
-            "/v1/models/{name}": {
-                "get": {"responses": _responses(_MODEL, 401, 404), "parameters": [name]}
-            },
-            "/health": {"get": {"responses": _responses({"type": "object"}, 503)}},
-            "/version": {"get": {"responses": _responses(_VERSION)}},
-            "/metrics": {"get": {"responses": {"200": _METRICS}}},
-        },
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": key}},
         "security": [{}, {"key": []}],
     }
-
-
-def _answer(kind: str, **choice: object) -> dict[str, Any]:
-    head = {name: _TEXT for name in Head.__struct_fields__}
-    head |= {"object": {"const": kind}, "created": _NUMBER}
-    item = _object("index", "finish_reason", "logprobs", **choice)
-    return _object(**head, choices={"type": "array", "items": item}, usage=_USAGE)
-
-
-def _post(
-    kind: str, answer: dict[str, Any], error: dict[str, Any] = _ERROR, *, streams: bool = False
-) -> dict[str, Any]:
-    full = (429, 503) if error is _ERROR else (529,)
-    responses = _responses(answer, 400, 401, 404, 405, 413, 415, 500, *full, error=error)
-    if streams:
-        responses["200"]["content"]["text/event-stream"] = {"schema": {}}
-    body = _json({"$ref": f"#/components/schemas/{kind}"})
-    return {"responses": responses, "requestBody": {"required": True, **body}}
 
 
 def _responses(
