@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from typing import Any
 
 from trtllm_bls import __version__
@@ -130,52 +129,46 @@ class Deployment:
 def _engine(
     parameters: BlsParameters, pb_utils: Any, tokenizer: Tokenizer, reports: RequestReports
 ) -> RoutingEngine:
-    engine_at = partial(
-        GrpcEngine,
-        vocab_size=tokenizer.model_vocab_size,
-        stall_seconds=parameters.engine_stall_seconds,
-        tls=engine_tls(parameters),
-    )
-    own_server = parameters.engine_transport == "auto" and pb_utils is not None
-    engine_here = partial(engine_at, parameters.engine_url, own_server=own_server)
+    common: dict[str, Any] = {
+        "vocab_size": tokenizer.model_vocab_size,
+        "stall_seconds": parameters.engine_stall_seconds,
+        "tls": engine_tls(parameters),
+    }
+
+    def triton_model(name: str, url: str = "") -> Engine:
+        own = not url and parameters.engine_transport == "auto" and pb_utils is not None
+        return GrpcEngine(url or parameters.engine_url, name, own_server=own, **common)
+
     choice, targets = parameters.engine, list[Engine]()
     # TensorRT-LLM's gRPC service, which verifies no drafts.
     is_service = choice is not None and choice.kind is EngineKind.TRTLLM
     for url, model in choice.addresses if choice else [("", parameters.tensorrt_llm_model_name)]:
         if is_service:
+            longest = parameters.engine_max_sequence_tokens
             service = TrtllmServiceEngine(
-                url,
-                eos_id=tokenizer.eos_id,
-                vocab_size=tokenizer.model_vocab_size,
-                max_sequence_tokens=parameters.engine_max_sequence_tokens,
-                stall_seconds=parameters.engine_stall_seconds,
-                tls=engine_tls(parameters),
+                url, eos_id=tokenizer.eos_id, max_sequence_tokens=longest, **common
             )
             targets.append(service)
         else:
-            targets.append(engine_at(url, model) if url else engine_here(model))
+            targets.append(triton_model(model, url))
     target = targets[0]
     if len(targets) > 1:
         target = ReplicatedEngine(
             targets, resume=parameters.engine_resume, affinity=parameters.engine_affinity
         )
     draft: Engine | None = None
-    draft_model, directory = (
-        parameters.tensorrt_llm_draft_model_name,
-        parameters.draft_tokenizer_dir,
-    )
+    draft_model = parameters.tensorrt_llm_draft_model_name
     if is_service:
         if draft_model or parameters.draft_source != "off":
             log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
     elif draft_model:
-        if directory is None or load_tokenizer(directory).fingerprint == tokenizer.fingerprint:
-            draft = engine_here(draft_model)
+        where = parameters.draft_tokenizer_dir
+        if where is None or load_tokenizer(where).fingerprint == tokenizer.fingerprint:
+            draft = triton_model(draft_model)
         else:
+            reason = "has another token table than the target's"
             log.warning(
-                "draft model %s is not used: its tokenizer in %s has another token table than the "
-                "target's",
-                draft_model,
-                directory,
+                "draft model %s is not used: its tokenizer in %s %s", draft_model, where, reason
             )
     source = parameters.draft_source
     options = SpeculationOptions(
@@ -188,9 +181,5 @@ def _engine(
         ignore_unverifiable=parameters.unverifiable_drafts == "ignore",
     )
     return RoutingEngine(
-        target,
-        draft,
-        options,
-        by_default=source != "off",
-        on_end=reports.add_speculation,
+        target, draft, options, by_default=source != "off", on_end=reports.add_speculation
     )
