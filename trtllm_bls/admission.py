@@ -69,16 +69,18 @@ class Admission:
                 f"{sequences} is not allowed; at most {self._max_running} sequences run at once",
                 "max_running_requests",
             )
-        if self._waiting or self.running + sequences > self._max_running:
-            await self._wait(sequences)
-        else:
+        loop = asyncio.get_running_loop()
+        if not self._waiting and self.running + sequences <= self._max_running:
             self.running += sequences
-        now = asyncio.get_running_loop().time
-        began = now()
+        elif self.queued + sequences > self._max_queued:
+            raise self._overloaded("as many as may", "max_queued_requests")
+        else:
+            await self._wait(loop.create_future(), sequences)
+        began = loop.time()
         try:
             yield
         finally:
-            took = now() - began
+            took = loop.time() - began
             self._average_s += _NEW * (took - self._average_s) if self._average_s else took
             self.running -= sequences
             if self._waiting:
@@ -90,23 +92,20 @@ class Admission:
             if not admitted.done():
                 admitted.set_exception(Overloaded(problem))
 
-    async def _wait(self, sequences: int) -> None:
+    async def _wait(self, admitted: asyncio.Future[None], sequences: int) -> None:
         """Return once the places are this request's."""
-        if self.queued + sequences > self._max_queued:
-            raise self._overloaded("as many as may", "max_queued_requests")
-        loop = asyncio.get_running_loop()
-        entry = (loop.create_future(), sequences)
+        entry = (admitted, sequences)
         self._waiting.append(entry)
         self.queued += sequences
         timer = None
         if self._max_queue_s is not None:
-            timer = loop.call_later(self._max_queue_s, self._give_up, entry[0])
+            timer = admitted.get_loop().call_later(self._max_queue_s, self._give_up, admitted)
         try:
-            await entry[0]
+            await admitted
         except BaseException:
             if entry in self._waiting:
                 self._stop_waiting(entry)
-            elif not entry[0].cancelled() and entry[0].exception() is None:
+            elif not admitted.cancelled() and admitted.exception() is None:
                 self.running -= sequences  # admitted, and cancelled before it went on
             self._admit()
             raise
