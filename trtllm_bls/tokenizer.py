@@ -106,8 +106,10 @@ class ChatGuard:
         return parts
 
     def _check_normalized(self, field: str, text: str) -> None:
-        hidden = self._normalize and self._normalized.search(self._normalize(text))
-        if hidden:
+        if self._normalize is None:
+            return
+        _check_unicode(text, field)
+        if hidden := self._normalized.search(self._normalize(text)):
             problem = f"spells the control token {hidden[0]} in other characters"
             raise InvalidRequest(field, problem)
 

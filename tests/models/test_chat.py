@@ -155,3 +155,10 @@ def test_a_lone_surrogate_beside_a_spelling_is_refused() -> None:
     prompt = tokenizer.render_chat(conversation("<s> \ud800"))
     with pytest.raises(InvalidRequest, match=r"^messages: .* is half of a character"):
         tokenizer.encode_chat(prompt)
+
+
+def test_a_lone_surrogate_is_refused_by_a_tokenizer_that_normalizes() -> None:
+    """Its normalizer takes no such text, and is asked before the prompt is made."""
+    tokenizer = load_tokenizer(directory("sentencepiece"))
+    with pytest.raises(InvalidRequest, match=r"^messages: .* is half of a character"):
+        tokenizer.render_chat(conversation("a \ud800"))

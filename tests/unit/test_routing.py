@@ -109,6 +109,12 @@ def test_an_unknown_source_is_named() -> None:
         chosen(asking(source="oracle"))
 
 
+def test_a_negative_number_of_drafts_is_refused() -> None:
+    """Also where no tensor's bounds were checked, as in a call by a pipeline."""
+    with pytest.raises(InvalidRequest, match="num_draft_tokens: -1 is below 0"):
+        chosen(asking(-1))
+
+
 @pytest.mark.parametrize("field", CANNOT)
 def test_a_default_never_refuses_what_was_asked_for_is_refused_by_name(field: str) -> None:
     """What speculation cannot keep runs plainly under a default."""

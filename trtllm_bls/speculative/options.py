@@ -69,6 +69,8 @@ class SpeculationOptions:
         engine verifies no drafts, if it does not.
         """
         asked = request.speculation
+        if asked.num_draft_tokens is not None and asked.num_draft_tokens < 0:
+            raise InvalidRequest("num_draft_tokens", f"{asked.num_draft_tokens} is below 0")
         if asked.num_draft_tokens == 0 or asked.draft_source == "off":
             return None
         explicit = asked.num_draft_tokens is not None or asked.draft_source is not None
