@@ -167,19 +167,18 @@ def _calls_in_form(
         yield {**message, "content": shown, "tool_calls": formed}
 
 
-def _with_thinking(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The messages with reasoning where the template of gpt-oss looks for it.
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with reasoning where the template of gpt-oss looks for it.
 
     It takes no content beside reasoning and calls, so the content joins the reasoning there.
     """
-    for message in messages:
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
-        if message["role"] == "assistant" and reasoning:
-            content = message.get("content")
-            if message.get("tool_calls") and isinstance(content, str):
-                reasoning, content = "\n\n".join(filter(None, [reasoning, content])), ""
-            message = {**message, "thinking": reasoning, "content": content}
-        yield message
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if message["role"] != "assistant" or not reasoning:
+        return message
+    content = message.get("content")
+    if message.get("tool_calls") and isinstance(content, str):
+        reasoning, content = "\n\n".join(filter(None, [reasoning, content])), ""
+    return {**message, "thinking": reasoning, "content": content}
 
 
 def _one_call_a_turn(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -537,7 +536,7 @@ class Tokenizer:
                 messages = list(_one_call_a_turn(messages))
             messages = list(_calls_in_form(messages, form))
         if "<|channel|>analysis" in (self.chat_template or ""):
-            messages = list(_with_thinking(messages))
+            messages = [_with_thinking(message) for message in messages]
         conversation = []
         for message in messages:
             guard = by_assistant if message["role"] == "assistant" else everywhere

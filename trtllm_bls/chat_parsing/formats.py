@@ -1,4 +1,5 @@
-"""How model families mark tool calls and reasoning in their text, as data.
+"""How model families mark tool calls and reasoning in their text, as data; and the JSON schema with
+which guided decoding forces calls.
 
 Patterns are read by the package ``regex``, which tells the beginning of a match from no match. What
 a pattern matches in a text must not depend on what follows that match.
