@@ -33,14 +33,12 @@ from trtllm_bls.types import (
 class TextRules:
     """What prompt, engine and deployment add to a request's own fields.
 
-    ``max_tokens``: of each sequence, also where the request names none.
-    ``end_ids``: all ids that end a sequence, whether the engine knows them or not.
-    ``stop_sequences``: one entry per stop word: the ids at which the engine stops; empty for a word
-    that only the text can show.
-    ``echo_ids``: the prompt, if it is to come in front of the completion.
-    ``accumulate``: each chunk has all text so far.
-    ``max_sequence_tokens``: the engine's limit on prompt and completion together, if known.
-    ``expose_kv_cache_metrics``: tell how much of the prompt was in the KV cache already.
+    ``max_tokens``: of each sequence, also where the request names none. ``end_ids``: all that end a
+    sequence, whether the engine knows them or not. ``stop_sequences``: see ``Prompt``.
+    ``echo_ids``: the prompt, if it is to come in front of the completion. ``accumulate``: each
+    chunk has all text so far. ``max_sequence_tokens``: the engine's limit on prompt and completion
+    together, if known. ``expose_kv_cache_metrics``: tell how much of the prompt was in the KV cache
+    already.
     """
 
     prompt_tokens: int
@@ -189,7 +187,12 @@ class SequenceText:
             self._speculation = chunk.speculation
         if stop is None:
             if reason is None and chunk.final:
-                reason = self._why_engine_ended(chunk)
+                reason = chunk.finish_reason
+                if reason is None:  # the engine gives none: its longest sequence, or the end id
+                    longest = self._rules.max_sequence_tokens
+                    total = self._rules.prompt_tokens + self._criteria.generated
+                    full = longest is not None and total >= longest
+                    reason = FinishReason.LENGTH if full else FinishReason.END_ID
             if reason is not None:
                 # What was held back leaves, up to a stop that completes in it.
                 stop = self._cut(self._detokenizer.flush())
@@ -299,15 +302,6 @@ class SequenceText:
     def _release(self, text: str) -> None:
         self._released += len(text)
         self._text.append(text)
-
-    def _why_engine_ended(self, chunk: EngineChunk) -> FinishReason:
-        """The engine's reason. Where it gives none: its longest sequence, or else the end id."""
-        if chunk.finish_reason is not None:
-            return chunk.finish_reason
-        longest = self._rules.max_sequence_tokens
-        total = self._rules.prompt_tokens + self._criteria.generated
-        full = longest is not None and total >= longest
-        return FinishReason.LENGTH if full else FinishReason.END_ID
 
 
 class _Scores:
