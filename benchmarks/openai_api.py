@@ -15,56 +15,19 @@ import argparse
 import asyncio
 import itertools
 import json
-import multiprocessing
 import os
 import platform
-import socket
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.stepping import SteppingEngine
+from bench.stepping_api import Backend, serving_api
 
-from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.http.guard import ConnectionLimits
-from trtllm_bls.openai.app import ApiSettings, create_app
-from trtllm_bls.openai.server import uvicorn_options
-from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.services.request_reports import RequestMetrics, RequestReports
-from trtllm_bls.tokenizer import load_tokenizer
 from trtllm_bls.types import TextChunk, TextRequest
 
 TICK = os.sysconf("SC_CLK_TCK")
-
-
-class Backend:
-    def __init__(self, step_s: float, over: Callable[[Engine], Engine] | None = None) -> None:
-        self.tokenizer = load_tokenizer(DEMO / "target")
-        text = "Once upon a time there was a fox who liked the river and the hills. "
-        engine: Engine = SteppingEngine(step_s, self.tokenizer.encode_word(text))
-        self.engine = over(engine) if over else engine
-        self.reports = RequestReports(RequestMetrics())
-        self.orchestrator = Orchestrator(
-            self.tokenizer, self.engine, Defaults(), on_end=self.reports.add
-        )
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.reports.start(loop, self.orchestrator.load)
-
-    async def close(self) -> None:
-        self.reports.close()
-
-
-def serve(ready: Connection, listening: socket.socket, step_s: float) -> None:
-    import uvicorn
-
-    app = create_app(Backend(step_s), ApiSettings(model_names=("m",)))
-    config = uvicorn.Config(app, **uvicorn_options(ConnectionLimits(), exit_timeout=1))
-    ready.send(os.getpid())
-    uvicorn.Server(config).run([listening])
 
 
 class Dropping:
@@ -159,22 +122,14 @@ def main() -> None:
         f"{platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} cores,"
     )
     print(f"load {os.getloadavg()[0]:.1f}, {options.tokens} tokens, {options.step_ms} ms a step")
-    listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    ready, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("fork")
-    server = context.Process(target=serve, args=(theirs, listening, step_s), daemon=True)
-    server.start()
-    pid = ready.recv()
-    port = listening.getsockname()[1]
-    for streams, api in itertools.product(options.streams, options.apis):
-        found = asyncio.run(load(api, port, pid, streams, options.tokens))
-        if options.sink:
-            alone = into_sink(step_s, streams, options.tokens)
-            found["without_http_us"] = round(alone, 1)
-            found["http_us"] = round(found["cpu_us_per_token"] - alone, 1)
-        print(json.dumps(found))
-    server.terminate()
-    server.join()
+    with serving_api(step_s) as (port, pid):
+        for streams, api in itertools.product(options.streams, options.apis):
+            found = asyncio.run(load(api, port, pid, streams, options.tokens))
+            if options.sink:
+                alone = into_sink(step_s, streams, options.tokens)
+                found["without_http_us"] = round(alone, 1)
+                found["http_us"] = round(found["cpu_us_per_token"] - alone, 1)
+            print(json.dumps(found))
 
 
 if __name__ == "__main__":

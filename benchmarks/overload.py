@@ -16,7 +16,6 @@ this machine instead. Give ``--running`` and ``--queued`` as that server has the
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import os
@@ -26,54 +25,14 @@ import select
 import socket
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
-from bench.stepping import SteppingEngine
+from bench.stepping_api import serving_api
 
-from trtllm_bls.admission import Admission
-from trtllm_bls.checkpoint_dir import DEMO
-from trtllm_bls.http.guard import ConnectionLimits, accepting
-from trtllm_bls.openai.app import ApiSettings, create_app
-from trtllm_bls.openai.server import uvicorn_options
-from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.services.request_reports import RequestMetrics, RequestReports
 from trtllm_bls.settings import raise_open_files
-from trtllm_bls.tokenizer import load_tokenizer
 
 SHARES = (0.5, 0.99, 1.0)
-
-
-class Backend:
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.tokenizer = load_tokenizer(DEMO / "target")
-        text = "Once upon a time there was a fox who liked the river and the hills. "
-        ids = self.tokenizer.encode_word(text)
-        self.engine = SteppingEngine(options.step_ms / 1000, ids)
-        self.reports = RequestReports(RequestMetrics())
-        self.admission = Admission(options.running, options.queued, None)
-        self.orchestrator = Orchestrator(
-            self.tokenizer,
-            self.engine,
-            Defaults(),
-            on_end=self.reports.add,
-            admission=self.admission,
-        )
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.reports.start(loop, self.orchestrator.load)
-
-    async def close(self) -> None:
-        self.reports.close()
-
-
-def serve(ready: Connection, listening: socket.socket, options: argparse.Namespace) -> None:
-    import uvicorn
-
-    raise_open_files()
-    app = create_app(Backend(options), ApiSettings(model_names=("m",)))
-    config = uvicorn.Config(app, **uvicorn_options(ConnectionLimits(), exit_timeout=1))
-    ready.send(os.getpid())
-    uvicorn.Server(config).run(accepting(listening))
 
 
 def load(results: Connection, port: int, clients: int, request: bytes) -> None:
@@ -149,33 +108,26 @@ def main() -> None:
         f"{len(text)} bytes"
     )
     context = multiprocessing.get_context("fork")
-    server = None
-    if options.http is not None:
+    with ExitStack() as stack:
         port = options.http
-    else:
-        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        port = listening.getsockname()[1]
-        ready, theirs = context.Pipe()
-        server = context.Process(target=serve, args=(theirs, listening, options), daemon=True)
-        server.start()
-        ready.recv()
-    for clients in (1, options.running + options.queued, *options.clients):
-        results, child = context.Pipe()
-        before = os.getloadavg()[0]
-        caller = context.Process(target=load, args=(child, port, clients, request), daemon=True)
-        caller.start()
-        by_status: dict[int, list[float]] = defaultdict(list)
-        for status, seconds in results.recv():
-            by_status[status].append(seconds)
-        caller.join()
-        time.sleep(1 if server else 10)  # the server notices that its callers have left
-        print(f"{clients} clients, load {before:.1f} before, {os.getloadavg()[0]:.1f} after")
-        for status, seconds in sorted(by_status.items()):
-            what = "first token" if status == 200 else "told"
-            print(f"  {status}: {len(seconds):5}  {what} {percentiles(seconds)}", flush=True)
-    if server is not None:
-        server.terminate()
-        server.join()
+        if port is None:
+            places = (options.running, options.queued)
+            port, _ = stack.enter_context(serving_api(options.step_ms / 1000, places))
+        for clients in (1, options.running + options.queued, *options.clients):
+            results, child = context.Pipe()
+            before = os.getloadavg()[0]
+            caller = context.Process(target=load, args=(child, port, clients, request), daemon=True)
+            caller.start()
+            by_status: dict[int, list[float]] = defaultdict(list)
+            for status, seconds in results.recv():
+                by_status[status].append(seconds)
+            caller.join()
+            # The server notices that its callers have left.
+            time.sleep(1 if options.http is None else 10)
+            print(f"{clients} clients, load {before:.1f} before, {os.getloadavg()[0]:.1f} after")
+            for status, seconds in sorted(by_status.items()):
+                what = "first token" if status == 200 else "told"
+                print(f"  {status}: {len(seconds):5}  {what} {percentiles(seconds)}", flush=True)
 
 
 if __name__ == "__main__":
