@@ -137,6 +137,10 @@ def test_more_parameters_than_triton_bears_are_refused() -> None:
     asked({f"note{n}": n for n in range(1000)})
     with pytest.raises(Refused, match="more than 1000 members"):
         asked({f"note{n}": n for n in range(1001)})
+    many = ", ".join(f'"note{n}": 1' for n in range(1001))
+    for mistake in ('"note0": 1', '"parameters": 1'):
+        with pytest.raises(Refused, match="more than 1000 members"):
+            asked(f"{{{many}, {mistake}}}".encode())
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8))

@@ -20,7 +20,7 @@ import re
 import ssl
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import cache
 from typing import Any
@@ -495,18 +495,13 @@ def infer_request(
         raise LeftToTriton from error
     if not isinstance(members, _Members):
         raise LeftToTriton
-    flat: list[tuple[str, Any]] = []
-    for key, value in members:
-        if key != "parameters":
-            flat.append((key, value))
-        elif isinstance(value, _Members):
-            flat += value
-        else:
-            raise LeftToTriton
-    if len({key for key, _ in flat}) < len(flat):
-        raise LeftToTriton
     request = service_pb2.ModelInferRequest(model_name=model, model_version=version)
-    for key, value in flat:
+    given = set()
+    for key, value in _flat(members):
+        # In order: what Triton would refuse at the end may not hide that there are too many before.
+        if key in given:
+            raise LeftToTriton
+        given.add(key)
         if key in inputs:
             _add_input(request, inputs[key], value)
         elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
@@ -522,6 +517,16 @@ def infer_request(
     if traceparent:
         request.parameters["traceparent"].string_param = traceparent
     return request
+
+
+def _flat(members: _Members) -> Iterator[tuple[str, Any]]:
+    for key, value in members:
+        if key != "parameters":
+            yield key, value
+        elif isinstance(value, _Members):
+            yield from value
+        else:
+            raise LeftToTriton
 
 
 def _set_parameter(parameter: Any, value: Any) -> None:
