@@ -12,7 +12,7 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -86,7 +86,7 @@ class Step:
     completion_tokens: int = 0
 
 
-class Steps(AsyncIterator[Step]):
+class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
     """One answer of a language model, step by step; begins to run at once.
 
     A step holds all tokens that arrived since the one before, so a slow reader gets fewer, larger
@@ -139,9 +139,6 @@ class Steps(AsyncIterator[Step]):
         if self._caller is not None:
             self._caller.streams.discard(self)
         return task
-
-    async def __aenter__(self) -> Steps:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -321,13 +321,10 @@ def serving(
 
     class Deployment(PipelineDeployment):
         def __init__(self, parameters: BlsParameters, pb_utils: Any, model_name: str) -> None:
-            self.open, self._inner = set(), scripted
+            self._parameters, self.open, self._inner = parameters, set(), scripted
             self.defaults = Defaults(timeout_s=parameters.request_timeout_seconds or None)
             self.admission = Admission(parameters.max_running, parameters.max_queued, None)
             self.reports = RequestReports(RequestMetrics(), [RequestLog().add])
-
-        def start(self, loop: asyncio.AbstractEventLoop) -> None:
-            self.reports.start(loop, self.load)
 
         async def close(self) -> None:
             self.reports.close()
