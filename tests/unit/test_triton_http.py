@@ -11,6 +11,7 @@ from tritonclient.grpc import service_pb2
 
 from trtllm_bls.errors import Overloaded
 from trtllm_bls.grpc_client import GrpcChannel, GrpcError
+from trtllm_bls.http import triton
 from trtllm_bls.http.guard import ClientGone
 from trtllm_bls.http.triton import Room, TritonHttp, _Exchange
 
@@ -264,3 +265,51 @@ def test_a_place_is_free_once_the_models_work_ends() -> None:
         assert (len(callers.opened), len(callers.refused)) == (6, 2)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("headers", "parts", "status"),
+    [
+        ({b"content-length": b"8"}, [b"12345678"], 503),  # passed on: this Triton hangs up
+        ({b"content-length": b"9"}, [], 413),
+        ({b"transfer-encoding": b"chunked"}, [b"1234", b"56789"], 413),
+        ({b"content-length": b"2", b"content-type": b"text/plain; x"}, [b"{}"], 415),
+        ({b"content-length": b"8"}, [b"1234", None], None),  # the caller leaves
+    ],
+)
+def test_a_body_that_is_passed_on_has_limits(
+    headers: dict[bytes, bytes],
+    parts: list[bytes | None],
+    status: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Told before it is read where its length says so; also of a body that Triton would ignore."""
+    monkeypatch.setattr(triton, "_MOST_OTHER_BYTES", 8)
+    sent: list[dict[str, Any]] = []
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.close()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        if not parts:
+            return await asyncio.Event().wait()
+        part = parts.pop(0)
+        if part is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": part, "more_body": bool(parts)}
+
+    async def run() -> None:
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            program = TritonHttp("", f"http://127.0.0.1:{port}")
+            scope = {"type": "http", "method": "POST", "path": "/v2/x", "raw_path": b"/v2/x"}
+            asked = {**scope, "query_string": b"", "headers": list(headers.items())}
+            await asyncio.wait_for(program(asked, receive, send), 20)
+            await program.close()
+
+    asyncio.run(run())
+    assert [message["status"] for message in sent[:1]] == ([] if status is None else [status])

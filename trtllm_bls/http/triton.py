@@ -340,7 +340,17 @@ class _Exchange:
         call.send(request)
         watching = asyncio.create_task(self._watch(receive))
         try:
-            await (self._send_events(send, write) if stream else self._send_one(send))
+            if stream:
+                await self._send_events(send, write)
+                return
+            while not self._over:
+                await self._wait(arrived=len(self._arrived))
+            if self._error is not None and not self._arrived:
+                await _send_error(send, self._error)
+            elif self._error is not None or len(self._arrived) != 1:
+                await _send_error(send, Refused(200, _ONLY_ONE))
+            else:
+                await _send_json(send, 200, self._arrived[0], [])
         finally:
             watching.cancel()
             self._leave(self)
@@ -373,16 +383,6 @@ class _Exchange:
             body = b"".join([b"data: %b\n\n" % event for event in events])
             if over or write is None or not write(body):
                 await send({"type": "http.response.body", "body": body, "more_body": not over})
-
-    async def _send_one(self, send: Send) -> None:
-        while not self._over:
-            await self._wait(arrived=len(self._arrived))
-        if self._error is not None and not self._arrived:
-            await _send_error(send, self._error)
-        elif self._error is not None or len(self._arrived) != 1:
-            await _send_error(send, Refused(200, _ONLY_ONE))
-        else:
-            await _send_json(send, 200, self._arrived[0], [])
 
     async def _wait(self, arrived: int = 0) -> None:
         """Return once more than ``arrived`` responses wait, or none will come."""
