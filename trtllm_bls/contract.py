@@ -252,8 +252,7 @@ ENGINE = Model(
         *_GUIDED,
         # Ours.
         Tensor("return_top_log_probs", "INT32", scalar=True, bounds=_ALTERNATIVES),
-        Tensor("lookahead_window_size", "INT32", ragged=True),
-        Tensor("lookahead_ngram_size", "INT32", ragged=True),
+        *_alike("INT32", "lookahead_window_size", "lookahead_ngram_size", ragged=True),
         Tensor("lookahead_verification_set_size", "INT32", ragged=True),
         *_LLM_API,
     ),
@@ -296,19 +295,16 @@ PREPROCESSING = Model(
         Tensor("MESSAGES", "STRING", field="messages"),  # ours
         Tensor("ADD_SPECIAL_TOKENS", "BOOL", field="add_special_tokens"),  # ours
         # Ours, and STREAM too: see the ensemble.
-        Tensor("MIN_TOKENS", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE),
-        Tensor("MIN_LENGTH", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE),
+        *_alike("INT32", "MIN_TOKENS", "MIN_LENGTH", field="min_tokens", bounds=_NOT_NEGATIVE),
         Tensor("STREAM", "BOOL", field="stream"),
     ),
     outputs=(
         Tensor("INPUT_ID", "INT32", (-1,)),
         Tensor("REQUEST_INPUT_LEN", "INT32"),
-        Tensor("BAD_WORDS_IDS", "INT32", (2, -1)),
-        Tensor("STOP_WORDS_IDS", "INT32", (2, -1)),
+        *_alike("INT32", "BAD_WORDS_IDS", "STOP_WORDS_IDS", dims=(2, -1)),
         Tensor("EMBEDDING_BIAS", "FP32", (-1,)),
         Tensor("REQUEST_OUTPUT_LEN", "INT32", (-1,)),
-        Tensor("OUT_END_ID", "INT32"),
-        Tensor("OUT_PAD_ID", "INT32"),
+        *_alike("INT32", "OUT_END_ID", "OUT_PAD_ID"),
         Tensor("DECODER_INPUT_ID", "INT32", (-1,)),
         Tensor("REQUEST_DECODER_INPUT_LEN", "INT32"),
     ),

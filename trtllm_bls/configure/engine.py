@@ -346,12 +346,10 @@ def warnings(
     if engine.paged_context is False:
         yield "KV cache reuse is off: the engine was built without paged context attention"
     if ends_after_one_step(engine, version):
-        yield (
-            f"on TensorRT-LLM {version} an engine built for "
-            f"{EXTERNAL_DRAFTS} ends every request after one step: requests without drafts "
-            "(draft_source off, several sequences, the ensemble) need an engine without it; "
-            "tensorrt_llm has one_step_requests=true"
-        )
+        what = f"an engine built for {EXTERNAL_DRAFTS} ends every request after one step"
+        where = "(draft_source off, several sequences, the ensemble)"
+        mend = f"requests without drafts {where} need an engine without it"
+        yield f"on TensorRT-LLM {version} {what}: {mend}; tensorrt_llm has one_step_requests=true"
     elif engine.mode == EXTERNAL_DRAFTS and version == MANY_STEPS_SINCE:
         yield (
             f"it is not certain that 0.19 lets requests without drafts run on with an engine "
@@ -367,7 +365,5 @@ def warnings(
         what = f"prompts{' and, with drafts, whole answers' * drafts} are limited to {limit} tokens"
         yield f"{what} by max_num_tokens; --chunked-context would allow {longest}"
     if engine.mode == "lookahead_decoding" and parameters.get("decoding_mode") != "lookahead":
-        yield (
-            "the engine was built for lookahead decoding, which is off: set decoding_mode=lookahead"
-            f" and {', '.join(LOOKAHEAD_SIZES)}"
-        )
+        mend = f"set decoding_mode=lookahead and {', '.join(LOOKAHEAD_SIZES)}"
+        yield f"the engine was built for lookahead decoding, which is off: {mend}"
