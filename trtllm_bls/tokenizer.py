@@ -26,7 +26,7 @@ import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from random import Random
@@ -740,35 +740,27 @@ def load_tokenizer(directory: str | Path, cache_bytes: int = 0) -> Tokenizer:
         raise TokenizerError(f"{path}: no such directory; give the model's tokenizer directory")
     check_tokenizer(path)
     eos, logits = generation_eos(path), config_vocab_size(path)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    # transformers is to work as if there were no torch, unless either is imported already.
+    # transformers 5 has no setting for this, and asks "is there torch?" once, at its own import;
+    # ``None`` in ``sys.modules`` is Python's way to say that a module is not to be found. The
+    # answer stays for the process: models would need torch imported before the first tokenizer,
+    # while ``transformers.generation.logits_process`` works either way.
+    hides_torch = not sys.modules.keys() & {"torch", "transformers"}
     try:
-        with _torch_unseen():
+        if hides_torch:
+            sys.modules["torch"] = None  # type: ignore[assignment]
+        try:
             from transformers import AutoTokenizer
 
             hf = AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
+        finally:
+            if hides_torch:
+                del sys.modules["torch"]
         return Tokenizer(hf, eos, logits, cache_bytes)
     except Exception as error:  # the libraries raise anything, also for a missing file
         problem = f"cannot be loaded as a tokenizer ({one_line(error)})"
         mend = "copy tokenizer.json and tokenizer_config.json of the model into it"
         raise TokenizerError(f"{path}: {problem}; {mend}") from error
-
-
-@contextmanager
-def _torch_unseen() -> Iterator[None]:
-    """Use transformers as if there were no torch, unless either is imported already.
-
-    transformers 5 has no setting for this, and asks "is there torch?" once, at its own import;
-    ``None`` in ``sys.modules`` is Python's way to say that a module is not to be found. The
-    answer stays for the process: models would need torch imported before the first tokenizer,
-    while ``transformers.generation.logits_process`` works either way.
-    """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-    if "torch" in sys.modules or "transformers" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]

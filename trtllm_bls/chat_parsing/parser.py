@@ -184,29 +184,24 @@ class ChatParser:
         return True
 
     def _between(self) -> bool:
-        """After a marker or a call: begin the next call, or return to content."""
+        """After a marker or a call: begin the next call or message, or return to content."""
         tools, text = self._tools, self._buffer.lstrip()
         self._hold(len(self._buffer) - len(text))
         header = _compiled(tools.header).match(text, partial=True)
-        if header is not None and not header.partial:
-            self._open(header)
+        if header is None or header.partial:
+            markers = (*tools.begin, *tools.noise)
+            if header is not None or any(m.startswith(text) and m != text for m in markers):
+                return False
+            marker = max((m for m in markers if text.startswith(m)), key=len, default="")
+            if not marker:
+                self._give_up()
+            elif marker not in tools.noise:
+                self._drops = False
+            elif marker in tools.begin:
+                self._drops, self._held = True, ""
+            self._hold(len(marker))
             return True
-        markers = (*tools.begin, *tools.noise)
-        if header is not None or any(each.startswith(text) and each != text for each in markers):
-            return False
-        marker = max((each for each in markers if text.startswith(each)), key=len, default="")
-        if not marker:
-            self._give_up()
-        elif marker not in tools.noise:
-            self._drops = False
-        elif marker in tools.begin:
-            self._drops, self._held = True, ""
-        self._hold(len(marker))
-        return True
-
-    def _open(self, header: Any) -> None:
-        """Begin the call, or the message, that the match of a header announces."""
-        groups, tools = header.groupdict(), self._tools
+        groups = header.groupdict()
         name = groups.get("name")
         self._drops = False
         self._hold(header.end())
@@ -222,6 +217,7 @@ class ChatParser:
             self._reading = _READERS[tools.written](self._call)
             self._step = ChatParser._read_call
             self._tell(self._call)
+        return True
 
     def _read_call(self) -> bool:
         call, reading, over = self._call, self._reading, False

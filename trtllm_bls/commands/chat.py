@@ -193,30 +193,27 @@ class Conversation:
                 conversation = f"conversation: {len(self._replies)} answers, {total} tokens"
                 last = self._replies[-1].lines() if self._replies else []
                 self._say("\n".join([*last, conversation]))
+            case "/save" if not argument:
+                self._say("/save needs a file name")
             case "/save":
-                self._save(argument)
+                messages = self._messages
+                if argument.endswith(".json"):
+                    text = json.dumps(messages, indent=1, ensure_ascii=False) + "\n"
+                else:
+                    parts = (f"## {turn['role']}\n\n{turn['content']}\n" for turn in messages)
+                    text = "\n".join(parts)
+                try:
+                    Path(argument).expanduser().write_text(text, encoding="utf-8")
+                except OSError as error:
+                    self._say(f"{argument}: cannot be written: {error.strerror}")
+                else:
+                    self._say(f"{len(messages)} messages are in {argument}")
             case "/clear":
                 self._turns.clear()
                 self._replies.clear()
                 self._say("the conversation begins anew")
             case _:
                 self._say(f"{command} is no command; /help lists them")
-
-    def _save(self, name: str) -> None:
-        if not name:
-            self._say("/save needs a file name")
-            return
-        messages = self._messages
-        if name.endswith(".json"):
-            text = json.dumps(messages, indent=1, ensure_ascii=False) + "\n"
-        else:
-            text = "\n".join(f"## {turn['role']}\n\n{turn['content']}\n" for turn in messages)
-        try:
-            Path(name).expanduser().write_text(text, encoding="utf-8")
-        except OSError as error:
-            self._say(f"{name}: cannot be written: {error.strerror}")
-        else:
-            self._say(f"{len(messages)} messages are in {name}")
 
 
 def _lines(tty: bool) -> Iterator[str]:

@@ -220,7 +220,21 @@ def _fields(
     }
     if given["draft_tokens_csv"]:
         fields["draft_input_ids"] = _first_row(given["draft_tokens_csv"])
-    fields |= _prompt_table(given, prompt)
+    if given["prompt_embedding_table_path"] is not None:
+        tables = _numpy_file(given["prompt_embedding_table_path"], np.float16)
+        if tables.ndim != 3:
+            problem = f"{tables.shape} is no [task, row, size]"
+            raise SettingsError(f"--prompt-embedding-table-path: {problem}")
+        if not 0 <= given["prompt_task_id"] < len(tables):
+            raise SettingsError(f"--prompt-task-id: the file has tasks 0 to {len(tables) - 1}")
+        table = tables[given["prompt_task_id"]]
+        fields |= {"prompt_embedding_table": table, "prompt_vocab_size": len(table)}
+        extra_id, vocab_size = given["prompt_table_extra_id"], given["vocab_size"]
+        if extra_id is not None:
+            if vocab_size is None:
+                raise SettingsError("--prompt-table-extra-id: give --vocab-size too")
+            extra_ids = [extra_id if token >= vocab_size else 0 for token in prompt]
+            fields["prompt_table_extra_ids"] = extra_ids
     if folder := given["lora_path"]:
         fields["lora_weights"] = _numpy_file(folder / "model.lora_weights.npy", np.float16)
         fields["lora_config"] = _numpy_file(folder / "model.lora_config.npy", np.int32)
@@ -241,27 +255,6 @@ def _first_row(path: Path) -> list[int]:
         raise SettingsError(
             f"{path}: the first row is not a list of token ids ({error})"
         ) from error
-
-
-def _prompt_table(given: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
-    if given["prompt_embedding_table_path"] is None:
-        return {}
-    tables = _numpy_file(given["prompt_embedding_table_path"], np.float16)
-    if tables.ndim != 3:
-        raise SettingsError(
-            f"--prompt-embedding-table-path: {tables.shape} is no [task, row, size]"
-        )
-    if not 0 <= given["prompt_task_id"] < len(tables):
-        raise SettingsError(f"--prompt-task-id: the file has tasks 0 to {len(tables) - 1}")
-    table = tables[given["prompt_task_id"]]
-    fields: dict[str, Any] = {"prompt_embedding_table": table, "prompt_vocab_size": len(table)}
-    extra_id, vocab_size = given["prompt_table_extra_id"], given["vocab_size"]
-    if extra_id is not None:
-        if vocab_size is None:
-            raise SettingsError("--prompt-table-extra-id: give --vocab-size too")
-        extra_ids = [extra_id if token >= vocab_size else 0 for token in prompt]
-        fields["prompt_table_extra_ids"] = extra_ids
-    return fields
 
 
 def _numpy_file(path: Path, dtype: type) -> NDArray[Any]:
