@@ -43,6 +43,7 @@ class Script:
     name: str = "scripted"
     vocab_size: int = 1000
     max_sequence_tokens: int | None = None
+    max_prompt_tokens: int | None = None
     max_draft_tokens: int | None = None
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0  # per prompt token
@@ -84,6 +85,7 @@ class ScriptedEngine:
         self._capacity = EngineCapacity(
             vocab_size=self.script.vocab_size,
             max_sequence_tokens=self.script.max_sequence_tokens,
+            max_prompt_tokens=self.script.max_prompt_tokens,
             max_draft_tokens=self.script.max_draft_tokens,
             may_be_one_step=self.script.one_step,
         )

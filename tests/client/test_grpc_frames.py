@@ -159,7 +159,7 @@ async def test_refused_calls_are_sent_again_in_order_until_the_server_takes_them
     messages = [b"first", b"second", b"third"]
 
     async def script(peer: Peer) -> None:
-        for _ in range(6):
+        for _ in range(5):  # an even number of turned orders would be the first order again
             streams = [(await peer.until(RequestReceived)).stream_id for _ in messages]
             for stream_id in reversed(streams):
                 peer.h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
@@ -175,6 +175,51 @@ async def test_refused_calls_are_sent_again_in_order_until_the_server_takes_them
         callers = [Caller(connection, "echo", message) for message in messages]
         assert [await caller.status() for caller in callers] == ["OK"] * 3
         assert [caller.messages for caller in callers] == [[message] for message in messages]
+
+
+async def test_an_answer_ends_the_long_pauses_after_refusals() -> None:
+    """Pauses double up to 0.1 s while the server refuses, and are short again once it answers."""
+    loop, pauses = asyncio.get_running_loop(), list[float]()
+
+    async def script(peer: Peer) -> None:
+        for refusals in (8, 1, 1, 1, 1):
+            for _ in range(refusals):
+                stream_id = (await peer.until(RequestReceived)).stream_id
+                peer.h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+                peer.write()
+                refused_at = loop.time()
+            stream_id = await peer.request()
+            pauses.append(loop.time() - refused_at)
+            peer.end(stream_id)
+
+    async with against(script) as connection:
+        for _ in range(5):
+            assert await Caller(connection, "echo", b"a").status() == "OK"
+    assert pauses[0] > 0.09 and min(pauses[1:]) < 0.09  # a busy machine makes any of them longer
+
+
+GOAWAY_OF_ALL = bytes.fromhex("00000a 07 00 00000000 00000000 00000000") + b"no"
+
+
+@pytest.mark.parametrize("goaway", [False, True])
+async def test_a_call_that_the_server_has_begun_is_not_sent_again(goaway: bool) -> None:
+    """Whatever the server says of it afterwards."""
+
+    async def script(peer: Peer) -> None:
+        stream_id = await peer.request()
+        if goaway:
+            peer.write(peer.h2.data_to_send() + GOAWAY_OF_ALL)
+        else:
+            peer.h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+            peer.write()
+            peer.end(await peer.request())
+
+    async def next_script(peer: Peer) -> None:
+        peer.end(await peer.request())
+
+    async with against(script, next_script) as connection:
+        assert await Caller(connection, "echo", b"a").status() == "UNAVAILABLE"
+        assert await Caller(connection, "echo", b"b").status() == "OK"
 
 
 async def test_a_call_that_is_refused_for_long_is_unavailable(
@@ -292,7 +337,7 @@ async def test_a_server_that_never_takes_a_call_is_unavailable() -> None:
     """A GOAWAY on each connection: a call is not moved for ever."""
 
     async def script(peer: Peer) -> None:
-        peer.write(bytes.fromhex("00000a 07 00 00000000 00000000 00000000") + b"no")
+        peer.write(GOAWAY_OF_ALL)
         await peer.until(RequestReceived)
 
     async with against(script, script, script) as connection:

@@ -60,6 +60,24 @@ def test_what_cannot_be_served_is_refused_by_name(change: dict[str, Any], field:
     assert engine.requests == []
 
 
+def test_a_prompt_is_as_long_as_both_limits_of_the_model_allow() -> None:
+    """That of prompts, and that of prompt and answer, which leaves room for one new token."""
+    long = len(prompt_ids())
+    for prompts, sequences, fits in [
+        (long, long + 9, True),
+        (long - 1, long + 9, False),
+        (long + 9, long + 1, True),
+        (long + 9, long, False),
+    ]:
+        engine = saying("x", max_prompt_tokens=prompts, max_sequence_tokens=sequences)
+        if fits:
+            assert text_of(ask(engine, asking(max_tokens=None))) == "x"
+            continue
+        with pytest.raises(InvalidRequest, match=f"^text_input: {long} tokens; .* {long - 1} "):
+            ask(engine)
+        assert engine.requests == []
+
+
 def test_beams_are_a_known_wish_that_cannot_be_granted() -> None:
     """The one refusal that is not the caller's mistake."""
     with pytest.raises(Unsupported):

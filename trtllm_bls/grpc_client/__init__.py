@@ -293,8 +293,6 @@ class _Connection(asyncio.Protocol):
             return
         self._ended = True
         self._connect_timer.cancel()
-        if self._pause is not None:
-            self._pause.cancel()
         self._channel.retire(self)
         if self._transport is None:
             self._connecting.cancel()
