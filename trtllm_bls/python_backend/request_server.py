@@ -268,8 +268,6 @@ class Call:
         self._sender = request.get_response_sender()
         self._senders = senders
         self.decoupled = decoupled
-        # The least that ends a call. A model that is not decoupled owes one response.
-        self._bare_end: _Response = None if decoupled else {}
         self.wanted: frozenset[str] = frozenset(request.requested_output_names())
         self.client_id: str = request.request_id()
         # Clients may choose equal ids. This one is unique in the process, for the log.
@@ -318,7 +316,7 @@ class Call:
         """End the call without another response if that is allowed; ignored once it has ended."""
         if self.sequences:
             self.sequences = 0
-            self._put(self._bare_end)
+            self._put(None if self.decoupled else {})  # a model that is not owes one response
 
     def check_one_response(self, *, sequences: int, **given: int) -> None:
         """Raises ``Unsupported`` where a model that is not decoupled would need several responses.
@@ -436,7 +434,8 @@ class Call:
                 return True
             if not self._try(response, final):
                 self._gone = True  # so the watcher cancels its work, and retries are not logged
-                return self._try(_UNSENDABLE, True) or self._try(self._bare_end, True)
+                bare_end: _Response = None if self.decoupled else {}
+                return self._try(_UNSENDABLE, True) or self._try(bare_end, True)
             if self._ask_after_send:
                 self._ask_after_send, self._gone = False, self._gone or self._ask()
             return True
