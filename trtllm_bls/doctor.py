@@ -6,6 +6,7 @@ last command, ``conformance``, asks an engine itself.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib.metadata
 import json
@@ -416,6 +417,12 @@ def layout(subject: Subject) -> Findings:
             yield fault(what, "make one named 1; it may be empty without a model.py")
         elif config.backend == "python" and not any((d / "model.py").is_file() for d in versions):
             yield fault(f"{model}: no model.py", "copy it from this package's models")
+        for code in [d / "model.py" for d in versions if (d / "model.py").is_file()]:
+            for name in names_gone(code.read_text(errors="replace")):
+                what = f"{model}: its model.py imports {name}, which this version does not have"
+                yield fault(
+                    what, "write the repository again, or copy it from this package's models"
+                )
         engine = subject.engines.get(model)
         most = engine.max_batch_size if engine else None
         if model in subject.known_models and config.max_batch_size < 1:
@@ -424,6 +431,19 @@ def layout(subject: Subject) -> Findings:
         elif most and config.max_batch_size > most:
             what = f"{model}: max_batch_size is {config.max_batch_size}, the engine's is {most}"
             yield fault(what, f"set at most {most}, or build a larger engine")
+
+
+def names_gone(code: str) -> Iterator[str]:
+    """What Python code imports from this package, as an earlier version had it."""
+    with suppress(SyntaxError):
+        for node in ast.walk(ast.parse(code)):
+            module = getattr(node, "module", None) or ""
+            if isinstance(node, ast.ImportFrom) and module.partition(".")[0] == "trtllm_bls":
+                for alias in node.names:
+                    try:
+                        getattr(importlib.import_module(module), alias.name)
+                    except (ImportError, AttributeError):
+                        yield f"{module}.{alias.name}"
 
 
 @check("every model that another one calls is there", lambda s: s.configs)

@@ -137,6 +137,18 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     ),
     # files
     "no model.py": (lambda d: d.remove(BLS, "1", "model.py"), "tensorrt_llm_bls: no model.py"),
+    "model.py of an earlier version": (
+        lambda d: (d.out / BLS / "1" / "model.py").write_text(
+            "from trtllm_bls.errors import SetupError\nfrom trtllm_bls.before import Gone\n"
+        ),
+        "imports trtllm_bls.before.Gone, which this version does not have",
+    ),
+    "model.py with a name of an earlier version": (
+        lambda d: (d.out / BLS / "1" / "model.py").write_text(
+            "from trtllm_bls.errors import SetupError, Gone\n"
+        ),
+        "imports trtllm_bls.errors.Gone, which",
+    ),
     "no version": (lambda d: d.remove(ENGINE, "1"), "tensorrt_llm: no version directory"),
     "no version of the ensemble": (lambda d: d.remove("ensemble", "1"), "ensemble: no version"),
     "no preprocessing": (lambda d: d.remove("preprocessing"), "ensemble: calls preprocessing"),
