@@ -154,18 +154,18 @@ class StoppingCriteria:
         if count < self.max_tokens and not self._stops and self._end_ids.isdisjoint(ids):
             self.generated = count  # nearly every token
             return ids, None
-        for place, token in enumerate(ids):
+        for position, token in enumerate(ids):
             if not self.max_tokens:
                 return (), FinishReason.LENGTH
             if token in self._end_ids and self.may_end:
-                return ids[:place], FinishReason.END_ID
+                return ids[:position], FinishReason.END_ID
             self.generated += 1
             if self._stops:
                 self._ids.append(token)
             for length in self._lengths.get(token, ()):
                 if self.may_end and (found := tuple(self._ids[-length:])) in self._stops:
                     self.stop_sequence = found
-                    return ids[: place + 1], FinishReason.STOP
+                    return ids[: position + 1], FinishReason.STOP
             if self.generated >= self.max_tokens:
-                return ids[: place + 1], FinishReason.LENGTH
+                return ids[: position + 1], FinishReason.LENGTH
         return ids, None

@@ -99,10 +99,10 @@ class ChatGuard:
         for joined in ("".join(apart), "".join(map(str.strip, apart))):
             self._check_normalized("messages", joined)
         following = iter(apart)
-        for place, (part, text) in enumerate(zip(parts, texts, strict=True)):
+        for index, (part, text) in enumerate(zip(parts, texts, strict=True)):
             if isinstance(text, str):
                 text = next(following)
-                parts[place] = {**part, "text": text} if isinstance(part, dict) else text
+                parts[index] = {**part, "text": text} if isinstance(part, dict) else text
         return parts
 
     def _check_normalized(self, field: str, text: str) -> None:
@@ -588,15 +588,15 @@ class Tokenizer:
 
     def _shows(self, count: int, form: tuple[bool, bool]) -> bool:
         """Whether the template shows so many calls of one turn, in this form."""
-        names = [f"probe_name{place}" for place in range(count)]
+        names = [f"probe_name{index}" for index in range(count)]
         arguments = {"probe_key": "probe_value"}
         calls = [  # some templates want ids of nine characters
             {
-                "id": f"probecal{place}",
+                "id": f"probecal{index}",
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
-            for place, name in enumerate(names)
+            for index, name in enumerate(names)
         ]
         probe: list[dict[str, Any]] = [
             {"role": "user", "content": "a"},

@@ -20,9 +20,9 @@ from trtllm_bls.chat_parsing.formats import (
 )
 from trtllm_bls.chat_parsing.parser import (
     Arguments,
+    ChatEvent,
     ChatParser,
     Content,
-    Event,
     Reasoning,
     ToolCall,
 )
@@ -105,7 +105,7 @@ TEXTS = [
 
 def parse(
     text: str, cuts: list[int], tools: str | None = None, tags: str | None = None, **more: bool
-) -> list[Event]:
+) -> list[ChatEvent]:
     """The events of ``text`` cut at these places."""
     ids = count()
     parser = ChatParser(
@@ -114,7 +114,7 @@ def parse(
         new_id=lambda: f"id{next(ids)}",
         **more,
     )
-    events: list[Event] = []
+    events: list[ChatEvent] = []
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     for start, stop in pairwise(places):
         events += parser.feed(text[start:stop])
@@ -163,9 +163,9 @@ def test_white_space_after_reasoning_is_no_content() -> None:
         assert parse(text, [], None, "think") == [Reasoning("a")]
 
 
-def joined(events: list[Event]) -> list[Event]:
+def joined(events: list[ChatEvent]) -> list[ChatEvent]:
     """Neighbours of one kind as one."""
-    whole: list[Event] = []
+    whole: list[ChatEvent] = []
     for key, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", 0))):
         several = list(group)
         if key[0] is ToolCall:
@@ -180,7 +180,7 @@ def joined(events: list[Event]) -> list[Event]:
 def test_calls_come_out_of_every_family(tools: str, text: str, calls: int) -> None:
     """The name whole and first, once; the arguments as the text that the model wrote."""
     events = joined(parse(text, [], tools))
-    wanted: list[Event] = []
+    wanted: list[ChatEvent] = []
     for index in range(calls):
         call_id = f"functions.weather:{index}" if tools == "kimi_k2" else f"id{index}"
         wanted += [ToolCall(index, call_id, "weather"), Arguments(index, ARGS)]
@@ -275,7 +275,7 @@ def test_harmony_without_tools_has_reasoning_and_content() -> None:
         (HARMONY[: -len(ARGS)] + "print(1)", [Content(HARMONY[: -len(ARGS)] + "print(1)")]),
     ],
 )
-def test_harmony_that_is_not_as_it_should_be(text: str, wanted: list[Event]) -> None:
+def test_harmony_that_is_not_as_it_should_be(text: str, wanted: list[ChatEvent]) -> None:
     """Headers that are cut are left out; what is no header is content."""
     assert joined(parse(text, list(range(300)), "harmony", "harmony")) == wanted
 

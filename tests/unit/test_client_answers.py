@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
 from trtllm_bls.client import Event, read_event
-from trtllm_bls.commands.shared import Reply
+from trtllm_bls.commands.shared import ClientReply
 from trtllm_bls.commands.streaming import JsonDisplay, TextDisplay
 from trtllm_bls.commands.token_ids import TokenAnswer, agrees
 
@@ -26,8 +26,8 @@ def brought(beams: list[list[int]], lengths: list[int], **more: Any) -> Event:
     return Event(outputs=outputs, received_at=0.0, **more)
 
 
-def reply_of(*events: Event) -> Reply:
-    reply = Reply(max_tokens=8)
+def reply_of(*events: Event) -> ClientReply:
+    reply = ClientReply(max_tokens=8)
     reply.sent = 10.0
     for event in events:
         reply.add(event)

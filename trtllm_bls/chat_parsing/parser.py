@@ -52,7 +52,7 @@ class Arguments:
     text: str
 
 
-Event: TypeAlias = Content | Reasoning | ToolCall | Arguments
+ChatEvent: TypeAlias = Content | Reasoning | ToolCall | Arguments
 
 
 @cache
@@ -95,7 +95,7 @@ class ChatParser:
         self._most_calls = sys.maxsize if most_calls is None else most_calls
         self._new_id = new_id
         self._num_calls = 0
-        self._call: Call | None = None
+        self._call: CallReader | None = None
         self._reading: _Reading | None = None  # of the call
         self._buffer = ""  # not looked at yet
         self._blank = ""  # white space that is text only if more text follows
@@ -103,7 +103,7 @@ class ChatParser:
         self._drops = False  # text between calls is not content
         self._strips = False  # the next text begins a part, without the white space before it
         self._kinds: set[type[Content] | type[Reasoning]] = set()  # of the text so far
-        self._events: list[Event] = []
+        self._events: list[ChatEvent] = []
         # A function of the class. A bound method would be a reference cycle, which keeps the parser
         # until a garbage collection.
         self._step: Callable[[ChatParser], bool] = ChatParser._start
@@ -115,7 +115,7 @@ class ChatParser:
         """Whether the answer calls a tool."""
         return self._num_calls > 0
 
-    def feed(self, text: str, end: bool = False) -> list[Event]:
+    def feed(self, text: str, end: bool = False) -> list[ChatEvent]:
         """The events that are certain with this text; ``end``: there is no more."""
         if self.plain:
             return [Content(text)] if text else []
@@ -124,7 +124,7 @@ class ChatParser:
             pass
         return self._drain_events() + (self.flush() if end else [])
 
-    def flush(self) -> list[Event]:
+    def flush(self) -> list[ChatEvent]:
         """The remaining events of an answer that has ended, perhaps in the middle of a call."""
         begun = self._call is not None and self._call.begun
         if self._step == ChatParser._reason:
@@ -213,7 +213,7 @@ class ChatParser:
         else:
             # Arguments in Python are looked at as a whole first: they may be an answer's prose.
             begun = name is not None and tools.written != "python"
-            self._call = Call(tools, name, groups.get("id"), self._schemas, begun)
+            self._call = CallReader(tools, name, groups.get("id"), self._schemas, begun)
             self._reading = _READERS[tools.written](self._call)
             self._step = ChatParser._read_call
             self._tell(self._call)
@@ -275,7 +275,7 @@ class ChatParser:
             self._kinds.add(kind)
             self._events.append(kind(separator + solid))
 
-    def _tell(self, call: Call) -> None:
+    def _tell(self, call: CallReader) -> None:
         """Add the events of what is certain of the call."""
         if call.begun and call.index is None:
             call.index = self._num_calls
@@ -289,7 +289,7 @@ class ChatParser:
         self._events.append(ToolCall(self._num_calls, call_id, name))
         self._num_calls += 1
 
-    def _drain_events(self) -> list[Event]:
+    def _drain_events(self) -> list[ChatEvent]:
         events, self._events = self._events, []
         return [event for event in events if getattr(event, "index", 0) < self._most_calls]
 
@@ -305,7 +305,7 @@ _ReadingMatch: TypeAlias = Generator[None, None, Any]
 
 
 @dataclass
-class Call:
+class CallReader:
     """A call, from its arguments on; from its name on if ``name`` is ``None``.
 
     ``schemas``: by name, the parameters of the tools that may be called; ``None``: they are not
@@ -377,7 +377,7 @@ class Call:
         self.given += _dumped(text)[1:-1]
 
 
-def _read_json(call: Call) -> _Reading:
+def _read_json(call: CallReader) -> _Reading:
     """Read ``{"name": …, "arguments": {…}}``; if the name is known, the arguments alone.
 
     Where a call has no marker, an object with other keys, or without arguments, is no call.
@@ -426,7 +426,7 @@ def _read_json(call: Call) -> _Reading:
         call.given = "{}"
 
 
-def _read_xml(call: Call) -> _Reading:
+def _read_xml(call: CallReader) -> _Reading:
     """Read arguments in tags, for example ``<parameter=key>value</parameter>``, and the end.
 
     The schemas tell strings from other values; a string is given while it is written, another
@@ -453,7 +453,7 @@ def _read_xml(call: Call) -> _Reading:
     call.given += "{}" if before == "{" else "}"
 
 
-def _read_python(call: Call) -> _Reading:
+def _read_python(call: CallReader) -> _Reading:
     """Read ``key=value, …)`` with Python's literals; it is given once it is complete."""
     if call.schemas is not None and call.name not in call.schemas:
         raise ValueError("no tool")
@@ -474,7 +474,7 @@ class _JsonNames(ast.NodeTransformer):
         return ast.Constant({"true": True, "false": False, "null": None}[node.id])
 
 
-def _read_gemma(call: Call) -> _Reading:
+def _read_gemma(call: CallReader) -> _Reading:
     """Read ``{key:<|"|>text<|"|>,key:[1,true]}``: keys bare, texts between quotes of their own."""
     quote, closing = r'<\|"\|>', {"{": "}", "[": "]"}
     opened, comma, is_key = "", "", False  # brackets; what comes before the next key or item
@@ -507,7 +507,7 @@ def _read_gemma(call: Call) -> _Reading:
                 return
 
 
-_READERS: dict[str, Callable[[Call], _Reading]] = {
+_READERS: dict[str, Callable[[CallReader], _Reading]] = {
     "json": _read_json,
     "xml": _read_xml,
     "python": _read_python,

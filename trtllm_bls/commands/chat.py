@@ -31,8 +31,8 @@ from rich.text import Text
 from trtllm_bls.client import BLS, Client, Event
 from trtllm_bls.commands.shared import (
     TEXT_INPUTS,
+    ClientReply,
     Exit,
-    Reply,
     complain,
     connection_options,
     interruptible,
@@ -91,14 +91,14 @@ def main(**given: Any) -> None:
 
     async def talk() -> Exit:
         async with server_at(given["url"], given["model"], given) as server:
-            return await Conversation(server, given).talk()
+            return await TerminalChat(server, given).talk()
 
     # Not ``asyncio.run``: with its handler of Ctrl-C, ``input`` would go on.
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         run(lambda: loop.run_until_complete(talk()))
 
 
-class Conversation:
+class TerminalChat:
     """What was said so far, and the loop that asks for more."""
 
     def __init__(self, server: Server, given: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class Conversation:
         self._fields = {name: given[name] for name in names if given[name] is not None}
         self._system: str | None = given["system"]
         self._turns: list[dict[str, str]] = []
-        self._replies: list[Reply] = []
+        self._replies: list[ClientReply] = []
         self._console = Console(highlight=False)
         self._renders = self._console.is_terminal and not given["plain"]
 
@@ -135,7 +135,7 @@ class Conversation:
     async def _exchange(self, text: str) -> Exit | None:
         """Ask, and keep what came; the exit code of a failure."""
         self._turns.append({"role": "user", "content": text})
-        reply, failure = Reply(self._max_tokens), None
+        reply, failure = ClientReply(self._max_tokens), None
         reading = asyncio.create_task(self._read(reply))
         try:
             with interruptible(reading) as interrupted, suppress(asyncio.CancelledError):
@@ -153,7 +153,7 @@ class Conversation:
             self._turns.pop()
         return failure
 
-    async def _read(self, reply: Reply) -> None:
+    async def _read(self, reply: ClientReply) -> None:
         """Fill ``reply`` and show it, until it ends or this task is cancelled."""
         asked = self._server.ask(self._messages, self._max_tokens, self._fields)
         with self._display(reply) as show, suppress(asyncio.CancelledError):
@@ -163,7 +163,7 @@ class Conversation:
                     show(event.text)
 
     @contextlib.contextmanager
-    def _display(self, reply: Reply) -> Iterator[Callable[[str], None]]:
+    def _display(self, reply: ClientReply) -> Iterator[Callable[[str], None]]:
         """Shows the answer as it grows: as Markdown in a terminal, else text as it comes."""
         if not self._renders:
             yield lambda text: click.echo(_CONTROLS.sub("", text), nl=False)

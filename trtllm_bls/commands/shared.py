@@ -248,7 +248,7 @@ def interruptible(stream: Stream | asyncio.Task[Any]) -> Iterator[asyncio.Event]
 # --- one answer as it arrives, and its figures ------------------------------------------------
 
 
-class Reply:
+class ClientReply:
     """An answer so far, to a request for ``max_tokens``.
 
     Times are seconds of ``time.perf_counter()``. ``ended_here`` says why this side ended it, where

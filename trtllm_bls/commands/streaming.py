@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from trtllm_bls.client import BLS, Event
 from trtllm_bls.commands.shared import (
     TEXT_INPUTS,
+    ClientReply,
     Exit,
-    Reply,
     assignments,
     complain,
     connection_options,
@@ -109,7 +109,7 @@ async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
         click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
     how = {"deadline_s": given["timeout"], "request_id": given["request_id"]}
     stop_after_ms = given["stop_after_ms"]
-    reply, failure = Reply(fields["max_tokens"]), None
+    reply, failure = ClientReply(fields["max_tokens"]), None
     try:
         async with (
             open_client(given["url"], given) as client,
@@ -197,7 +197,7 @@ class TextDisplay:
                 new = now[len(before) :] if now.startswith(before) else f"\n{now}"
                 click.echo(new, nl=False)
 
-    def end(self, reply: Reply, failure: TrtllmBlsError | None) -> None:
+    def end(self, reply: ClientReply, failure: TrtllmBlsError | None) -> None:
         """Finish the line, or show the sequences held back."""
         if self.several:
             for number, (_, text) in enumerate(sorted(self.texts.items())):
@@ -217,7 +217,7 @@ class JsonDisplay:
         told["outputs"] = {name: _plain(array) for name, array in event.outputs.items()}
         self._line(type="event", at_ms=round(at_ms, 3), text=event.text, **beams, **told)
 
-    def end(self, reply: Reply, failure: TrtllmBlsError | None) -> None:
+    def end(self, reply: ClientReply, failure: TrtllmBlsError | None) -> None:
         self._line(type="summary", **reply.figures(), error=failure and str(failure))
 
     def _line(self, **values: Any) -> None:

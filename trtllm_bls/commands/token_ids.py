@@ -296,7 +296,7 @@ def _verdict(given: dict[str, Any], answer: TokenAnswer) -> Exit:
     return Exit.FINISHED
 
 
-Key = tuple[int, int]  # sequence index, beam
+SequenceKey = tuple[int, int]  # sequence index, beam
 
 
 class TokenAnswer:
@@ -315,10 +315,10 @@ class TokenAnswer:
         self._brings_prompt = not streaming and not excluded
         self._appends = streaming and beam_width == 1
         self._prompt_in_output = [] if excluded else self._prompt
-        self._generated: dict[Key, list[int]] = {}
+        self._generated: dict[SequenceKey, list[int]] = {}
         self.outputs: dict[str, NDArray[Any]] = {}
 
-    def add(self, event: Event) -> Mapping[Key, list[int]]:
+    def add(self, event: Event) -> Mapping[SequenceKey, list[int]]:
         """Take one response in; the ids it brought, by sequence and beam."""
         counts = {name: getattr(event, name) for name in ("num_input_tokens", "num_output_tokens")}
         told = {name: np.array(count) for name, count in counts.items() if count is not None}
@@ -330,7 +330,7 @@ class TokenAnswer:
             return {}
         beams = event.outputs["output_ids"][0].tolist()
         lengths = event.outputs["sequence_length"].reshape(-1).tolist()
-        came: dict[Key, list[int]] = {}
+        came: dict[SequenceKey, list[int]] = {}
         for beam, (padded, length) in enumerate(zip(beams, lengths, strict=True)):
             key = (event.sequence_index, beam)
             ids = padded[:length]
@@ -342,12 +342,12 @@ class TokenAnswer:
         return came
 
     @property
-    def generated(self) -> Mapping[Key, list[int]]:
+    def generated(self) -> Mapping[SequenceKey, list[int]]:
         """New ids of every sequence and beam, in order."""
         return dict(sorted(self._generated.items()))
 
     @property
-    def sequences(self) -> Mapping[Key, list[int]]:
+    def sequences(self) -> Mapping[SequenceKey, list[int]]:
         """The same after the prompt, unless it was excluded."""
         return {key: self._prompt_in_output + ids for key, ids in self.generated.items()}
 

@@ -31,7 +31,7 @@ PRECISIONS = ("bf16", "fp16", "int4_awq", "fp8")
 _QUANTIZED = ("int4_awq", "fp8")
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "int4_awq": "float16", "fp8": "bfloat16"}
 
-Step = tuple[str, list[str]]  # what it does, the command
+RecipeStep = tuple[str, list[str]]  # what it does, the command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def lookahead_draft_len(window: int, ngram: int, verification_set: int) -> int:
     return max(0, ngram - 2) + (window - 1 + verification_set) * (ngram - 1)
 
 
-def recipe(preset_name: str, options: RecipeOptions) -> Iterator[Step]:
+def recipe(preset_name: str, options: RecipeOptions) -> Iterator[RecipeStep]:
     """The steps from the checkpoint to a model repository; raises ``SettingsError``."""
     preset, release = PRESETS[preset_name], options.release
     precision = options.precision or preset.precisions[0]
@@ -158,7 +158,7 @@ def recipe(preset_name: str, options: RecipeOptions) -> Iterator[Step]:
     yield what, words
 
 
-def _conversion(options: RecipeOptions, precision: str, converted: Path) -> Step:
+def _conversion(options: RecipeOptions, precision: str, converted: Path) -> RecipeStep:
     family = _family(options, precision)
     flags: dict[str, object] = {
         "model_dir": options.checkpoint,

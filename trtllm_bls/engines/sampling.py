@@ -77,18 +77,23 @@ class TokenSampler:
         """Whether the guide lets nothing follow."""
         return self._guide is not None and self._guide.ended
 
-    def choose(self, row: Array, place: int | None = None) -> int:
-        """The next token. ``place`` is that of the draft's token to be verified by its logits.
+    def choose(self, row: Array, position: int | None = None) -> int:
+        """The next token. ``position`` is that of the draft's token to be verified by its logits.
 
         That one is accepted where p/q is above a uniform number, or at least the draft's
         threshold; else corrected by a draw from max(0, p - q). One number serves both: below the
         ratio it accepts, and what is left of its range above the ratio is uniform again.
         """
         target, draft = self._distribution(row), self._request.draft
-        if draft is None or draft.logits is None or place is None or place == len(draft.token_ids):
+        if (
+            draft is None
+            or draft.logits is None
+            or position is None
+            or position == len(draft.token_ids)
+        ):
             return _draw(target, self._uniform(_DRAWS))
-        drafted, threshold = draft.token_ids[place], draft.acceptance_threshold
-        guess = self._distribution(np.asarray(draft.logits[place], dtype=row.dtype))
+        drafted, threshold = draft.token_ids[position], draft.acceptance_threshold
+        guess = self._distribution(np.asarray(draft.logits[position], dtype=row.dtype))
         p, q = float(target[drafted]), float(guess[drafted])
         ratio = p / q if q > 0 else float(p > 0)
         uniform = self._uniform(_ACCEPTANCE)
@@ -180,8 +185,8 @@ def _draw(weights: Array, uniform: float) -> int:
     """An index with probability proportional to its weight."""
     possible = np.flatnonzero(weights)
     cumulative = np.cumsum(weights[possible])
-    place = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    return int(possible[min(place, len(possible) - 1)])  # rounding may reach the very end
+    position = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    return int(possible[min(position, len(possible) - 1)])  # rounding may reach the very end
 
 
 def log_prob(row: Array, token: int) -> float:

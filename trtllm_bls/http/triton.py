@@ -548,7 +548,7 @@ def _add_input(request: Any, declared: Any, value: Any) -> None:
     content, count, dims = _packed(declared, values), len(values), declared.shape
     fixed = math.prod(dim for dim in dims if dim >= 0)
     shape = [1 if dim < 0 else dim for dim in dims]
-    open_dims = [place for place, dim in enumerate(dims) if dim < 0]
+    open_dims = [axis for axis, dim in enumerate(dims) if dim < 0]
     if open_dims and fixed and count % fixed == 0:
         shape[open_dims[-1]] = count // fixed
     elif count != fixed:
@@ -607,12 +607,12 @@ def response_json(response: Any) -> bytes:
             # JSON has no infinity. RapidJSON writes nothing in its place, which no client can read.
             values = [number if math.isfinite(number) else None for number in numbers]
         else:
-            place = 0
-            while place < len(content):
-                (size,) = struct.unpack_from("<I", content, place)
-                place += 4 + size
+            offset = 0
+            while offset < len(content):
+                (size,) = struct.unpack_from("<I", content, offset)
+                offset += 4 + size
                 # Bytes that are not UTF-8 are passed on as they are, as Triton does.
-                values.append(content[place - size : place].decode("utf-8", "surrogateescape"))
+                values.append(content[offset - size : offset].decode("utf-8", "surrogateescape"))
         members[output.name] = values[0] if len(values) == 1 else values
     return _written(members)
 

@@ -68,7 +68,7 @@ class _StartAgain(ServerFailed):
     """The start failed by an accident of timing; another one may not."""
 
 
-class Stopped(SetupError):
+class ServerStopped(SetupError):
     """The server was asked to stop before it was ready."""
 
 
@@ -172,7 +172,7 @@ class TritonServer:
         """Start and return when every model is ready.
 
         Raises ``SetupError``: ``ServerFailed`` with the last log lines if it started but
-        did not get ready, ``Stopped`` if it was asked to stop meanwhile.
+        did not get ready, ``ServerStopped`` if it was asked to stop meanwhile.
         """
         checks.check_platform()
         checks.check_environment(sys.prefix, PACKAGE)
@@ -313,7 +313,7 @@ class TritonServer:
             self._logged.wait(POLL_S)
             self._logged.clear()
             if self._stop_requests:
-                raise Stopped("stopped before the models were ready")
+                raise ServerStopped("stopped before the models were ready")
             ended = process is None or not process.running
             code = process.wait() if process and ended else 0  # also reads the log to its end
             if book.lock_exception and (ended or book.failures):

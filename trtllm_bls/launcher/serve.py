@@ -27,12 +27,12 @@ from rich.text import Text
 
 from trtllm_bls.checkpoint_dir import DEMO
 from trtllm_bls.client import Client
-from trtllm_bls.commands.shared import Reply
+from trtllm_bls.commands.shared import ClientReply
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.launcher import (
     Listener,
     ServerFailed,
-    Stopped,
+    ServerStopped,
     TritonServer,
     http_process,
     next_delay,
@@ -107,7 +107,7 @@ def serve(settings: ServeSettings, verbose: bool) -> int:
                 forced = service.run()
             if forced:
                 terminal.say("running requests were cut off")
-        except Stopped:
+        except ServerStopped:
             forced = True
         return 128 + service.last_signal if forced else 0
 
@@ -126,8 +126,8 @@ class _Service:
     def run(self) -> bool:
         """Serve until a stop is requested; returns whether requests were cut off.
 
-        Raises ``Stopped`` if the request came during a start, ``SetupError`` if the first start
-        fails, and ``ServerFailed`` after a failure with ``--on-failure exit``.
+        Raises ``ServerStopped`` if the request came during a start, ``SetupError`` if the first
+        start fails, and ``ServerFailed`` after a failure with ``--on-failure exit``.
         """
         server, settings, terminal = self.server, self.server.settings, self.terminal
         delay, failed_at = 0.0, None
@@ -163,7 +163,7 @@ class _Service:
             except SetupError as error:
                 server.discard()
                 once = not self.state.started or settings.on_failure == "exit"
-                if once or isinstance(error, Stopped):
+                if once or isinstance(error, ServerStopped):
                     raise
                 now = time.monotonic()
                 failed_at = failed_at if ready_at is None else now
@@ -172,7 +172,7 @@ class _Service:
                 terminal.say(f"{error}; starting again in {delay:.0f} s", "error")
             while time.monotonic() < now + delay:
                 if server.stop_requested:
-                    raise Stopped("stopped before the server was started again")
+                    raise ServerStopped("stopped before the server was started again")
                 time.sleep(_POLL_S)
 
     def _on_http_problem(self, problem: str | None) -> None:
@@ -352,13 +352,13 @@ def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
 
 async def ask(
     url: str, asked: Sequence[str], max_tokens: int, console: Console
-) -> tuple[Reply, ...]:
+) -> tuple[ClientReply, ...]:
     """Stream each prompt's answer to the console, then a line of figures for each."""
     answers = []
     async with Client(url) as client:
         for prompt in asked:
             console.print(Text(f"\n{prompt}", style="bold"), soft_wrap=True)  # log lines may follow
-            answers.append(reply := Reply(max_tokens))
+            answers.append(reply := ClientReply(max_tokens))
             async with client.stream(
                 text_input=prompt, max_tokens=max_tokens, return_num_output_tokens=True
             ) as stream:

@@ -83,7 +83,7 @@ class Pace:
         return cls(canary_s=min(cls.canary_s, stall_s / 6), answer_s=min(cls.answer_s, stall_s / 3))
 
 
-Load: TypeAlias = tuple[float, float]  # requests that have a token, and that have none yet
+RequestCounts: TypeAlias = tuple[float, float]  # requests that have a token, and that have none yet
 
 
 class Watch:
@@ -102,8 +102,8 @@ class Watch:
         self.verdict = Verdict()  # ready: a watch begins when the server has just become so
         self.looked_at = now = time.monotonic()
         self.draining = False
-        self.load: Load = (0, 0)
-        self.engine_load: Load | None = None
+        self.load: RequestCounts = (0, 0)
+        self.engine_load: RequestCounts | None = None
         self.engines: dict[str, str] = {}
         self._server, self._stall_s = server, server.settings.stall_timeout
         self._pace = pace or Pace.within(self._stall_s)
@@ -243,7 +243,7 @@ class Watch:
             await asyncio.sleep(pace.canary_s / (5 if seen.canary_failures else 1))
 
 
-def engine_load(metrics: str) -> Load | None:
+def engine_load(metrics: str) -> RequestCounts | None:
     """The requests that run and wait by the engines' own figures in Triton's ``metrics``."""
     told: dict[str, float] = {}
     for kind, number in _REQUESTS.findall(metrics):

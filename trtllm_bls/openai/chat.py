@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtllm_bls.chat_parsing.parser import Arguments, Content, Event, Reasoning, ToolCall
+from trtllm_bls.chat_parsing.parser import Arguments, ChatEvent, Content, Reasoning, ToolCall
 from trtllm_bls.openai.builder import ChoicesBuilder, TokenScores, chat_logprobs, well_ended
 from trtllm_bls.openai.conversation import (
     Conversation,
@@ -18,7 +18,7 @@ from trtllm_bls.openai.schema import ChatMessage, ChatRequest, ToolChoice, check
 from trtllm_bls.types import ChatOptions, Ending, TextChunk, Wants
 
 
-def _delta(event: Event) -> dict[str, Any]:
+def _delta(event: ChatEvent) -> dict[str, Any]:
     if isinstance(event, Content):
         return {"content": event.text}
     if isinstance(event, Reasoning):

@@ -229,7 +229,7 @@ class FakeTriton:
 Play = Callable[[Mapping[str, Any]], Any]
 
 
-class Model:
+class LoadedModel:
     """A model that ``serving`` has loaded."""
 
     def __init__(self, model: StreamingModel, triton: FakeTriton, llm: ScriptedLLM) -> None:
@@ -310,7 +310,7 @@ def serving(
     models: Mapping[str, Play] | None = None,
     decoupled: bool = True,
     **parameters: object,
-) -> Iterator[Model]:
+) -> Iterator[LoadedModel]:
     """Load ``model`` and serve requests until the end of the block.
 
     ``llm``: what the language model answers (``ScriptedLLM``). ``models``: other models by name: a
@@ -341,7 +341,7 @@ def serving(
     served.initialize({**arguments, "model_repository": os.getcwd()}, triton)
     served.other_models = _Models(models or {})
     try:
-        yield Model(served, triton, scripted)
+        yield LoadedModel(served, triton, scripted)
     finally:
         served.finalize()
     assert not triton.broken, triton.broken

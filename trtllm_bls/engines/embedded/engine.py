@@ -50,7 +50,7 @@ _SHORT = 64  # rows; a draft round or a chat's next turn: cheap enough to pass a
 
 _log = logging.getLogger(__name__)
 
-Event: TypeAlias = EngineChunk | EngineError | InvalidRequest
+EngineEvent: TypeAlias = EngineChunk | EngineError | InvalidRequest
 
 
 @dataclass(eq=False)
@@ -147,11 +147,11 @@ class Sequence:
         if self._sampler.complete:
             self.finish = FinishReason.END_ID  # nothing may follow the prompt
             return
-        for place, drafted in enumerate([*self._draft, None]):
-            row = None if rows is None else rows[place - len(self._draft) - 1]
-            token = best[place - len(self._draft) - 1]
+        for position, drafted in enumerate([*self._draft, None]):
+            row = None if rows is None else rows[position - len(self._draft) - 1]
+            token = best[position - len(self._draft) - 1]
             if row is not None and self._sampler.needs_row:
-                token = self._sampler.choose(row, place)
+                token = self._sampler.choose(row, position)
             self._metrics["total_accepted_draft_tokens"] += token == drafted
             self._take(token, row)
             if self.finish or token != drafted:
@@ -215,7 +215,7 @@ class Batcher:
     """
 
     def __init__(self, runner: Runner, max_rows: int) -> None:
-        self.events: list[tuple[Submission, Event]] = []
+        self.events: list[tuple[Submission, EngineEvent]] = []
         self.num_computed_tokens = 0  # rows of all forward passes so far
         self._runner, self._slots, self._max_rows = runner, runner.slots, max_rows
         self._waiting: list[Sequence] = []  # in order of arrival, like those that run
@@ -441,7 +441,7 @@ class EmbeddedEngine:
     def _deliver(self) -> None:
         """Hand the step's events over, one wake-up per event loop."""
         events, self._batcher.events = self._batcher.events, []
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Submission, Event]]] = {}
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Submission, EngineEvent]]] = {}
         for owner, event in events:
             loops.setdefault(owner.loop, []).append((owner, event))
         for loop, batch in loops.items():
@@ -452,7 +452,7 @@ class EmbeddedEngine:
                     owner.cancelled = True
 
 
-def _put(batch: list[tuple[Submission, Event]]) -> None:
+def _put(batch: list[tuple[Submission, EngineEvent]]) -> None:
     """Hand events to their readers, on their loop."""
     for owner, event in batch:
         if isinstance(event, EngineChunk):
