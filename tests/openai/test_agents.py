@@ -280,6 +280,65 @@ def test_tools_of_free_text_and_of_namespaces_come_back_as_they_were(speak: Any)
     assert "a b" in model.engine.prompts[-1] and "closed" in model.engine.prompts[-1]
 
 
+TURN = {"role": "user", "content": "x"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+
+def without(item: dict[str, str], field: str) -> dict[str, str]:
+    return {key: value for key, value in item.items() if key != field}
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"input": [TURN, without(CALL, "arguments")]}, "input[1].arguments"),
+        ({"input": [TURN, without(CALL, "call_id")]}, "input[1].call_id"),
+        ({"input": [without(TURN, "role")]}, "input[0].role"),
+        ({"input": [TURN | {"role": "king"}]}, "input[0].role"),
+        ({"input": [TURN, {"type": "custom_tool_call", "call_id": "c"}]}, "input[1].name"),
+        ({"input": [TURN, {"type": "function_call_output", "output": ""}]}, "input[1].call_id"),
+        ({"input": [{"type": "additional_tools"}]}, "input[0].tools"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"tool_choice": ""}, "tool_choice"),
+        ({"tool_choice": {}}, "tool_choice"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "all", "tools": []}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "g"}]}},
+            "tool_choice.tools",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "bell"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": 1}]}, "tools[0].tools"),
+    ],
+)
+def test_what_responses_cannot_use_is_named(speak: Any, asked: dict[str, Any], param: str) -> None:
+    """By its place in the request; the engine hears of none."""
+    model = speak("Done.")
+    function = {"type": "function", "name": "f", "parameters": {}}
+    body = {"model": MODEL, "input": "x", "tools": [function], **asked}
+    status, told = model.post("/v1/responses", body)
+    error = json.loads(told)["error"]
+    assert (status, error["param"]) == (400, param), error
+    assert param in error["message"]
+    assert not model.engine.requests
+
+
+def test_reasoning_items_may_be_empty_or_have_either_text(speak: Any) -> None:
+    """Codex sends back what it was given, of which other servers fill one field or none."""
+    model = speak("Done.")
+    text = {"type": "summary_text", "text": "Thought."}
+    for item in (
+        {"type": "reasoning", "summary": []},
+        {"type": "reasoning", "summary": [text], "content": None, "encrypted_content": "a"},
+        {"type": "reasoning", "summary": [], "content": [text | {"type": "reasoning_text"}]},
+    ):
+        status, _ = model.post("/v1/responses", {"model": MODEL, "input": [TURN, item, TURN]})
+        assert status == 200
+
+
 def test_arguments_that_are_not_json_do_not_end_a_conversation(speak: Any) -> None:
     """Codex sends back what the model wrote; a template that wants an object gets one."""
     model = speak("Done.")
