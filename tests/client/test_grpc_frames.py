@@ -345,6 +345,23 @@ async def test_a_server_that_never_takes_a_call_is_unavailable() -> None:
         assert error and error.status == "UNAVAILABLE" and error.details.endswith(": no")
 
 
+async def test_what_the_window_held_back_leaves_once_it_is_opened() -> None:
+    """The server says nothing else meanwhile."""
+
+    async def script(peer: Peer) -> None:
+        stream_id, left = await peer.request(), len(prefixed(bytes(200_000)))
+        while left:
+            event = await peer.until(DataReceived)
+            left -= len(event.data)
+            peer.h2.acknowledge_received_data(event.flow_controlled_length, stream_id)
+            peer.write()
+        peer.end(stream_id)
+
+    async with against(script) as connection:
+        caller = Caller(connection, "echo", bytes(200_000))
+        assert await asyncio.wait_for(caller.status(), 20) == "OK"
+
+
 async def test_a_server_that_breaks_the_protocol_loses_its_calls() -> None:
     """What had arrived before is delivered."""
 

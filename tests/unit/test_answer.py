@@ -354,11 +354,13 @@ def test_text_left_by_an_engines_own_stop_has_its_scores() -> None:
     assert scores(pieces) == ([[4], [4, 2]], [[4], [2]])
 
 
-def test_context_logits_pass_through() -> None:
-    """They belong to the prompt and wait for nothing."""
-    logits = np.ones((2, 3))
-    first, _ = told(RULES, chunk(8, context_logits=logits), chunk(final=True))
-    assert first.context_logits is logits
+def test_context_logits_and_metrics_are_on_every_chunk_from_the_first_on() -> None:
+    """As TensorRT-LLM sends them. Logits of the prompt wait for no text."""
+    logits, metrics = np.ones((2, 3)), EngineMetrics(total_draft_tokens=1)
+    first = chunk(8, context_logits=logits, metrics=metrics)
+    pieces = told(RULES, first, chunk(0), chunk(final=True))
+    assert all(piece.context_logits is logits for piece in pieces)
+    assert [piece.metrics for piece in pieces] == [metrics] * 3
 
 
 def test_text_of_accepted_drafts_is_told_apart() -> None:
@@ -392,6 +394,9 @@ def test_text_of_accepted_drafts_is_told_apart() -> None:
     assert all(not piece.drafted for piece in told(RULES, *chunks))
     (at_once,) = told(rules, chunk(2, 1, 0, final=True, speculation=counts(2)))
     assert at_once.drafted == ((0, 2), (2, 3))
+    # The target's own token has no text, so the draft's text ends with the chunk's.
+    to_the_end = told(rules, chunk(2, 5, speculation=counts(1)), chunk(0, final=True))
+    assert [piece.drafted for piece in to_the_end] == [((0, 2),), ()]
 
 
 # --- whether the engine has to be told ------------------------------------------------------

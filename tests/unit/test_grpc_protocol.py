@@ -189,6 +189,61 @@ def test_the_servers_settings_bound_what_is_sent() -> None:
     assert client.can_open
 
 
+def test_after_the_last_stream_id_a_connection_takes_no_more_requests() -> None:
+    """Which a busy server's connection reaches within days; the last one is still answered."""
+    client, server = connected()
+    client._next_id = (1 << 31) - 1
+    assert client.can_open
+    stream = client.open(headers())
+    assert client.draining and not client.can_open
+    exchange(client, server)
+    fields = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-status", "0")]
+    server.send_headers(stream, fields, end_stream=True)
+    assert client.receive(server.data_to_send()).ended == {stream: None}
+
+
+@pytest.mark.parametrize("half_closed", [False, True])
+def test_a_stream_that_the_server_ends_first_is_open_on_neither_side(half_closed: bool) -> None:
+    """With our side still open, the server would count the stream for ever: it is reset."""
+    client, server = connected()
+    stream = client.open(headers())
+    if half_closed:
+        client.half_close(stream)
+    exchange(client, server)
+    fields = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-status", "0")]
+    server.send_headers(stream, fields, end_stream=True)
+    assert client.receive(server.data_to_send()).ended == {stream: None}
+    assert client.bytes_to_send() == (b"" if half_closed else frame(RESET, 0, stream, bytes(4)))
+
+
+def test_a_large_message_leaves_room_for_other_streams() -> None:
+    """Where the windows would admit all of it at once."""
+    client, server = connected(INITIAL_WINDOW_SIZE=1 << 24)
+    server.increment_flow_control_window(1 << 24)
+    client.receive(server.data_to_send())
+    streams, size = [client.open(headers()), client.open(headers())], 1 << 20
+    for stream in streams:
+        client.send(stream, bytes(size))
+    events = server.receive_data(client.bytes_to_send())
+    sent = {stream: 0 for stream in streams}
+    for event in events:
+        if isinstance(event, DataReceived):
+            sent[event.stream_id] += len(event.data)
+    assert 0 < sent[streams[0]] == sent[streams[1]] < size and client.has_more_data
+
+
+def test_a_response_may_have_informational_headers_first() -> None:
+    """They are no answer: a call that has only had these may be sent again."""
+    client, server = connected()
+    stream = client.open(headers())
+    exchange(client, server)
+    server.send_headers(stream, [(":status", "103"), ("link", "</a>")])
+    said = client.receive(server.data_to_send())
+    assert not said.answered and not said.ended
+    server.send_headers(stream, [(":status", "200"), ("content-type", "application/grpc")])
+    assert client.receive(server.data_to_send()).answered == [stream]
+
+
 def test_a_ping_is_answered_with_its_bytes() -> None:
     client, server = connected()
     server.ping(b"12345678")
@@ -207,6 +262,8 @@ def test_a_ping_is_answered_with_its_bytes() -> None:
         frame(SETTINGS, 0, 0, b"abc"),
         frame(SETTINGS, 0, 1, b""),
         frame(SETTINGS, 0, 0, b"\0\4\x80\0\0\0"),  # a window of 2 GB
+        # The open stream's window of 2 GB, made larger yet.
+        frame(UPDATE, 0, 1, b"\x7f\xff\0\0") + frame(SETTINGS, 0, 0, b"\0\4\0\1\0\0"),
         frame(SETTINGS, 0, 0, b"\0\5\0\0\0\1"),  # frames of a byte
         frame(PING, 0, 0, b"abc"),
         frame(PING, 0, 1, bytes(8)),

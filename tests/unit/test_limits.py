@@ -190,7 +190,7 @@ def test_an_operator_may_have_reused_blocks_told(exposed: bool) -> None:
     sink = Collected()
     engine = saying("one two three", cached_tokens=2)
     defaults = Defaults(expose_kv_cache_metrics=exposed)
-    request = asking(wants=Wants(perf_metrics=True))
+    request = asking(stream=True, wants=Wants(perf_metrics=True))
     asyncio.run(Orchestrator(tokenizer(), engine, defaults).run(request, sink))
     told = sink.chunks[-1].metrics
     assert told is not None

@@ -292,6 +292,31 @@ def test_the_likeliest_ids_survive_the_wire(engine: str) -> None:
     assert chunk.top_log_probs == best
 
 
+@pytest.mark.parametrize(
+    ("parameters", "most_drafted", "may_be_one_step"),
+    [
+        ({"engine": "embedded", "max_draft_len": "8"}, 8, False),
+        ({"engine": "embedded"}, None, False),
+        ({"engine": "llm_api"}, 0, False),
+        ({"engine": "trtllm://host:1"}, 0, False),
+        ({"gpt_model_type": "V1"}, None, True),
+        ({"gpt_model_type": "V1", "one_step_requests": "false"}, None, False),
+        ({"gpt_model_type": "V1", "speculative_decoding_mode": "medusa"}, 0, False),
+        (
+            {"gpt_model_type": "V1", "speculative_decoding_mode": "draft_tokens_external"},
+            None,
+            True,
+        ),
+    ],
+)
+def test_a_models_parameters_tell_whether_it_verifies_drafts(
+    parameters: dict[str, str], most_drafted: int | None, may_be_one_step: bool
+) -> None:
+    """An engine that speculates by itself takes none, so nobody asks it for its steps either."""
+    capacity = replace(LAST_FORM, parameters=parameters).capacity
+    assert (capacity.max_draft_tokens, capacity.may_be_one_step) == (most_drafted, may_be_one_step)
+
+
 def test_what_was_cached_is_asked_for_where_it_is_declared() -> None:
     assert "cached_tokens" in LAST_FORM.outputs_for(ASK)
     arrays, _ = sent(ASK, [EngineChunk((5,), cached_tokens=7), EngineChunk((6,))])
