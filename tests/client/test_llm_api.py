@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -190,6 +192,29 @@ async def test_leaving_aborts(api: Any, monkeypatch: pytest.MonkeyPatch) -> None
         await eventually(lambda: all(request.aborted for request in llm.requests))
         assert len(llm.requests) == 2 and len(llm.threads) == 1
         await eventually(lambda: not llm.engine.live)
+
+
+async def test_a_request_that_fails_while_the_engine_closes_keeps_its_own_error(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be aborted then, and nothing has to be."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def fails(*_: object, **__: object) -> Any:
+        begun.set()
+        assert goes_on.wait(30)
+        raise ValueError("too odd")
+
+    async with opened(api, monkeypatch) as (engine, llm):
+        monkeypatch.setattr(llm, "generate_async", fails)
+        asked = asyncio.create_task(engine.generate(ASK).wait())
+        assert await asyncio.to_thread(begun.wait, 30)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        goes_on.set()
+        with pytest.raises(InvalidRequest, match="too odd"):
+            await asked
+        await closing
 
 
 async def test_what_a_request_brings_is_passed_on_or_refused_by_name(

@@ -297,7 +297,8 @@ class LlmApiEngine:
                 raise EngineError(what) from error
             raise InvalidRequest("request", what) from error
         finally:
-            if result is None or not result.finished:
+            # A closed engine takes no more work, and its LLM ends by itself what still runs.
+            if not self._closed and (result is None or not result.finished):
                 self._thread.submit(_abort, given)
 
 
