@@ -27,6 +27,7 @@ from tests.helpers.scripted_pairs import (
 )
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import skipping_waits
+from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -36,7 +37,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.progress import Progress
-from trtllm_bls.speculative.rounds import AskDraft, Decode, SpeculativeRounds, Verify
+from trtllm_bls.speculative.rounds import AskDraft, Decode, DraftFailure, SpeculativeRounds, Verify
 from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import (
     Draft,
@@ -219,6 +220,38 @@ def test_the_first_drafts_time_is_no_measure() -> None:
     assert shared.draft_times.at(2) == 0.5
 
 
+def test_ngrams_need_not_beat_a_draft_model_that_has_failed() -> None:
+    """Its speed, which is as good as infinite until it is measured, counts no longer."""
+    shared = SpeculationShared()
+    shared.verify_times.add(2, 0.02)
+    options = SpeculationOptions(draft_source=DraftSource.MIXED)
+    request = ask((1, 2, 3, 4, 1, 2, 3))
+    rounds = SpeculativeRounds(request, options, shared, has_draft_model=True)
+    assert isinstance(first := rounds.next(0.0), Verify) and first.request.draft is None
+    rounds.verified(EngineChunk(token_ids=(4,)), 0.1)
+    assert isinstance(rounds.next(0.1), AskDraft)
+    rounds.drafted(DraftFailure("error", "broken"), 0.1)
+    assert isinstance(second := rounds.next(0.1), Verify)
+    assert second.request.draft is not None
+
+
+def test_a_draft_begun_early_is_of_no_use_if_it_ends_with_the_targets_token() -> None:
+    """It guessed that token alone, so the draft model is asked for what follows."""
+    shared = SpeculationShared()
+    options = SpeculationOptions(num_draft_tokens=2, overlap=True)
+    rounds = SpeculativeRounds(ask(), options, shared, has_draft_model=True)
+    assert isinstance(rounds.next(0.0), Verify)
+    rounds.verified(EngineChunk(token_ids=(7,)), 0.0)
+    assert isinstance(rounds.next(0.0), AskDraft)
+    rounds.drafted(Draft(token_ids=(4, 5)), 0.0)
+    assert isinstance(verify := rounds.next(0.0), Verify) and verify.early is not None
+    rounds.verified(EngineChunk(token_ids=(4, 5, 6)), 0.0)
+    assert rounds.next(0.0) == AskDraft(None)
+    rounds.drafted(Draft(token_ids=(6,)), 0.0)
+    assert isinstance(again := rounds.next(0.0), AskDraft) and again.request is not None
+    assert (rounds.stats.overlap_used, rounds.stats.overlap_wasted) == (0, 1)
+
+
 @pytest.mark.parametrize(("answered", "ended"), [((7, 8), True), ((7, 8, 9, 7), False)])
 def test_an_engine_that_ignores_a_draft_ends_where_it_says_less_than_was_asked(
     answered: tuple[int, ...], ended: bool
@@ -327,13 +360,29 @@ async def test_closing_after_any_chunk_ends_both_engines_work(
         assert len(asyncio.all_tasks()) == 1
 
 
+class WorksInATask(ScriptedEngine):
+    """A scripted engine that works on where a reader's wait is cancelled, until it is closed."""
+
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        async def work(chunks: QueuedChunks) -> None:
+            async with aclosing(self._chunks(request)) as made:
+                async for chunk in made:
+                    chunks.put([chunk])
+
+        return TaskChunks(work)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", [ScriptedEngine, WorksInATask])
 @skipping_waits
-async def test_cancelling_at_any_time_ends_both_engines_work(overlap: bool) -> None:
+async def test_cancelling_at_any_time_ends_both_engines_work(
+    kind: type[ScriptedEngine], overlap: bool
+) -> None:
     """Before, in and between drafting and verifying, and while a silent draft is waited for."""
     times = random.Random(4)
     for attempt in range(60):
         engines = slow_pair()
+        engines.target = kind(engines.target._rule, engines.target.script)
         if attempt % 3 == 0:
             engines.draft.fault = Fault(after_requests=attempt % 4)
         engine = engines.speculative(num_draft_tokens=attempt % 5 or None, overlap=overlap)

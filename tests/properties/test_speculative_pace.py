@@ -368,6 +368,7 @@ def test_overlap_is_measured_and_then_chosen(beside: float, share: float) -> Non
     shared.draft_times.add(4, 0.008)
     shared.verify_times.add(4, 0.02)
     shared.overlapped_times.add(4, beside)
+    shared.in_flight = 4  # the most beside which a draft model works on
     turns = [paced.overlaps(4) for _ in range(160)]
     assert sum(turns) / len(turns) == pytest.approx(share)
     shared.in_flight = 5

@@ -177,6 +177,15 @@ def test_what_cannot_be_speculated_is_refused_before_any_engine_works() -> None:
     assert (engines.target.requests, engines.draft.requests, routed.ended) == ([], [], [])
 
 
+def test_a_prompt_that_is_too_long_is_refused_in_the_targets_own_words() -> None:
+    """With no room for an answer, the target is still asked for a token, so it names the prompt."""
+    engines = hashed_pair(max_sequence_tokens=4)
+    for request in (asking(), asking(2)):
+        with pytest.raises(InvalidRequest, match="at most 3 are allowed") as refusal:
+            run(Routed(engines, engines.draft).read(request))
+        assert refusal.value.field == "input_ids"
+
+
 @pytest.mark.parametrize("missing", [True, False])
 def test_a_draft_model_that_is_not_there_fails_no_request(
     missing: bool, caplog: pytest.LogCaptureFixture
@@ -340,6 +349,7 @@ async def test_a_target_that_verifies_nothing_is_asked_plainly() -> None:
     await engine.capacity()
     plain = ids(await read(engine, asking()))
     assert plain == ids(await read(both.target, ask()))
+    assert both.target.requests[0] == asking()
     assert not both.draft.requests
     for field, request in {
         "num_draft_tokens": asking(3),

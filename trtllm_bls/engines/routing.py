@@ -242,7 +242,7 @@ class SpeculativeRun:
                         _put(entered, chunks)
                         if entered.final:  # what the target says beyond it is not the answer's
                             break
-                    if not arrived[-1].final and self._rounds.may_leave(now):
+                    if self._rounds.may_leave(now):
                         break
                     await stream.wait()
             finally:
@@ -279,10 +279,10 @@ class SpeculativeRun:
                 return DraftFailure("vocabulary", problem)
             async with aclosing(self._draft.generate(request)) as stream:
                 chunk = join_chunks([chunk async for chunk in stream])
-            ids, logits = chunk.token_ids[: request.max_tokens], chunk.generation_logits
+            ids, logits = chunk.token_ids, chunk.generation_logits
             if logits is None or len(logits) < len(ids):
                 return Draft(token_ids=ids)  # verified by id, which is as lossless
-            return Draft(token_ids=ids, logits=logits[: len(ids)])
+            return Draft(token_ids=ids, logits=logits)
         except InvalidRequest as error:  # of this request alone: others may draft on
             return DraftFailure("refused", str(error))
         except Exception as error:  # a draft engine may answer anything at all
