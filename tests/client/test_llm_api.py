@@ -109,6 +109,19 @@ async def test_each_sequence_is_told_once(
             assert mine[-1].finish_reason is reason
 
 
+async def test_a_sequence_of_whose_end_nothing_is_told_ends_with_the_last_one(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine cuts both at its own longest sequence, and says so of the last one alone."""
+    asked = replace(ASK, num_return_sequences=2, sampling=Sampling(top_p=0.5, seed=1))
+    async with opened(api, monkeypatch, script=Script(max_sequence_tokens=5)) as (engine, _):
+        chunks = await read(engine, asked)
+    for index, reason in enumerate((None, FinishReason.LENGTH)):
+        mine = [chunk for chunk in chunks if chunk.sequence_index == index]
+        assert (tuple(ids(mine)), mine[-1].final) == (ANSWER[:3], True)
+        assert mine[-1].finish_reason is reason
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_the_first_chunk_tells_what_was_cached(
     api: Any, monkeypatch: pytest.MonkeyPatch, streaming: bool

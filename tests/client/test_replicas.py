@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from doubles.scripted import Fault, Script, ScriptedEngine
@@ -18,7 +19,14 @@ from trtllm_bls.engines import replicas
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
-from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason, Sampling
+from trtllm_bls.types import (
+    EngineCapacity,
+    EngineChunk,
+    EngineRequest,
+    FinishReason,
+    Sampling,
+    Wants,
+)
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=6)
 DOWN = EngineUnavailable("down")
@@ -273,12 +281,25 @@ async def test_a_whole_answer_is_ended_rather_than_resumed(
     await engine.close()
 
 
-async def test_a_drawn_request_without_a_seed_is_not_resumed() -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sampling": Sampling(top_p=0.9)},
+        {"sampling": Sampling(top_p=0.9, seed=7, top_p_decay=0.5)},
+        {"num_return_sequences": 2},
+        {"stop_sequences": ((3, 4),)},
+        {"wants": Wants(log_probs=True)},
+        {"extras": {"lora_task_id": np.array([7])}},
+    ],
+)
+async def test_what_needs_more_than_its_tokens_is_not_resumed(more: dict[str, Any]) -> None:
+    """A drawn request without a seed, say, or sums that another engine would begin anew."""
     one, two = engines()
     one.fault = Fault(error=DOWN, after_tokens=2)
     engine = together(one, two, resume=True)
     with pytest.raises(EngineUnavailable):
-        await tokens(engine, replace(ASK, sampling=Sampling(top_p=0.9)))
+        await tokens(engine, replace(ASK, **more))
+    assert not two.requests
     await engine.close()
 
 
@@ -322,7 +343,9 @@ async def test_an_engine_that_is_much_busier_is_left() -> None:
     parts = engines()
     engine = together(*parts, affinity=True)
     await engine.capacity()
-    streams = [engine.generate(turns(0, 2)) for _ in range(8)]
+    streams = [engine.generate(turns(0, 2)) for _ in range(3)]
+    assert sorted(engine.sequences().values()) == [0, 3]
+    streams += [engine.generate(turns(0, 2)) for _ in range(5)]
     busy, other = engine.sequences().values()
     assert busy + other == 8 and abs(busy - other) <= 3
     streams += [engine.generate(ASK) for _ in range(abs(busy - other))]

@@ -55,6 +55,8 @@ def test_sampling_fields_keep_their_names_and_neutral_ones_stay_out() -> None:
     assert (config.seed, config.temperature, config.top_p_reset_ids) == (2**64 - 1, 0.5, 7)
     assert round(config.top_p, 6) == 0.9
     neutral = Sampling(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    likeliest = sent(replace(ASK, sampling=Sampling(top_k=5, top_p=0.0))).sampling_config
+    assert (likeliest.top_k, likeliest.HasField("top_p")) == (5, False)
     names = {
         field.name for field, _ in sent(replace(ASK, sampling=neutral)).sampling_config.ListFields()
     }
@@ -72,6 +74,7 @@ def test_sampling_fields_keep_their_names_and_neutral_ones_stay_out() -> None:
         (replace(ASK, stop_sequences=((13,), (14, 15))), False, [13], True),
         (replace(ASK, end_id=12, stop_sequences=((13,),)), True, [], False),
         (replace(ASK, stop_sequences=((13,),), sampling=Sampling(min_tokens=4)), False, [], False),
+        (replace(ASK, stop_sequences=((13,),), sampling=Sampling(min_tokens=1)), False, [13], True),
     ],
 )
 def test_ends_are_sent_as_far_as_the_service_knows_them(

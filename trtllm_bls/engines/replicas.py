@@ -205,8 +205,6 @@ class _ReplicaChunks(ChunkStream):
             if self._remembers:
                 for chunk in chunks:
                     self._ids += chunk.token_ids
-        else:
-            self._release()
         return chunks
 
     async def aclose(self) -> None:
