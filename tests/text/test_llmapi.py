@@ -69,6 +69,7 @@ def test_what_samples_there_samples_here() -> None:
         ask = bench.triton.ask({"text_input": np.array([PROMPT.encode()], np.object_)}, *OUTPUTS)
         bench.accept(ask).wait()
     asked = [request.sampling.is_greedy for request in engine.requests]
+    assert [request.sampling.top_p for request in engine.requests] == [1.0, None, None]
     assert asked == [False, True, True] and engine.requests[-1].max_tokens == 32
 
 

@@ -177,10 +177,16 @@ def test_postprocessing_writes_row_after_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "lengths"), [([[[5, -1]]], [[2]]), ([[[5, 6]]], [[3]]), ([[[5], [6]]], [[1]])]
+    ("ids", "lengths"),
+    [
+        ([[[5, -1]]], [[2]]),
+        ([[[5, 6]]], [[3]]),
+        ([[[5, 6]]], [[-1]]),
+        ([[[5], [6]]], [[1]]),
+    ],
 )
 def test_postprocessing_refuses_what_is_no_answer(ids: Any, lengths: Any) -> None:
-    """Padding within the length, a length beyond the ids, a length for each beam missing."""
+    """Padding within the length, a length beyond the ids or below 0, one for each beam missing."""
     with pytest.raises(InvalidRequest):
         Postprocessor(tokenizer(), True).arrays(
             {

@@ -20,6 +20,7 @@ from trtllm_bls.types import (
     EngineMetrics,
     EngineRequest,
     FinishReason,
+    SpeculationStats,
     TextChunk,
     TextRequest,
     Wants,
@@ -365,6 +366,11 @@ def test_a_text_chunk_fills_the_outputs_it_can() -> None:
     assert arrays["seed"].tolist() == [[2**63]]
     assert arrays["batch_index"].tolist() == arrays["sequence_index"].tolist() == [[1]]
     assert arrays["num_output_tokens"].tolist() == [[2]]
+    assert "acceptance_rate" not in arrays  # the engine does not tell what it accepted
+    done = SpeculationStats(rounds=2, drafted=8, accepted=6)
+    rounds = text_arrays(replace(chunk, ending=replace(ending, speculation=done)), request, None)
+    assert rounds["num_draft_rounds"].tolist() == [[2]]
+    assert rounds["acceptance_rate"].tolist() == [[0.75]]
     open_chunk = text_arrays(replace(chunk, ending=None), request, row=None)
     assert not open_chunk.keys() & {"finish_reason", "num_input_tokens", "seed", "batch_index"}
     assert open_chunk["total_draft_tokens"].tolist() == [[1]]
