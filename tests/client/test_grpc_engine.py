@@ -22,9 +22,11 @@ from tests.helpers.fake_engine_server import (
     read,
     run,
 )
+from tests.helpers.fake_grpc_server import FakeGrpcServer, Hold, text
 from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
+from trtllm_bls.engines.triton.grpc import OtherModels
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -224,3 +226,33 @@ async def test_a_model_that_is_not_decoupled_answers_in_one_piece() -> None:
         assert "streaming" not in {tensor.name for tensor in triton.asked[0].inputs}
         with pytest.raises(Unsupported, match="num_return_sequences"):
             await read(engine, replace(ASK, num_return_sequences=2))
+
+
+# --- calls to other models ------------------------------------------------------------------
+
+
+async def test_the_call_to_another_model_is_ended_in_order_after_its_last_response() -> None:
+    """A cancel then would leak the request in Triton 24.10; a call left open would outlive it."""
+    async with FakeGrpcServer([text("a"), text("b", final=True)]) as server:
+        models = OtherModels(server.url, None)
+        stream = models.stream("m", {"x": 1}, (), "r")
+        said = [part["text_output"].item() async for part in stream]
+        assert said == [b"a", b"b"]
+        await eventually(lambda: server.closed, 10)
+        await stream.aclose()
+        await models.close()
+        assert server.cancels == 0
+
+
+async def test_who_reads_another_models_answer_is_told_that_it_was_ended() -> None:
+    async with FakeGrpcServer([text("a"), Hold()]) as server:
+        models = OtherModels(server.url, None)
+        stream = models.stream("m", {"x": 1}, (), "r")
+        assert (await anext(stream))["text_output"].item() == b"a"
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        with pytest.raises(EngineUnavailable, match=r"^m: its request has ended"):
+            await asyncio.wait_for(reading, 10)
+        await asyncio.wait_for(server.cancelled.wait(), 10)
+        await models.close()

@@ -261,6 +261,21 @@ async def test_nobody_cancels_after_the_end_has_arrived(
     assert server.cancels == 0
 
 
+async def test_closing_the_client_cancels_nothing_after_an_error() -> None:
+    """The final response may follow, and Triton 24.10 leaks what is cancelled around it."""
+    may_end = asyncio.Event()
+    async with FakeGrpcServer([Fail("no"), Until(may_end), Say(final=True)]) as server:
+        async with Client(server.url) as client:
+            with pytest.raises(EngineError):
+                await anext(client.stream(**ASK))
+            closing = asyncio.create_task(client.close())
+            await asyncio.sleep(0)
+            may_end.set()
+            await closing
+        await asyncio.wait_for(server.ended.wait(), 10)
+        assert server.cancels == 0
+
+
 async def test_closing_the_client_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cancels rather than waits, and a reader left waiting is told that the client is gone."""
     monkeypatch.setattr("trtllm_bls.client.END_OF_STREAM_S", None)  # waiting would be for ever

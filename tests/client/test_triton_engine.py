@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.helpers.fake_engine_server import Triton
+from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.base import AskedCapacity
@@ -81,6 +82,20 @@ async def test_auto_does_not_speak_to_somebody_elses_server() -> None:
         engine = engine_at(f"127.0.0.1:{port}")
         with pytest.raises(EngineUnavailable, match=r"another process .* set engine_url"):
             await engine.capacity()
+        await engine.close()
+
+
+async def test_the_owner_of_the_port_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking through all connections of the machine would hold up every stream at each refresh."""
+    looked = list[str]()
+    monkeypatch.setattr("trtllm_bls.engines.triton.grpc.is_own", looked.append)
+    monkeypatch.setattr("trtllm_bls.engines.triton.grpc._REFRESH_SECONDS", 0)
+    async with Triton() as triton:
+        engine = engine_at(triton.url)
+        for asked in (1, 2, 3):
+            await engine.capacity()
+            await eventually(lambda asked=asked: triton.config_asked >= asked)
+        assert looked == [triton.url]
         await engine.close()
 
 

@@ -70,6 +70,7 @@ def test_sampling_fields_keep_their_names_and_neutral_ones_stay_out() -> None:
         (replace(ASK, end_id=-1), True, [], False),
         (replace(ASK, end_id=None), True, [], False),
         (replace(ASK, end_id=13), True, [], False),
+        (replace(ASK, end_id=13, sampling=Sampling(min_tokens=1)), True, [], False),
         (replace(ASK, stop_sequences=((13,),)), False, [13], True),
         (replace(ASK, stop_sequences=((13,), (14, 15))), False, [13], True),
         (replace(ASK, end_id=12, stop_sequences=((13,),)), True, [], False),

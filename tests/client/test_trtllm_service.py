@@ -285,7 +285,11 @@ async def test_a_call_is_not_cancelled_before_a_slow_server_has_aborted_it() -> 
 @pytest.mark.parametrize(
     "more", [{"end_id": 14}, {"stop_sequences": ((13, 14),)}], ids=["end_id", "stop"]
 )
-async def test_an_end_that_the_server_does_not_know_ends_its_work(more: dict[str, Any]) -> None:
+async def test_an_end_that_the_server_does_not_know_ends_its_work(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: the time that a server has to end by itself is for those that know of the end."""
+    monkeypatch.setattr("trtllm_bls.engines.trtllm_service._LINGER_SECONDS", 60)
     async with reaching(LONG, Script(step_seconds=0.002)) as (engine, service):
         chunks = await read(engine, replace(ASK, max_tokens=800, **more))
         assert chunks[-1].final
@@ -296,6 +300,27 @@ async def test_an_end_that_the_server_does_not_know_ends_its_work(more: dict[str
 def test_a_request_that_ended_is_not_aborted() -> None:
     _, service = answered()
     assert service.aborted == []
+
+
+class CountsAborts(ScriptedService):
+    """Also those that find nothing."""
+
+    aborts = 0
+
+    async def _abort(self, message: Any, context: Any) -> Any:
+        self.aborts += 1
+        return await super()._abort(message, context)
+
+
+async def test_a_request_that_the_server_ended_is_left_alone() -> None:
+    """Also after the time that the server has for it."""
+    service = CountsAborts(ScriptedEngine(RULE, None), Behaviour(eos_id=EOS))
+    engine = TrtllmServiceEngine(f"127.0.0.1:{await service.start()}", eos_id=EOS)
+    assert (await read(engine, ASK))[-1].final
+    await asyncio.sleep(1.2)
+    assert service.aborts == 0
+    await engine.close()
+    await service.stop()
 
 
 async def test_closing_aborts_what_runs() -> None:

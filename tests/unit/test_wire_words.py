@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.wire.words import pack_words, unpack_words
+from trtllm_bls.wire.words import dense_bias, pack_words, unpack_words
 
 quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
@@ -66,3 +66,8 @@ def test_a_malformed_word_list_is_refused(packed: Any) -> None:
     """Offsets rise strictly, stay within the ids and end in -1 only; the shape is [2, N]."""
     with pytest.raises(InvalidRequest, match="bad_words_list"):
         unpack_words("bad_words_list", np.array(packed, np.int32))
+
+
+def test_biases_of_one_token_add_up() -> None:
+    """Two words may begin with the same token, and a caller may name it beside them."""
+    assert dense_bias([(1, 2.0), (3, -1.0), (1, 0.5)], 4).tolist() == [0.0, 2.5, 0.0, -1.0]
