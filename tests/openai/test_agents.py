@@ -27,10 +27,14 @@ from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend, serv
 from tests.helpers.scripted_text import tokenizer
 from tests.helpers.waiting import until
 from trtllm_bls.admission import Admission
+from trtllm_bls.chat_parsing.formats import REASONING_TAGS
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineError
 from trtllm_bls.openai import app, read_keys
-from trtllm_bls.openai.conversation import Transcript
+from trtllm_bls.openai.conversation import ChatFormats, ServedModel, Transcript
+from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
+from trtllm_bls.openai.schema import decode
+from trtllm_bls.types import Ending, FinishReason, TextChunk
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "agent_requests.json").read_text()
@@ -517,3 +521,14 @@ def test_logs_and_metrics_tell_the_api(speak: Any, caplog: pytest.LogCaptureFixt
     for api in ("response", "message"):
         labels = f'api="{api}",outcome="success",model="{MODEL}"'
         assert f"trtllm_bls_api_requests_total{{{labels}}} 1\n" in told
+
+
+@pytest.mark.parametrize(("length", "large"), [(4000, False), (5000, True)])
+def test_a_long_thought_is_counted_in_a_thread(length: int, large: bool) -> None:
+    """Its tokens are counted when the answer ends, and other streams go on meanwhile."""
+    body = json.dumps({"model": MODEL, "input": "Hi"}).encode()
+    model = ServedModel(tokenizer(), ChatFormats(reasoning=REASONING_TAGS["think"]))
+    response = ResponsesResponse(decode(body, ResponsesRequest), model)
+    ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
+    response.add(0, TextChunk(f"<think>{'a' * length}</think>b", 0, ending))
+    assert response.is_large == large

@@ -546,3 +546,18 @@ def test_usage_parts_drafted_tokens_into_accepted_and_rejected() -> None:
     response.add(0, TextChunk("", 0, ending))
     details = json.loads(response.whole())["usage"]["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
+
+
+def test_usage_counts_a_cached_prompt_once() -> None:
+    """However many choices it has; of an engine that does not tell, nothing is said."""
+    for cached, told in ((4, {"cached_tokens": 4}), (0, {"cached_tokens": 0}), (None, None)):
+        response = response_to(n=3)
+        for index in range(3):
+            ending = Ending(
+                finish_reason=FinishReason.STOP,
+                prompt_tokens=5,
+                completion_tokens=1,
+                cached_tokens=cached,
+            )
+            response.add(index, TextChunk("", index, ending))
+        assert json.loads(response.whole())["usage"].get("prompt_tokens_details") == told

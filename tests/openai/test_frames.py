@@ -95,6 +95,19 @@ def test_log_probs_are_of_the_logits_of_the_place_before() -> None:
     assert entries[3][1]["logprob"] == -9999.0  # JSON has no minus infinity
 
 
+@given(st.permutations(range(1, 9)), st.integers(1, 8))
+def test_alternatives_are_the_likeliest_in_their_order(weights: list[int], count: int) -> None:
+    """Computed from logits, in whatever order the vocabulary has them."""
+    logits = np.full(tokenizer().vocab_size, -np.inf)
+    logits[: len(weights)] = weights
+    chunk = TextChunk("x")
+    chunk.tokens, chunk.generation_logits = (TokenText(1, b"x", -1.0),), [logits]
+    ((_, alternatives),) = TokenScores(tokenizer(), count).of(chunk)
+    found = [log_prob for _, log_prob in alternatives]
+    assert len(found) == count and found == sorted(found, reverse=True)
+    assert found[0] - found[-1] == pytest.approx(count - 1)
+
+
 def test_alternatives_are_spelled_as_in_the_middle_of_a_text() -> None:
     """Where the first token of a text loses its space."""
     other = load_tokenizer(directory("sentencepiece"))
