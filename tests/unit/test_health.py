@@ -417,7 +417,7 @@ def test_a_busy_health_port_names_its_option(endpoint: tuple[HealthState, str]) 
 def test_restarts_come_later_each_time() -> None:
     """Up to half a minute; a server that was up for a while begins anew."""
     delays = [0.0]
-    for up_s in (*[5] * 7, 61, 0):
+    for up_s in (*[59.9] * 7, 60, 0):
         delays.append(next_delay(delays[-1], up_s))
     assert delays[1:] == [1, 2, 4, 8, 16, 30, 30, 1, 2]
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
 from trtllm_bls.checkpoint_dir import REPOSITORY
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.launcher import TritonServer
+from trtllm_bls.launcher import TritonServer, http_process
 from trtllm_bls.launcher.http_process import HttpProcess, check
 from trtllm_bls.launcher.ports import listen
 from trtllm_bls.settings import ServeSettings
@@ -83,6 +85,22 @@ def test_requests_call_the_model_as_serve_was_told(tmp_path: Path) -> None:
     assert [card["id"] for card in cards] == ["llama", "claude", "math"]
 
 
+def test_the_api_chooses_its_processes_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads there whether the model remembers prompts; alone, the other program does not."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        http_process, "start_child", lambda words, *_, **__: (started.append(words), None)
+    )
+    server = server_beside(tmp_path, max_streams=128)
+    server.public_http_url = "http://127.0.0.1:1"
+    for with_api, workers in ((True, "auto"), (False, "2")):
+        HttpProcess(server, with_api, lambda _: None, lambda _: None)
+        assert f"--workers={workers}" in started.pop()
+
+
 def test_a_dead_api_ends_a_server_that_is_not_to_be_started_again(tmp_path: Path) -> None:
     """``--on-failure exit`` holds for both."""
     server, told = server_beside(tmp_path, on_failure="exit"), list[str | None]()
@@ -96,6 +114,26 @@ def test_a_dead_api_ends_a_server_that_is_not_to_be_started_again(tmp_path: Path
         api.close()
     assert server.failures == ["the HTTP program has ended (SIGKILL, perhaps out of memory)"]
     assert told == []
+
+
+def test_a_program_that_two_looks_in_a_row_find_stopped_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One look may fall into the moment between a SIGSTOP and its SIGCONT."""
+    stopped, runs = psutil.STATUS_STOPPED, psutil.STATUS_SLEEPING
+    states = [stopped, runs, stopped, stopped]
+    monkeypatch.setattr(psutil.Process, "status", lambda process: states.pop(0) if states else runs)
+    monkeypatch.setattr(http_process, "_LOOK_S", 0.01)
+    running = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(http_process, "start_child", lambda *_, **__: (running, None))
+    server, told = server_beside(tmp_path, on_failure="exit"), list[tuple[str, int]]()
+    api = HttpProcess(server, True, lambda _: None, lambda line: told.append((line, len(states))))
+    try:
+        api.keep()
+        until(lambda: server.failures)
+    finally:
+        api.close()
+    assert told == [(f"process {running.pid} of the HTTP program was stopped: killed it", 0)]
 
 
 def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> None:

@@ -113,6 +113,12 @@ def test_a_repository_with_its_own_draft_model_is_left_alone(
         preparation.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True)
         == repository
     )
+    for name in ("tensorrt_llm", "tensorrt_llm_bls", "tensorrt_llm_draft"):
+        shutil.copytree(repository / "bls", repository / name)
+    assert (
+        preparation.prepare_models(tmp_path, repository, ServeSettings(), with_draft=True)
+        == repository
+    )
 
 
 def test_an_override_of_an_unknown_model_lists_the_models(repository: Path, tmp_path: Path) -> None:

@@ -61,6 +61,15 @@ def test_the_server_is_known_by_its_certificate(tmp_path: Path, name: str) -> No
     assert asyncio.run(ask(Tls(root_certificates=other, server_name=name))) == "late"
 
 
+def test_a_certificate_of_the_older_form_has_its_name_in_the_subject(tmp_path: Path) -> None:
+    """Among other words, such as the organisation's."""
+    leaf = trustme.CA().issue_cert(common_name="gpu.example.com", organization_name="Example")
+    file = tmp_path / "cert.pem"
+    leaf.private_key_and_cert_chain_pem.write_to_path(str(file))
+    tls = own_tls(ServeSettings(tls_cert=file, tls_key=file))
+    assert tls is not None and tls.server_name == "gpu.example.com"
+
+
 def test_a_server_that_asks_for_certificates_is_shown_that_of_its_models(tmp_path: Path) -> None:
     """Where there is none, nothing is asked over gRPC, rather than in vain."""
     authority = trustme.CA()
