@@ -231,6 +231,18 @@ def test_what_a_guide_allows(
     assert allows(tokenizer, kind, guide, text) is allowed
 
 
+async def test_the_grammars_that_were_used_last_are_kept(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that one which is used all the time is compiled once."""
+    monkeypatch.setattr("trtllm_bls.engines.embedded.guides._CACHED", 2)
+    guides = Guides(DEMO, tokenizer.model_vocab_size)
+    for text in ("a", "b", "a", "c"):
+        assert await guides.of(guided("regex", text))
+    guides.close()
+    assert [text for _, text in guides._known] == ["a", "c"]
+
+
 def test_only_the_requests_end_tokens_end_a_text(tokenizer: Tokenizer) -> None:
     """The library takes another token of the vocabulary for one."""
     guides = Guides(DEMO, tokenizer.model_vocab_size)

@@ -118,6 +118,7 @@ def test_a_request_without_a_place_is_not_tokenised() -> None:
         errors = [ask.wait().error for ask in asks]
     assert [error and error.code() for error in errors] == [None, None, *["UNAVAILABLE"] * 3]
     assert tokenised == [f"{PROMPT} 0", f"{PROMPT} 1"]
+    assert not service._read_ahead, "nothing is kept of requests that are over"
 
 
 class Eager:

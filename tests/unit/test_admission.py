@@ -108,6 +108,21 @@ async def test_first_come_first_served() -> None:
 
 
 @skipping_waits
+async def test_those_behind_a_large_request_run_when_it_leaves() -> None:
+    """At once, where there is room for them."""
+    admission = Admission(2, 9, None)
+    async with admission.acquire(1):
+        large = asyncio.create_task(hold(admission, sequences=2))
+        small = asyncio.create_task(hold(admission))
+        await settle()
+        assert figures(admission) == (1, 3)
+        large.cancel()
+        await settle()
+        assert figures(admission) == (2, 0)
+    await asyncio.wait({large, small})
+
+
+@skipping_waits
 async def test_waiting_too_long_is_refused() -> None:
     """After the queue's own limit, whatever time the request has left."""
     admission = Admission(1, 1, 5)

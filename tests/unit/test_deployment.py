@@ -60,6 +60,17 @@ def test_ids_of_long_texts_are_kept_unless_that_is_turned_off() -> None:
     assert deployed(token_cache_bytes=0).tokenizer._cache is None
 
 
+@pytest.mark.parametrize(
+    ("default", "longest", "limit"),
+    [(0, None, None), (0, 5, 5), (9, None, 9), (9, 5, 5), (4, 5, 4)],
+)
+def test_the_longest_time_bounds_a_request_that_names_none(
+    default: float, longest: float | None, limit: float | None
+) -> None:
+    made = deployed(request_timeout_seconds=default, max_timeout_seconds=longest)
+    assert made.defaults.timeout_s == limit
+
+
 def test_engines_are_sent_a_bias_for_each_of_the_models_logits() -> None:
     """Which may be more than the tokenizer has tokens."""
     made: Any = deployed(tokenizer_dir=padded_model()).engine

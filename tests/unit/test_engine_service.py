@@ -44,14 +44,16 @@ def test_the_prompt_is_in_the_whole_answer_unless_excluded(
 
 @pytest.mark.parametrize("exposed", [True, False])
 def test_what_was_cached_is_on_the_first_response_where_it_is_exposed(exposed: bool) -> None:
-    names = ("output_ids", "sequence_length", "cached_tokens")
+    names = ("output_ids", "sequence_length", "cached_tokens", "kv_cache_alloc_new_blocks")
     with engine_service(3, 4, exposed=exposed, cached_tokens=1) as bench:
+        measured = bench.accept(bench.tokens(outputs=names, return_perf_metrics=TRUE)).wait()
         streamed = bench.accept(bench.tokens(outputs=names, streaming=TRUE)).wait()
         whole = bench.accept(bench.tokens(outputs=names)).wait()
     told = [
         [response.get("cached_tokens") for response in ask.responses] for ask in (streamed, whole)
     ]
     assert told == ([[[[1]], None, None], [[[1]]]] if exposed else [[None] * 3, [None]])
+    assert measured.said("kv_cache_alloc_new_blocks") == [[int(exposed)]]
 
 
 @pytest.mark.parametrize("streaming", [True, False])

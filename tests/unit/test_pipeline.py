@@ -77,6 +77,22 @@ class Short(StreamingModel):
         await response.send({"sound": [len(step.text) for step in steps]})
 
 
+def test_the_tokens_of_all_answers_are_counted() -> None:
+    """Those of their prompts, too."""
+
+    class Twice(Short):
+        async def answer(self, request: Request, response: Response) -> None:
+            for _ in range(2):
+                async for _ in self.llm.text(request.text("prompt"), max_tokens=2):
+                    pass
+            await response.send({"sound": [0.0]})
+
+    with serving(Twice, llm=["a", "b", "c"]) as model:
+        model.ask(prompt="hello").wait()
+    (line,) = [line for _, line in model.triton.lines if "request id=" in line]
+    assert "prompt_tokens=2" in line and "completion_tokens=4" in line
+
+
 def test_only_outputs_that_were_asked_for_are_sent() -> None:
     with serving(Upper, llm=["a"]) as model:
         ask = model.ask(prompt="hello", outputs=["count"]).wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from tests.helpers.request_servers import (
     number,
     opened,
 )
+from tests.helpers.waiting import until
 from trtllm_bls.errors import EngineError, Overloaded
-from trtllm_bls.python_backend.request_server import WATCHED_AT_ONCE, Call
+from trtllm_bls.python_backend.request_server import SENDERS, WATCHED_AT_ONCE, Call
 from trtllm_bls.services.testing import SECONDS, FakeTriton, TritonModelError
 
 
@@ -301,6 +303,54 @@ def test_a_caller_who_leaves_cancels_the_work_once() -> None:
         ask.leave()
         assert ask.wait().error is None
     assert clean.is_set()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_clean_up_is_left_alone(stopped: bool) -> None:
+    """By a request that stops the call, and by the server's end."""
+    triton, cleaning, disturbed, clean = FakeTriton(), *(threading.Event() for _ in range(3))
+
+    async def handle(call: Call) -> None:
+        if cleaning.is_set():
+            call.stop_namesakes()
+            disturbed.set()
+            return
+        call.may_be_stopped = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            while not disturbed.is_set():
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.05)
+            clean.set()
+
+    left, stop = (triton.ask(ONE, "number", id="mine") for _ in range(2))
+    with opened(triton, handle) as server:
+        server.accept([left])
+        left.leave()
+        assert cleaning.wait(SECONDS)
+        if stopped:
+            server.accept([stop])
+            assert clean.wait(SECONDS)
+        disturbed.set()
+    assert clean.is_set()
+
+
+def test_calls_that_have_ended_are_let_go() -> None:
+    """On an idle server, too; each thread that sends keeps at most the call it sent last."""
+    triton, calls = FakeTriton(), list[weakref.ref[Call]]()
+
+    async def handle(call: Call) -> None:
+        calls.append(weakref.ref(call))
+        call.send(number(1), final=True)
+
+    asks = [triton.ask(ONE, "number") for _ in range(3 * SENDERS)]
+    with opened(triton, handle) as server:
+        server.accept(asks)
+        for ask in asks:
+            ask.wait()
+        until(lambda: sum(call() is not None for call in calls) <= SENDERS, 10)
 
 
 class Ticks:

@@ -128,6 +128,14 @@ def test_what_drafting_did_is_counted() -> None:
     assert found == {"rounds": 1, "drafted": 3, "accepted": 2, "draft_failures": 0}
 
 
+@pytest.mark.parametrize(("rounds", "counted"), [(2, 0), (0, 8)])
+def test_drafts_of_a_request_are_counted_once(rounds: int, counted: int) -> None:
+    """Our rounds are told by ``add_speculation``, an engine's own with its request's end."""
+    metrics, done = RequestMetrics(), SpeculationStats(rounds=rounds, drafted=8, accepted=6)
+    metrics.add(replace(GOOD, speculation=done))
+    assert metrics.numbers[SPECULATION["drafted"], ()] == counted
+
+
 async def test_reports_are_read_by_a_thread_and_none_is_lost() -> None:
     """The event loop only queues; what is queued when the server ends is still read."""
     registry, threads = Registry(), set()

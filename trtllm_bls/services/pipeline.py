@@ -317,7 +317,6 @@ class Request:
             return await call
         finally:
             self._calls.discard(call)
-            call.cancel()
 
     def stream(
         self, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
