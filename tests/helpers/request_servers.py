@@ -28,7 +28,7 @@ def opened(triton: FakeTriton, handle: Handle, decoupled: bool = True) -> Iterat
     left: list[asyncio.Task[Any]] = []
 
     async def finish() -> None:
-        of_senders = server._senders._delayed  # which end when the senders do
+        of_senders = server._senders._delayed.values()  # which end when the senders do
         left.extend(asyncio.all_tasks() - {asyncio.current_task(), *of_senders})  # type: ignore[arg-type]
 
     try:

@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.request_servers import ONE, ManualSenders, answered, call_of, number, opened
+from tests.helpers.request_servers import (
+    ONE,
+    ManualSenders,
+    answered,
+    call_of,
+    failing,
+    number,
+    opened,
+)
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
@@ -131,6 +139,21 @@ async def test_an_error_as_a_status_leaves_once_tritons_thread_has_returned(know
     assert known or time.monotonic() - came > 0.9
     await senders.close()
     assert triton.broken == []
+
+
+async def test_an_end_in_place_of_a_failed_response_leaves_when_the_server_closes() -> None:
+    """Also where the caller wants errors as gRPC status: nothing is held any longer."""
+    senders = SenderThreads(asyncio.get_running_loop(), 1)
+    triton = FakeTriton()
+    ask = triton.ask(ONE, "number")
+    ask.sent_parameters, ask.on_send = {"triton_grpc_error": "true"}, failing(3)
+    call = call_of(ask, triton, senders)
+    call.read(ask)
+    call.send(number(1), final=True)
+    while call not in senders._delayed:
+        await asyncio.sleep(0.001)
+    await senders.close()
+    assert ask.wait().error is not None and triton.broken == []
 
 
 async def test_a_held_error_leaves_when_the_server_closes() -> None:

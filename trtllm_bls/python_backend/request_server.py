@@ -34,7 +34,6 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -473,7 +472,7 @@ class SenderThreads:
     ) -> None:
         self._loop = loop
         self._before_error_status = before_error_status
-        self._delayed: set[asyncio.Task[None]] = set()  # of calls that send something after a while
+        self._delayed: dict[Call, asyncio.Task[None]] = {}  # of calls that send after a while
         self._closing = False
         self._most = MAX_QUEUED + threads
         self._under_way = 0
@@ -510,21 +509,21 @@ class SenderThreads:
         """Call ``call.send_next`` after ``seconds``, or when the threads end; by default, once
         Triton survives an error as gRPC status."""
         if not self._closing:
-            task = self._loop.create_task(self._send_later(call, seconds))
-            self._delayed.add(task)
-            task.add_done_callback(self._delayed.discard)
+            self._delayed[call] = self._loop.create_task(self._send_later(call, seconds))
+        elif seconds is None:  # no error is held any longer
+            call.send_next()
 
     async def _send_later(self, call: Call, seconds: float | None) -> None:
-        with suppress(asyncio.CancelledError):  # ``close`` has it sent at once
-            if seconds is None:
-                seconds = ERROR_AS_STATUS_SECONDS
-                try:
-                    if self._before_error_status is not None:
-                        await self._before_error_status()
-                        seconds = 0
-                except Exception as error:  # an error that never left would be worse
-                    log.info("%s: its error is held for a while: %s", call.id, error)
-            await asyncio.sleep(seconds)
+        if seconds is None:
+            seconds = ERROR_AS_STATUS_SECONDS
+            try:
+                if self._before_error_status is not None:
+                    await self._before_error_status()
+                    seconds = 0
+            except Exception as error:  # an error that never left would be worse
+                log.info("%s: its error is held for a while: %s", call.id, error)
+        await asyncio.sleep(seconds)
+        del self._delayed[call]
         call.send_next()
 
     def take_reports(self) -> None:
@@ -555,11 +554,11 @@ class SenderThreads:
         No call may be given another response meanwhile.
         """
         await self._nothing_under_way()
-        await asyncio.sleep(0)  # a task that is cancelled before its first step sends nothing
-        self._closing = True
-        for task in self._delayed:
+        self._closing, delayed = True, self._delayed
+        for call, task in delayed.items():
             task.cancel()
-        await asyncio.gather(*self._delayed)
+            call.send_next()
+        await asyncio.gather(*delayed.values(), return_exceptions=True)
         await self._nothing_under_way()
         for _ in self.threads:
             self._work.put(False)
