@@ -147,6 +147,10 @@ def test_a_token_in_other_characters_is_refused(tmp_path: Path) -> None:
     assert control(tokenizer, tokenizer.encode_word(wide)), "nothing to guard against"
     with pytest.raises(InvalidRequest, match=r"spells the control token .* in other characters"):
         tokenizer.render_chat(conversation(wide))
+    for texts in ((wide[:4], wide[4:]), (f"{wide[:4]} ", f"\n{wide[4:]}")):  # some templates strip
+        parts = [{"type": "text", "text": text} for text in texts]
+        with pytest.raises(InvalidRequest, match="in other characters"):
+            tokenizer.render_chat([{"role": "user", "content": parts}])
 
 
 def test_a_lone_surrogate_beside_a_spelling_is_refused() -> None:

@@ -128,7 +128,8 @@ def test_arguments_that_are_no_object_stay_as_they_are(arguments: Any, shown: st
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_template_for_one_call_gets_the_others_in_turns_of_their_own(refuses: bool) -> None:
-    """Whether it leaves further calls out or refuses them. Each result follows its call."""
+    """Whether it leaves further calls out or refuses them. Each result follows its call; one of no
+    call stays where it was, behind them all."""
     loop = "{% for call in m['tool_calls'] %}"
     one = "{{ raise_exception('one') if m['tool_calls'] | length > 1 }}" + loop
     template = small("m['tool_calls']", "object", "")
@@ -139,14 +140,14 @@ def test_a_template_for_one_call_gets_the_others_in_turns_of_their_own(refuses: 
     ]
     results = [
         {"role": "tool", "tool_call_id": place, "content": f"{place} result"}
-        for place in ("second", "first")
+        for place in ("second", "first", "stray")
     ]
     asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": calls}]
     prompt = tokenizer_of(template).render_chat([*asked, *results])
     turns = re.sub(r"<\|user\|>Hi</s>|\s*\{\}", "", prompt)
     assert turns == (
         "<|assistant|><|call|>first</s><|tool|>first result</s>"
-        "<|assistant|><|call|>second</s><|tool|>second result</s>"
+        "<|assistant|><|call|>second</s><|tool|>second result</s><|tool|>stray result</s>"
     )
 
 

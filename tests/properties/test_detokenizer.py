@@ -77,6 +77,17 @@ def test_the_leading_space_of_the_first_word_is_no_text(family: str) -> None:
     assert "".join(stream(loaded(family).detokenizer(), ids)) == "the dog the dog"
 
 
+def test_the_bytes_of_a_first_token_are_those_of_its_text() -> None:
+    """Or its own, where they are broken. A space that is no text is none of them, and the replacement mark is not what it spells."""
+    table = spelled("sentencepiece")
+    for tokens, told in (
+        (("<0xFF>",), [(BROKEN, b"\xff")]),
+        (("\u2581", "<0xC3>", "<0xA9>"), [("", b""), ("", b"\xc3"), ("é", b"\xa9")]),
+    ):
+        detokenizer = loaded("sentencepiece").detokenizer()
+        assert [detokenizer.feed_one(table[token]) for token in tokens] == told
+
+
 def test_only_the_first_space_is_stripped() -> None:
     """A completion that begins with more spaces keeps the others."""
     space = spelled("sentencepiece")["▁"]
