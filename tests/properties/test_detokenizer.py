@@ -78,7 +78,8 @@ def test_the_leading_space_of_the_first_word_is_no_text(family: str) -> None:
 
 
 def test_the_bytes_of_a_first_token_are_those_of_its_text() -> None:
-    """Or its own, where they are broken. A space that is no text is none of them, and the replacement mark is not what it spells."""
+    """A space that is dropped is none of them. A byte that is part of no character is told as it
+    is, and not as the mark that replaces it."""
     table = spelled("sentencepiece")
     for tokens, told in (
         (("<0xFF>",), [(BROKEN, b"\xff")]),
