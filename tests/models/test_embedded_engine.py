@@ -317,6 +317,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("draft_input_ids", {"draft": Draft(token_ids=(VOCAB,))}),
     ("draft_logits", {"draft": Draft(token_ids=(1,), logits=LOGITS)}),
     ("draft_logits", {"draft": Draft(token_ids=(1, 2), logits=LOGITS * NAN)}),
+    ("draft_logits", {"draft": Draft(token_ids=(1, 2), logits=LOGITS + INFINITE)}),
     (
         "draft_acceptance_threshold",
         {"draft": Draft(token_ids=(1, 2), logits=LOGITS, acceptance_threshold=0.0)},
