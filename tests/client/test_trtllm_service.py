@@ -323,6 +323,21 @@ async def test_a_request_that_the_server_ended_is_left_alone() -> None:
     await service.stop()
 
 
+async def test_a_request_that_an_abort_ended_is_not_aborted_again() -> None:
+    """Though it had not answered."""
+    script = Script(prefill_seconds=100)
+    service = CountsAborts(ScriptedEngine(RULE, script), Behaviour(eos_id=EOS))
+    engine = TrtllmServiceEngine(f"127.0.0.1:{await service.start()}", eos_id=EOS)
+    await engine.capacity()
+    stream = engine.generate(ASK)
+    await eventually(lambda: service.live == 1)
+    await stream.aclose()
+    await asyncio.sleep(0.6)
+    assert service.aborts == 1
+    await engine.close()
+    await service.stop()
+
+
 async def test_closing_aborts_what_runs() -> None:
     async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
         engine = TrtllmServiceEngine(url)

@@ -20,7 +20,7 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
-from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.orchestrator import Defaults, Orchestrator, run_rows
 from trtllm_bls.orchestrator import stats_of as stats_of_error
 from trtllm_bls.types import Outcome, RequestStats, SpeculationRequest, TextRequest
 
@@ -68,6 +68,25 @@ def test_a_stream_that_ends_well() -> None:
         traceparent="00-a-b-00",
         prompt="The quick",
     )
+
+
+def test_the_pace_of_a_stream_is_that_of_each_of_its_sequences() -> None:
+    engine = saying(TEXT, step_seconds=1)
+    stats = stats_of(engine, asking(stream=True, max_tokens=3, num_return_sequences=2))
+    assert (stats.completion_tokens, stats.inter_token_s) == (6, 1)
+
+
+async def test_the_rows_of_a_failed_batch_tell_why_they_were_cancelled() -> None:
+    """Apart from those whose callers left."""
+    found: list[RequestStats] = []
+    served = Orchestrator(
+        tokenizer(), saying(TEXT, step_seconds=60), Defaults(), on_end=found.append
+    )
+    requests = [asking(), asking(text="")]
+    with pytest.raises(InvalidRequest):
+        rows = [served.run(request, Collected()) for request in requests]
+        await run_rows([asyncio.create_task(row) for row in rows])
+    assert [stats.reason for stats in found] == ["text_input", "batch"]
 
 
 def test_an_answer_in_one_piece_has_no_time_to_first_token() -> None:

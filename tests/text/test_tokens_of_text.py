@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,9 +112,21 @@ def test_stop_token_ids_end_beside_the_models_own() -> None:
 
 def test_token_bias_reaches_the_engine_beside_that_of_words() -> None:
     """Each as a pair of id and weight."""
-    engine = saying("x")
+    engine, ((word,), words) = saying("x"), (tokenizer().word_ids("x"), (("x", 2.0),))
     ask(engine, asking(token_bias=((5, -100.0),)))
+    ask(engine, asking(token_bias=((5, -100.0),), embedding_bias=words))
     assert engine.requests[0].embedding_bias == ((5, -100.0),)
+    assert engine.requests[1].embedding_bias == ((word, 2.0), (5, -100.0))
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_the_likeliest_ids_are_asked_for_as_the_engine_can_tell_them(tells: bool) -> None:
+    """By themselves, or by the logits of each place, which are far larger."""
+    engine = saying("x")
+    engine._capacity = replace(engine._capacity, tells_top_log_probs=tells)
+    ask(engine, asking(wants=Wants(log_probs=True, top_log_probs=2)))
+    wants = engine.requests[0].wants
+    assert (wants.top_log_probs, wants.generation_logits) == ((2, False) if tells else (0, True))
 
 
 def rendered(**options: Any) -> str:

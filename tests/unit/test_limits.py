@@ -160,6 +160,7 @@ def test_who_sets_no_limits_has_those_of_the_parameters() -> None:
         ({"wants": Wants(context_logits=True), "streaming": False}, 2 * 3),
         ({"wants": Wants(context_logits=True)}, 2 * 3 * 10),
         ({"wants": Wants(generation_logits=True), "max_tokens": 1000}, 2 * 97),
+        ({"wants": Wants(generation_logits=True), "input_ids": (1,) * 101}, 0),
     ],
 )
 def test_a_stream_repeats_the_logits_of_its_prompt(more: Any, rows: int) -> None:
