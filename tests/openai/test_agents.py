@@ -32,6 +32,8 @@ from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineError
 from trtllm_bls.openai import app, read_keys
 from trtllm_bls.openai.conversation import ChatFormats, ServedModel, Transcript
+from trtllm_bls.openai.errors import ApiError
+from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import decode
 from trtllm_bls.types import Ending, FinishReason, TextChunk
@@ -285,7 +287,7 @@ def test_tools_of_free_text_and_of_namespaces_come_back_as_they_were(speak: Any)
 
 
 TURN = {"role": "user", "content": "x"}
-CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
 def without(item: dict[str, str], field: str) -> dict[str, str]:
@@ -295,8 +297,8 @@ def without(item: dict[str, str], field: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"input": [TURN, without(CALL, "arguments")]}, "input[1].arguments"),
-        ({"input": [TURN, without(CALL, "call_id")]}, "input[1].call_id"),
+        ({"input": [TURN, without(CALLED, "arguments")]}, "input[1].arguments"),
+        ({"input": [TURN, without(CALLED, "call_id")]}, "input[1].call_id"),
         ({"input": [without(TURN, "role")]}, "input[0].role"),
         ({"input": [TURN | {"role": "king"}]}, "input[0].role"),
         ({"input": [TURN, {"type": "custom_tool_call", "call_id": "c"}]}, "input[1].name"),
@@ -532,3 +534,59 @@ def test_a_long_thought_is_counted_in_a_thread(length: int, large: bool) -> None
     ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
     response.add(0, TextChunk(f"<think>{'a' * length}</think>b", 0, ending))
     assert response.is_large == large
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_one_call_where_the_agent_wants_one_at_a_time(speak: Any, parallel: bool) -> None:
+    """Each API says so in its own way."""
+    model = speak(CALL + OTHER)
+    function = {"type": "function", "name": "get_weather", "parameters": WEATHER["parameters"]}
+    response = model.openai.responses.create(
+        model=MODEL, input="Hi", tools=[function], parallel_tool_calls=parallel
+    )
+    assert response.parallel_tool_calls == parallel
+    message = model.anthropic.messages.create(
+        model=MODEL,
+        max_tokens=500,
+        messages=[{"role": "user", "content": "Hi"}],
+        tools=[{**WEATHER, "input_schema": WEATHER["parameters"]}],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": not parallel},
+    )
+    for items, kind in ((response.output, "function_call"), (message.content, "tool_use")):
+        assert [item.type for item in items].count(kind) == 1 + parallel
+
+
+def ended(kind: Any, builder: Any, body: dict[str, Any], ending: Ending | None = None) -> Any:
+    """The builder of a response to ``body``, whose answer has ended so."""
+    request = decode(json.dumps({"model": MODEL, **body}).encode(), kind)
+    response = builder(request, ServedModel(tokenizer()))
+    response.add(0, TextChunk("a", 0, ending))
+    return response
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [(FinishReason.LENGTH, "model_context_window_exceeded"), (FinishReason.TIMEOUT, "max_tokens")],
+)
+def test_a_message_whose_time_is_up_did_not_fill_the_model(reason: FinishReason, told: str) -> None:
+    """Claude Code would compact its conversation, which is not too long."""
+    ending = Ending(finish_reason=reason, prompt_tokens=1, completion_tokens=9)
+    body = {"max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
+    response = ended(MessagesRequest, MessagesResponse, body, ending)
+    assert json.loads(response.whole())["stop_reason"] == told
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ApiError(400, "no", code="context_length_exceeded"), "context_length_exceeded"),
+        (ApiError(400, "no", code="other"), "invalid_prompt"),
+        (ApiError(429, "no", code="overloaded"), "rate_limit_exceeded"),
+        (ApiError(503, "no", code="engine_unavailable"), "server_error"),
+    ],
+)
+def test_a_stream_that_fails_says_why_in_the_apis_words(error: ApiError, code: str) -> None:
+    """Codex compacts its conversation, tries again, or gives up, by them."""
+    response = ended(ResponsesRequest, ResponsesResponse, {"input": "Hi", "stream": True})
+    (event,) = events(response.failed(error).decode())
+    assert event["response"]["error"] == {"code": code, "message": "no"}

@@ -261,6 +261,14 @@ def test_what_is_no_http_after_a_request_does_not_get_into_its_answer(connect: C
     assert got.count(b"HTTP/1.1") == 1 and b"data: " in got
 
 
+def test_what_is_no_http_before_an_answer_is_not_told_in_its_place(connect: Connect) -> None:
+    """The client would take the refusal for the answer to the request before."""
+    api, _ = connect(saying(SAYS, step_seconds=0.5))
+    with connected(api) as raw:
+        raw.sendall(head(len(BODY)) + BODY + b"what is this\r\n\r\n")
+        assert raw.recv(65536) == b""
+
+
 def test_an_answer_goes_on_though_the_next_request_is_slow(connect: Connect) -> None:
     """Only what has been asked in full counts."""
     api, _ = connect(saying(SAYS, step_seconds=0.05), limits=ConnectionLimits(header_s=0.1))

@@ -41,7 +41,14 @@ from trtllm_bls.openai.exposition import samples, share, shared, written
 from trtllm_bls.orchestrator import Defaults, Orchestrator
 from trtllm_bls.services.request_reports import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 from trtllm_bls.status import StatusDirectory
-from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
+from trtllm_bls.types import (
+    Ending,
+    EngineCapacity,
+    EngineChunk,
+    EngineRequest,
+    FinishReason,
+    TextChunk,
+)
 
 
 def endless(step_seconds: float = 0.002) -> ScriptedEngine:
@@ -553,3 +560,18 @@ async def test_a_failure_is_repeated_for_a_second_without_asking_again() -> None
     await asyncio.sleep(1.1)
     assert await health.problem() == "it is gone"
     assert len(asked) == 2
+
+
+async def test_an_engine_that_gives_no_token_in_time_is_not_well() -> None:
+    """The orchestrator ends its request, which is an answer like any other, and without text."""
+
+    async def run(request: Any, sink: Any) -> None:
+        ending = Ending(finish_reason=reason, prompt_tokens=1, completion_tokens=0)
+        sink.send(TextChunk("", 0, ending))
+
+    health = Health(cast(Orchestrator, SimpleNamespace(run=run)), token_id=1)
+    reason = FinishReason.TIMEOUT
+    assert await health.problem() == "the engine gave no token within 10 s"
+    health = Health(cast(Orchestrator, SimpleNamespace(run=run)), token_id=1)
+    reason = FinishReason.LENGTH
+    assert await health.problem() is None
