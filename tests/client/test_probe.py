@@ -240,7 +240,8 @@ async def test_requests_of_all_processes_are_added_up(tmp_path: Path) -> None:
     """
     files, now = StatusDirectory(tmp_path), time.monotonic()
     status = ProcessStatus(os.getpid(), now, now, 0, 0, prompts=40, waiting=38, queued=5)
-    up, out = {"a": "", "b": ""}, {"a": "", "b": "it is dead"}
+    one, other_one = {"a": "", "b": "it is dead"}, {"a": "it is full", "b": ""}
+    out = {"a": "it is full", "b": "it is dead"}
     Metrics.asked, Metrics.more = 0, ""
     async with FakeGrpcServer([TOKEN]) as server:
         with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics:
@@ -248,15 +249,15 @@ async def test_requests_of_all_processes_are_added_up(tmp_path: Path) -> None:
             url = f"http://127.0.0.1:{metrics.server_port}/metrics"
             other = subprocess.Popen(["sleep", "60"])
             try:
-                files.write(replace(status, engines=out))
-                files.write(ProcessStatus(other.pid, now, now, 0, 0, prompts=2, engines=up))
+                files.write(replace(status, engines=one))
+                files.write(ProcessStatus(other.pid, now, now, 0, 0, prompts=2, engines=other_one))
                 watching = watch(
                     server.url, tmp_path, SECONDS, [], metrics_url=url, said=(said := [])
                 )
                 await eventually(lambda: watching.load == (4, 38))
                 assert watching.engine_load is None
                 assert (watching.engines, watching.verdict.ready) == (out, True)
-                assert said == ["engine b takes no requests: it is dead"]
+                assert sorted(said) == [f"engine {e} takes no requests: {out[e]}" for e in "ab"]
                 row = 'nv_trt_llm_request_metrics{{model="m",request_type="{}"}} {}\n'
                 Metrics.more = row.format("scheduled", 2) + row.format("waiting", 35)
                 await eventually(lambda: watching.load == (2, 40))

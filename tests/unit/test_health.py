@@ -13,7 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -27,7 +27,7 @@ from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
 from trtllm_bls.health import Observed, ServerProcesses, Verdict, evaluate, server_process
-from trtllm_bls.launcher import next_delay
+from trtllm_bls.launcher import ServerFailed, ServerStopped, next_delay, serve
 from trtllm_bls.launcher import watch as watch_module
 from trtllm_bls.launcher.watch import (
     HealthEndpoint,
@@ -36,6 +36,7 @@ from trtllm_bls.launcher.watch import (
     Watch,
     engine_load,
 )
+from trtllm_bls.settings import ServeSettings
 
 SECONDS = 20
 STALL_S = 10.0
@@ -420,6 +421,46 @@ def test_restarts_come_later_each_time() -> None:
     for up_s in (*[59.9] * 7, 60, 0):
         delays.append(next_delay(delays[-1], up_s))
     assert delays[1:] == [1, 2, 4, 8, 16, 30, 30, 1, 2]
+
+
+def test_a_server_that_does_not_start_again_is_left_more_and_more_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long ``serve`` has run; a stop ends the waiting."""
+    now, starts, said = [1000.0], list[float](), list[str]()
+    server: Any = SimpleNamespace(settings=ServeSettings(), stop_requested=False, discard=list)
+
+    def start() -> None:
+        starts.append(now[0])
+        server.stop_requested = len(starts) == 5
+        raise ServerFailed("no GPU")
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    server.start = start
+    terminal: Any = SimpleNamespace(progress=nullcontext, say=lambda line, _: said.append(line))
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    state = HealthState()
+    state.started = True
+    with pytest.raises(ServerStopped):
+        serve._Service(server, terminal, state, 0).run()
+    assert [round(at - 1000) for at in starts] == [0, 1, 3, 7, 15]
+    assert state.restarts == 5 and said[1] == "no GPU; starting again in 2 s"
+
+
+def test_a_process_that_can_open_nothing_more_is_named() -> None:
+    """By the limit that it has used up."""
+    line = "the process of tritonserver has used its 20 file descriptors"
+    for opens, lines in (("while True: os.dup(0)", (line,)), ("raise OSError", ())):
+        script = "import os, resource, time\nresource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
+        script += f"try:\n    {opens}\nexcept OSError: print(flush=True)\ntime.sleep(60)"
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            found = ServerProcesses(psutil.Process(process.pid)).without_descriptors()
+            process.kill()
+        assert found == lines
 
 
 # --- the command ----------------------------------------------------------------------------

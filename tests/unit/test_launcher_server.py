@@ -30,6 +30,7 @@ from trtllm_bls.cli import main
 from trtllm_bls.launcher import GuardedProcess, Listener, ServerFailed, TritonServer, is_ready
 from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.launcher.preparation import Scratch
+from trtllm_bls.status import ProcessStatus, StatusDirectory
 
 
 @pytest.fixture
@@ -307,6 +308,21 @@ def test_a_guard_that_is_stopped_can_be_told_to_kill() -> None:
     process.kill()
     assert process.wait(20) == 128 + signal.SIGKILL
     assert not server.is_running()
+    process.close()
+
+
+def test_models_that_do_not_hand_over_have_half_of_the_time() -> None:
+    """The server is then told to end, with time left to do so in order."""
+    scratch = Scratch()
+    scratch.keep_status("")
+    now = time.monotonic()
+    StatusDirectory(scratch.status).write(ProcessStatus(os.getpid(), now, now, 0, 0))
+    process = GuardedProcess(["sleep", "1000"], dict(os.environ), scratch, 2, lambda _: None)
+    until(lambda: process.server)
+    stopped_at = time.monotonic()
+    process.stop()
+    assert process.wait(20) == 128 + signal.SIGTERM
+    assert time.monotonic() - stopped_at >= 1
     process.close()
 
 

@@ -313,3 +313,34 @@ def test_a_body_that_is_passed_on_has_limits(
 
     asyncio.run(run())
     assert [message["status"] for message in sent[:1]] == ([] if status is None else [status])
+
+
+@pytest.mark.parametrize(("body", "status"), [(None, 500), (b"[]", 400)])
+def test_a_failure_of_triton_is_the_callers_only_where_the_body_is(
+    body: bytes | None, status: int
+) -> None:
+    """Triton answers 500 to JSON of wrong types, and so it does to what it cannot do."""
+
+    async def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return await asyncio.Event().wait()
+
+    async def run() -> None:
+        async with await asyncio.start_server(fail, "127.0.0.1", 0) as server:
+            program = TritonHttp("", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            scope = {"type": "http", "method": "POST", "path": "/v2/x", "raw_path": b"/v2/x"}
+            asked = {**scope, "query_string": b"", "headers": []}
+            await asyncio.wait_for(program._pass_on(asked, receive, send, body), 20)
+            await program.close()
+
+    asyncio.run(run())
+    assert sent[0]["status"] == status
