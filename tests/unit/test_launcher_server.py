@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -28,8 +30,10 @@ from tests.helpers.server_settings import DEMO, free_ports
 from tests.helpers.waiting import until, until_ended
 from trtllm_bls.cli import main
 from trtllm_bls.launcher import GuardedProcess, Listener, ServerFailed, TritonServer, is_ready
+from trtllm_bls.launcher.logs import LogBook
 from trtllm_bls.launcher.ports import Ports, choose
 from trtllm_bls.launcher.preparation import Scratch
+from trtllm_bls.settings import ServeSettings
 from trtllm_bls.status import ProcessStatus, StatusDirectory
 
 
@@ -292,6 +296,47 @@ def test_a_server_that_never_was_ready_is_not_started_again(
     assert "error: the server did not start (exit code 3)" in result.stderr
     assert result.stderr.count("no such device") == 1
     assert starts(root) == 1
+
+
+@pytest.mark.parametrize(
+    ("behind_http", "own_port", "kept"),
+    [(False, None, (71, None)), (True, None, (8000, None)), (True, 0, (8000, 71))],
+)
+def test_a_server_that_is_started_again_has_its_ports_of_before(
+    behind_http: bool, own_port: int | None, kept: tuple[int, int | None]
+) -> None:
+    """Triton's own HTTP port is not opened to others by being kept."""
+    server = TritonServer(ServeSettings(triton_http_port=own_port), behind_http=behind_http)
+    server.ports = Ports("127.0.0.1", "127.0.0.1", "127.0.0.1", http=71, grpc=72, metrics=73)
+    server.keep_ports()
+    found = server.settings
+    assert (found.http_port, found.triton_http_port) == kept
+    assert (found.grpc_port, found.metrics_port) == (72, 73)
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (psutil.STATUS_SLEEPING, "no response has left"),
+        (psutil.STATUS_ZOMBIE, "the server ended by itself (SIGSEGV)"),
+    ],
+)
+def test_a_server_that_has_died_meanwhile_did_not_fail_for_its_silence(
+    state: str, told: str
+) -> None:
+    """The watch sees both at once, and the death is the cause."""
+    killed: list[bool] = []
+    process: Any = SimpleNamespace(
+        server=SimpleNamespace(status=lambda: state),
+        kill=lambda: killed.append(True),
+        wait=lambda: 128 + (signal.SIGKILL if killed else signal.SIGSEGV),
+    )
+    server = TritonServer(ServeSettings())
+    server._process, server._book = process, LogBook()
+    server.fail("no response has left")
+    with pytest.raises(ServerFailed) as failed:
+        server.wait()
+    assert str(failed.value) == told
 
 
 # --- stopped and killed ---------------------------------------------------------------------
