@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trtllm_bls.commands.chat import Server, TritonTextModel, server_at
-from trtllm_bls.commands.shared import Reply, assignments
+from trtllm_bls.commands.shared import ClientReply, assignments
 from trtllm_bls.errors import TrtllmBlsError
 
 if sys.version_info >= (3, 11):
@@ -125,7 +125,7 @@ async def ask(server: Server, target: int, prompt: str, options: argparse.Namesp
     if options.ignore_eos:
         fields |= {"end_id": -1} if isinstance(server, TritonTextModel) else {"ignore_eos": True}
     messages = ({"role": "user", "content": prompt},)
-    reply = Reply(options.max_tokens)
+    reply = ClientReply(options.max_tokens)
     try:
         async with (
             timeout(options.timeout),
@@ -148,7 +148,7 @@ async def ask(server: Server, target: int, prompt: str, options: argparse.Namesp
     )
 
 
-def problem_of(reply: Reply, ignore_eos: bool) -> str | None:
+def problem_of(reply: ClientReply, ignore_eos: bool) -> str | None:
     """What is wrong with an answer that came to its end; ``None`` if all is well."""
     tokens, max_tokens = reply.completion_tokens, reply.max_tokens
     if reply.finish_reason not in FINISH_REASONS:

@@ -165,8 +165,12 @@ def status_of(url: str, **headers: str) -> int:
 
 
 def workers_of(running: subprocess.Popen[str]) -> list[psutil.Process]:
-    children = psutil.Process(running.pid).children()
-    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    workers = []
+    for child in psutil.Process(running.pid).children():
+        with suppress(psutil.NoSuchProcess):  # it may end between the two looks
+            if child.status() != psutil.STATUS_ZOMBIE:
+                workers.append(child)
+    return workers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
