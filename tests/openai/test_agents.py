@@ -31,7 +31,7 @@ from trtllm_bls.chat_parsing.formats import REASONING_TAGS
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineError
 from trtllm_bls.openai import app, read_keys
-from trtllm_bls.openai.conversation import ChatFormats, ServedModel, Transcript
+from trtllm_bls.openai.conversation import ChatFormats, ChatModel, Transcript
 from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
@@ -529,7 +529,7 @@ def test_logs_and_metrics_tell_the_api(speak: Any, caplog: pytest.LogCaptureFixt
 def test_a_long_thought_is_counted_in_a_thread(length: int, large: bool) -> None:
     """Its tokens are counted when the answer ends, and other streams go on meanwhile."""
     body = json.dumps({"model": MODEL, "input": "Hi"}).encode()
-    model = ServedModel(tokenizer(), ChatFormats(reasoning=REASONING_TAGS["think"]))
+    model = ChatModel(tokenizer(), ChatFormats(reasoning=REASONING_TAGS["think"]))
     response = ResponsesResponse(decode(body, ResponsesRequest), model)
     ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
     response.add(0, TextChunk(f"<think>{'a' * length}</think>b", 0, ending))
@@ -559,7 +559,7 @@ def test_one_call_where_the_agent_wants_one_at_a_time(speak: Any, parallel: bool
 def ended(kind: Any, builder: Any, body: dict[str, Any], ending: Ending | None = None) -> Any:
     """The builder of a response to ``body``, whose answer has ended so."""
     request = decode(json.dumps({"model": MODEL, **body}).encode(), kind)
-    response = builder(request, ServedModel(tokenizer()))
+    response = builder(request, ChatModel(tokenizer()))
     response.add(0, TextChunk("a", 0, ending))
     return response
 

@@ -19,7 +19,7 @@ from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.openai.chat import ChatResponse
-from trtllm_bls.openai.conversation import ChatFormats, ServedModel
+from trtllm_bls.openai.conversation import ChatFormats, ChatModel
 from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.openai.schema import ChatRequest, decode
 from trtllm_bls.parameters import EngineParameters
@@ -187,7 +187,7 @@ def response_to(
 ) -> ChatResponse:
     """The builder of the response to a chat."""
     body = json.dumps({"model": MODEL, "messages": HELLO, **asked}).encode()
-    model = ServedModel(reader or tokenizer(), formats or ChatFormats())
+    model = ChatModel(reader or tokenizer(), formats or ChatFormats())
     return ChatResponse(decode(body, ChatRequest), model)
 
 

@@ -19,7 +19,7 @@ from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.builder import ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
-from trtllm_bls.openai.conversation import ChatFormats, ServedModel, TakenConversations, Transcript
+from trtllm_bls.openai.conversation import ChatFormats, ChatModel, TakenConversations, Transcript
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import ChatRequest, decode
@@ -62,7 +62,7 @@ def builders(stream: bool, formats: ChatFormats) -> list[ResponseBuilder]:
     found = []
     for kind, builder, fields in asked:
         body = json.dumps({"model": MODEL, "stream": stream, **fields}).encode()
-        found.append(builder(decode(body, kind), ServedModel(tokenizer(), formats)))
+        found.append(builder(decode(body, kind), ChatModel(tokenizer(), formats)))
     return found
 
 

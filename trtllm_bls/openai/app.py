@@ -39,7 +39,7 @@ from trtllm_bls.openai import key_of
 from trtllm_bls.openai.builder import PartsBuilder, ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.completions import CompletionResponse
-from trtllm_bls.openai.conversation import ChatFormats, ServedModel
+from trtllm_bls.openai.conversation import ChatFormats, ChatModel
 from trtllm_bls.openai.document import document, page
 from trtllm_bls.openai.errors import ApiError, api_error, invalid, is_too_long
 from trtllm_bls.openai.exchange import PromptSink, Reply, RunningRequests, run_all
@@ -224,7 +224,7 @@ class _Api:
         known = (settings.model_names[0], backend.engine.name, __version__)
         digest = hashlib.sha256("\n".join((*known, backend.tokenizer.fingerprint)).encode())
         formats = ChatFormats.of(backend.tokenizer, *parsers)
-        self.served = ServedModel(backend.tokenizer, formats, f"fp_{digest.hexdigest()[:10]}")
+        self.served = ChatModel(backend.tokenizer, formats, f"fp_{digest.hexdigest()[:10]}")
         self._created = int(time.time())
         self.names = (*settings.model_names, *settings.loras)
         self._metrics = backend.reports.metrics

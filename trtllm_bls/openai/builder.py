@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from trtllm_bls.chat_parsing.parser import Arguments, Content, Reasoning, ToolCall
-from trtllm_bls.openai.conversation import Conversation, ServedModel, chat_turn
+from trtllm_bls.openai.conversation import ChatModel, Conversation, chat_turn
 from trtllm_bls.openai.errors import DONE, ApiError, invalid
 from trtllm_bls.openai.schema import Common, Generation
 from trtllm_bls.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class ResponseBuilder(ABC):
     id_prefix: ClassVar[str]
 
     def __init__(
-        self, request: Generation, model: ServedModel, requests: list[TextRequest], guide_field: str
+        self, request: Generation, model: ChatModel, requests: list[TextRequest], guide_field: str
     ) -> None:
         self.requests = requests
         self.guide_field = guide_field  # the request's field that asked for guided decoding, if any
@@ -140,7 +140,7 @@ class ChoicesBuilder(ResponseBuilder):
     chunk_object: ClassVar[str]
 
     def __init__(
-        self, request: Common, model: ServedModel, requests: list[TextRequest], guide_field: str
+        self, request: Common, model: ChatModel, requests: list[TextRequest], guide_field: str
     ) -> None:
         super().__init__(request, model, requests, guide_field)
         self._per_prompt = request.n or 1
@@ -222,7 +222,7 @@ class PartsBuilder(ResponseBuilder):
     """A response of one choice whose parts are opened, grow, and are closed, one after another."""
 
     def __init__(
-        self, request: Generation, model: ServedModel, asked: Conversation, **fields: Any
+        self, request: Generation, model: ChatModel, asked: Conversation, **fields: Any
     ) -> None:
         fields["fits_max_tokens"] = True
         text, guide, (self._parser,) = chat_turn(request, model, asked, **fields)

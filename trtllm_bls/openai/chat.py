@@ -7,8 +7,8 @@ from typing import Any
 from trtllm_bls.chat_parsing.parser import Arguments, ChatEvent, Content, Reasoning, ToolCall
 from trtllm_bls.openai.builder import ChoicesBuilder, TokenScores, chat_logprobs, well_ended
 from trtllm_bls.openai.conversation import (
+    ChatModel,
     Conversation,
-    ServedModel,
     chat_turn,
     format_guide,
     guided_decoding,
@@ -38,7 +38,7 @@ class ChatResponse(ChoicesBuilder):
     prompt_field = "messages"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, request: ChatRequest, model: ServedModel) -> None:
+    def __init__(self, request: ChatRequest, model: ChatModel) -> None:
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
         limit, prediction = request.max_completion_tokens, request.prediction

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from trtllm_bls.openai.builder import ChoicesBuilder, CompletionLogprobs, TokenScores, well_ended
-from trtllm_bls.openai.conversation import ServedModel, guided_decoding, shared_fields
+from trtllm_bls.openai.conversation import ChatModel, guided_decoding, shared_fields
 from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.schema import CompletionRequest, checked
 from trtllm_bls.types import TextChunk, TextRequest, Wants
@@ -32,7 +32,7 @@ class CompletionResponse(ChoicesBuilder):
     prompt_field = "prompt"
     id_prefix = "cmpl-"
 
-    def __init__(self, request: CompletionRequest, model: ServedModel) -> None:
+    def __init__(self, request: CompletionRequest, model: ChatModel) -> None:
         if request.best_of is not None and request.best_of > (request.n or 1):
             raise invalid("best_of", "above n is not supported; send n", "unsupported_parameter")
         prompts = _prompts(request.prompt)

@@ -180,7 +180,7 @@ class ChatFormats:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ChatModel:
     """What requests are read with. ``fingerprint`` tells clients that it is another model."""
 
     tokenizer: Tokenizer
@@ -395,7 +395,7 @@ def thinking(effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
 
 
 def chat_turn(
-    request: Generation, model: ServedModel, asked: Conversation, *, choices: int = 1, **fields: Any
+    request: Generation, model: ChatModel, asked: Conversation, *, choices: int = 1, **fields: Any
 ) -> tuple[TextRequest, str, list[ChatParser]]:
     """What is asked of the orchestrator, which field asked for guided decoding, if any, and what
     parses each choice.

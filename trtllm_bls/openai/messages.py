@@ -14,15 +14,15 @@ import msgspec
 from trtllm_bls.chat_parsing.parser import Reasoning, ToolCall
 from trtllm_bls.openai.builder import Opening, PartsBuilder, sse
 from trtllm_bls.openai.conversation import (
+    ChatModel,
     Conversation,
-    ServedModel,
     Transcript,
     format_guide,
     function_tool,
     thinking,
 )
 from trtllm_bls.openai.errors import ApiError, as_json, invalid
-from trtllm_bls.openai.schema import Count, Generation, Refused, TextFormat, Word
+from trtllm_bls.openai.schema import Count, Generation, RefusedFields, TextFormat, Word
 from trtllm_bls.types import ChatOptions, FinishReason
 
 PATH = "/v1/messages"
@@ -119,7 +119,7 @@ class CountTokensRequest(Generation, kw_only=True):
         *("metadata", "service_tier", "cache_control", "context_management", "speed"),
         *("inference_geo", "betas"),
     )
-    refused: ClassVar[Refused] = {"container": (), "mcp_servers": ([],)}
+    refused: ClassVar[RefusedFields] = {"container": (), "mcp_servers": ([],)}
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=8192)]
     system: str | list[TextBlock] | None = None
@@ -145,7 +145,7 @@ class MessagesResponse(PartsBuilder):
     prompt_field = "messages"
     id_prefix = "msg_"
 
-    def __init__(self, request: CountTokensRequest, model: ServedModel) -> None:
+    def __init__(self, request: CountTokensRequest, model: ChatModel) -> None:
         stop_words, max_tokens = tuple(request.stop_sequences or ()), request.max_tokens
         asked = _conversation(request)
         super().__init__(request, model, asked, max_tokens=max_tokens, stop_words=stop_words)

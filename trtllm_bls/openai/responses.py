@@ -15,8 +15,8 @@ import msgspec
 from trtllm_bls.chat_parsing.parser import Content, Reasoning, ToolCall
 from trtllm_bls.openai.builder import Opening, PartsBuilder, TokenScores, chat_logprobs, sse
 from trtllm_bls.openai.conversation import (
+    ChatModel,
     Conversation,
-    ServedModel,
     Transcript,
     format_guide,
     function_tool,
@@ -26,7 +26,7 @@ from trtllm_bls.openai.errors import ApiError, as_json, invalid
 from trtllm_bls.openai.schema import (
     Count,
     Generation,
-    Refused,
+    RefusedFields,
     TextFormat,
     TextPart,
     checked,
@@ -85,7 +85,7 @@ class ResponsesRequest(Generation, kw_only=True):
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
         *("stream_options", "user"),
     )
-    refused: ClassVar[Refused] = {
+    refused: ClassVar[RefusedFields] = {
         **dict.fromkeys(("previous_response_id", "conversation", "prompt", "moderation"), ()),
         "background": (False,),
         "context_management": ([],),
@@ -163,7 +163,7 @@ class ResponsesResponse(PartsBuilder):
     prompt_field = "input"
     id_prefix = "resp_"
 
-    def __init__(self, request: ResponsesRequest, model: ServedModel) -> None:
+    def __init__(self, request: ResponsesRequest, model: ChatModel) -> None:
         self._tools, alternatives = _Tools(), request.top_logprobs or 0
         scored = bool(alternatives) or _SCORES in (request.include or ())
         super().__init__(

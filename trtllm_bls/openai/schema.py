@@ -23,7 +23,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_INT32)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
-Refused: TypeAlias = Mapping[str, tuple[Any, ...]]
+RefusedFields: TypeAlias = Mapping[str, tuple[Any, ...]]
 Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -48,7 +48,7 @@ class Generation(msgspec.Struct, kw_only=True):
     # Fields of the API, of other servers and of old clients that have no effect here.
     no_effect: ClassVar[tuple[str, ...]] = ()
     # Fields that would change the answer. The values listed ask for nothing, so they are allowed.
-    refused: ClassVar[Refused] = {}
+    refused: ClassVar[RefusedFields] = {}
 
     model: str
     stream: bool | None = None
@@ -82,7 +82,7 @@ class Common(Generation, kw_only=True):
         *("service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "verbosity", "spaces_between_special_tokens"),
     )
-    refused: ClassVar[Refused] = {
+    refused: ClassVar[RefusedFields] = {
         **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
         "suffix": (),
         "modalities": (["text"],),
