@@ -80,7 +80,7 @@ class ApiSettings:
     """Settings of one server.
 
     ``model_names``: what requests may name, at least one; ``/v1/models`` lists them in this order.
-    ``keys``: digests of the API keys (``keys.read_keys``). Without any, everybody may ask.
+    ``keys``: digests of the API keys (``openai.read_keys``). Without any, everybody may ask.
     ``max_body_bytes``, ``body_s``: size of a request's JSON, and seconds in which it has to come.
     ``allowed_hosts``: names by which clients reach a server that listens on this machine alone.
     ``None``: the server listens elsewhere too, and names and origins are not checked.
