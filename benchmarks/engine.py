@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.engines.embedded import EmbeddedEngine
-from trtllm_bls.parameters import EngineParameters
+from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.types import EngineRequest, Sampling
 
 SIZES: dict[str, dict[str, Any]] = {

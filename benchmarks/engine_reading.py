@@ -21,10 +21,10 @@ from bench.stepping import Doubles
 from openai_servers import MOST_STREAMS
 from orchestration import serving
 
-from trtllm_bls.checkpoint_dir import DEMO
+from trtllm_bls.bundled import DEMO
 from trtllm_bls.engines.base import ChunkStream, Engine
-from trtllm_bls.engines.triton.grpc import GrpcEngine
-from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
+from trtllm_bls.engines.triton_model import GrpcEngine
+from trtllm_bls.engines.trtllm_service.service_engine import TrtllmServiceEngine
 from trtllm_bls.types import EngineRequest, Sampling
 
 

@@ -50,14 +50,14 @@ from bench.servers import openai_command, running
 from rich.console import Console
 from speculation import summary
 
-from tests.helpers.processes import free_ports
-from trtllm_bls.launcher import ServerFailed, TritonServer
-from trtllm_bls.launcher.preparation import SENDING_THREADS
-from trtllm_bls.settings import Override, ServeSettings
+from tests.helpers.processes import unused_ports
+from trtllm_bls.operate.preparation import SENDING_THREADS
+from trtllm_bls.operate.tritonserver import ServerFailed, TritonServer
+from trtllm_bls.settings.command_options import Override, ServeSettings
 
 MODEL = repository.ROOT / "assets" / "demo" / "target"
 TARGETS, SHORT_TARGETS = "direct,empty,bls,bls_2,bls_4,ensemble", "direct,bls,openai"
-KNOWN = r"direct|empty|ensemble|pipeline|by_hand|openai|bls(_[1-9]\d*)?"
+KNOWN = r"direct|empty|ensemble|pipeline|by_hand|openai|bls(_[1-9]\d*)?(/[1-9]\d*)?"
 BURST_TOKENS = 20
 BURST_WAVES = {1: 1, 32: 4, 128: 4}  # by requests at once; otherwise 2
 ALONE = 20  # requests one after the other, where one at once is asked for
@@ -126,8 +126,9 @@ class Bench:
         if self._options.url is not None:
             return plain_request(PLAIN_PROMPTS[number % len(PLAIN_PROMPTS)], length)
         prompt = self._prompts[number % len(self._prompts)]
-        make = id_request if target in ("direct", "empty") else text_request
-        return make(prompt, length)
+        if target in ("direct", "empty"):
+            return id_request(prompt, length)
+        return text_request(prompt, length, int(target.partition("/")[2] or 1))
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> list[Row]:
@@ -227,7 +228,10 @@ def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--full", action="store_true", help="more loads and targets, and all that was measured")
-    add("--targets", help=f"default {SHORT_TARGETS}, full {TARGETS}; bls_N: N processes")
+    add(
+        "--targets",
+        help=f"default {SHORT_TARGETS}, full {TARGETS}; bls_N: N processes; bls/N: stream_interval",
+    )
     add("--streams", type=numbers, help="default 1,8,32, full 1,8,32,128,256,512; '' for none")
     add("--bursts", type=numbers, help="requests at once; default none, full 1,32,128")
     add("--seconds", type=float, default=4, help="of steady load, at least; default 4")
@@ -252,7 +256,7 @@ def parse() -> argparse.Namespace:
     options.targets = [options.model] if options.url else named.split(",")
     for target in [] if options.url else options.targets:
         if not re.fullmatch(KNOWN, target):
-            known = "direct, empty, ensemble, pipeline, by_hand, openai, bls or bls_N"
+            known = "direct, empty, ensemble, pipeline, by_hand, openai, bls, bls_N or bls/N"
             parser.error(f"--targets {target}: {known}")
     return options
 
@@ -302,7 +306,7 @@ def _run(options: argparse.Namespace, client: PerfAnalyzer | Load) -> list[Row]:
         server = stack.enter_context(serve)
         bench, others = Bench(options, client, server.grpc_url), {}
         if "openai" in options.targets:
-            (port,) = free_ports(1)
+            (port,) = unused_ports(1)
             command = openai_command(port, MODEL, 1, "--engine-url", server.grpc_url)
             log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "openai.log"
             others["openai"] = stack.enter_context(running(command, port, log))

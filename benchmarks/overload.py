@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 
 from bench.stepping_api import serving_api
 
-from trtllm_bls.settings import raise_open_files
+from trtllm_bls.settings.command_options import raise_open_files
 
 SHARES = (0.5, 0.99, 1.0)
 

@@ -40,9 +40,9 @@ from rich.table import Table
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.trtllm_service import Behaviour
-from tests.helpers.processes import Process, free_ports
+from tests.helpers.processes import Process, unused_ports
 from tests.helpers.scripted_services import service_in_a_thread
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 MODEL = ROOT / "assets" / "demo" / "target"
 WORDS = " ".join(f"word {number}" for number in range(12))
@@ -196,7 +196,7 @@ class Load:
 def cluster_of(
     target: str, engines: Engines, options: argparse.Namespace, scratch: Path
 ) -> Cluster:
-    front, metrics, *ports = free_ports(2 + REPLICAS)
+    front, metrics, *ports = unused_ports(2 + REPLICAS)
     url = f"http://127.0.0.1:{front}"
     if target.startswith("dynamo"):
         environment = {**DYNAMO, "DYN_FILE_KV": str(scratch / "discovery")}

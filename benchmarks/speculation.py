@@ -26,8 +26,8 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import agreeing, hashed
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.speculative.learned import SpeculationShared
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
-from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import (
     EngineChunk,
     EngineRequest,

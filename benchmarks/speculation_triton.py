@@ -27,8 +27,8 @@ from bench.repository import ROOT, write_scripted_pair
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtllm_bls.client import Client, Result
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.settings import Override, ServeSettings
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.settings.command_options import Override, ServeSettings
 
 TARGET_MS, DRAFT_MS = 20, 2
 BEST = {0.6: 3, 0.8: 5, 0.9: 8}  # draft length that the formula calls best, near enough

@@ -26,8 +26,8 @@ from orchestration import serving
 from rich.console import Console
 from rich.table import Table
 
-from tests.helpers.processes import free_ports
-from trtllm_bls.launcher.http_process import HttpProcess
+from tests.helpers.processes import unused_ports
+from trtllm_bls.operate.http_process import HttpProcess
 
 PATH = "/v2/models/tensorrt_llm_bls/generate_stream"
 
@@ -98,7 +98,7 @@ def main() -> None:
     table = Table("streams", "port", "TTFT p50 ms", "TTFT max ms", "tokens/s", "CPU µs/token")
     processes = 4 if (os.cpu_count() or 1) >= 8 else 1
     with serving(["bls"], processes, options.step_ms, max(loads) + 16) as server:
-        (port,) = free_ports(1)
+        (port,) = unused_ports(1)
         server.settings = replace(server.settings, http_port=port)
         server.behind_http = True
         front = HttpProcess(server, False, print, print, print)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Token ids in, token ids out: a command-line client of the engine model ``tensorrt_llm``."""
 
-from trtllm_bls.commands.token_ids import main
+from trtllm_bls.client.terminal_tokens import main
 
 if __name__ == "__main__":
     main()

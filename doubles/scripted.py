@@ -20,7 +20,7 @@ from doubles.scripted_tokens import Choice, Rule, RuleSampler
 from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.errors import EngineUnavailable, InvalidRequest
-from trtllm_bls.stopping import StoppingCriteria
+from trtllm_bls.text.stopping import StoppingCriteria
 from trtllm_bls.types import (
     EngineCapacity,
     EngineChunk,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import EngineRequest
 
 

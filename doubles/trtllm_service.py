@@ -26,7 +26,7 @@ from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.engines.trtllm_fields import GUIDE_TYPES, guide_of
-from trtllm_bls.engines.trtllm_service import messages
+from trtllm_bls.engines.trtllm_service import service_messages as messages
 from trtllm_bls.errors import EngineError, EngineUnavailable, TrtllmBlsError
 from trtllm_bls.types import (
     Array,
@@ -52,7 +52,8 @@ class Behaviour:
     plays a server that was started without one. ``num_reasons``: of several sequences so many are
     told why they ended. ``silent_abort``: an aborted stream just stops. ``leaks``: of calls that
     are cancelled without an Abort every second one runs on. ``breaks_off``: no ``complete``.
-    ``unreadable``: the unary method whose answers are bytes that are no message.
+    ``unreadable``: the unary method whose answers are bytes that are no message. ``speculates``:
+    how many drafted tokens it tells, half of them accepted, as from proto 0.4.17 on.
     """
 
     model_id: str = "tensorrt-llm"
@@ -68,6 +69,7 @@ class Behaviour:
     leaks: bool = True
     breaks_off: bool = False
     unreadable: str = ""
+    speculates: int = 0
     stop_ids: Callable[[str], TokenIds] | None = None
 
 
@@ -285,6 +287,8 @@ class _Answer:
             completion_tokens=kept,
             cached_tokens=self._cached_tokens,
             logprobs=self._log_probs(sequence, 0, scored),
+            spec_draft_tokens=self._behaviour.speculates,
+            spec_accepted_tokens=self._behaviour.speculates // 2,
         )
         if sequence.matched is not None:
             complete.matched_token_id = sequence.matched

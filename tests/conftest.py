@@ -25,7 +25,7 @@ with suppress(ImportError):
     settings.load_profile("busy machines")
 
 if TYPE_CHECKING:
-    from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.operate.tritonserver import TritonServer
 
 LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance", "reliability"))
 # Fixtures of the session that start a server: tests that share one run in the same worker.
@@ -80,8 +80,8 @@ def _fresh_logger() -> None:
 def server() -> Iterator[TritonServer]:
     """What a user gets: the demo model and its draft model on the embedded engine."""
     from tests.helpers.server_settings import DEMO, free_ports
-    from trtllm_bls.launcher import TritonServer
-    from trtllm_bls.settings import Override
+    from trtllm_bls.operate.tritonserver import TritonServer
+    from trtllm_bls.settings.command_options import Override
 
     told = Override("tensorrt_llm", "expose_kv_cache_metrics", "true")  # for the conformance suite
     # One thread: several that wait for each other are ten times slower where cores are contended.

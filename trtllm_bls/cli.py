@@ -9,23 +9,25 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from trtllm_bls import __version__
+from trtllm_bls import version_text
 from trtllm_bls.errors import TrtllmBlsError
 
 _COMMANDS = {
-    "chat": "trtllm_bls.commands.chat:main",
-    "configure": "trtllm_bls.configure.command:command",
-    "conformance": "trtllm_bls.doctor:conformance",
-    "demo": "trtllm_bls.launcher.serve:demo",
-    "doctor": "trtllm_bls.doctor:command",
-    "drain": "trtllm_bls.commands.drain:command",
+    "chat": "trtllm_bls.client.terminal_chat:main",
+    "configure": "trtllm_bls.configure.configure_command:command",
+    "conformance": "trtllm_bls.operate.doctor:conformance",
+    "demo": "trtllm_bls.operate.serve:demo",
+    "doctor": "trtllm_bls.operate.doctor:command",
+    "drain": "trtllm_bls.operate.drain:command",
     "dynamo": "trtllm_bls.openai.dynamo:command",
-    "generate": "trtllm_bls.commands.streaming:main",
-    "health": "trtllm_bls.health:command",
+    "generate": "trtllm_bls.client.terminal_generate:main",
+    "health": "trtllm_bls.operate.health:command",
     "new": "trtllm_bls.configure.new:command",
-    "openai": "trtllm_bls.openai.command:main",
+    "openai": "trtllm_bls.openai.openai_command:main",
+    "prove": "trtllm_bls.operate.prove:command",
     "recipe": "trtllm_bls.configure.recipe:command",
-    "serve": "trtllm_bls.launcher.serve:command",
+    "serve": "trtllm_bls.operate.serve:command",
+    "upgrade": "trtllm_bls.configure.upgrade:command",
 }
 
 
@@ -52,15 +54,28 @@ def show_error(console: Console, error: TrtllmBlsError) -> None:
     console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
 
 
+def _print_version(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
+    if asked:
+        click.echo(f"trtllm-bls, version {version_text()}")
+        ctx.exit()
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="trtllm-bls")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version, and the commit where the installation knows it.",
+)
 def main() -> None:
     """TensorRT-LLM on Triton: exact streaming text, speculation, cancellation.
 
     \b
     Examples:
       trtllm-bls demo                   three prompts through a real server
-      trtllm-bls serve                  keep a server up on ports 8000 to 8002
+      trtllm-bls serve                  keep a server up on ports 8000 to 8003 and 9000
       trtllm-bls serve --model ./llama  serve your own checkpoint
       trtllm-bls generate "Hello"       text from a server on port 8001
       trtllm-bls chat                   a conversation with it

@@ -14,8 +14,17 @@ paths, no traceback. Owns nothing but these classes; imports nothing of this pac
 
 from __future__ import annotations
 
+import logging
+import re
+from collections import deque
 from enum import Enum
 from typing import ClassVar
+
+log = logging.getLogger(__name__)
+
+# Kinds of errors that nobody raised on purpose, until ``trtllm_bls_internal_errors_total`` counts
+# them.
+defects: deque[str] = deque(maxlen=10_000)
 
 
 class TrtllmBlsError(Exception):
@@ -54,7 +63,12 @@ class InvalidRequest(TrtllmBlsError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt has more tokens than the model takes."""
+    """The prompt has ``tokens`` tokens, and the model takes ``most``."""
+
+    def __init__(self, field: str, tokens: int, most: int) -> None:
+        super().__init__(field, f"{tokens}{_TOO_MANY}{most} are allowed so that one new token fits")
+        self.tokens = tokens
+        self.most = most
 
 
 class Unsupported(InvalidRequest):
@@ -64,13 +78,21 @@ class Unsupported(InvalidRequest):
 
 
 class Overloaded(TrtllmBlsError):
-    """Admission was refused; no work was started. ``limit``: the parameter that sets the limit."""
+    """Admission was refused; no work was started.
+
+    ``limit``: the parameter that sets the limit. ``retry_after_s``: when there may be room, where
+    others are being served; ``None`` where nobody is.
+    """
 
     status = "UNAVAILABLE"
 
-    def __init__(self, problem: str, limit: str | None = None) -> None:
-        super().__init__(problem)
+    def __init__(
+        self, problem: str, limit: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        told = "" if retry_after_s is None else f"{_AGAIN}{retry_after_s} s"
+        super().__init__(problem + told)
         self.limit = limit
+        self.retry_after_s = retry_after_s
 
 
 class Stopped(TrtllmBlsError):
@@ -116,18 +138,28 @@ class CancelCause(str, Enum):
     BATCH = "batch"  # another prompt of its batch failed
 
 
+_AGAIN = "; try again in about "
+_TOO_MANY = " tokens; at most "
+PROMPT_FIELDS = ("text_input", "prompt_ids", "input_ids", "messages")
 # What Triton's scheduler and TensorRT-LLM's executor say of a full queue; a stream loses their
 # code.
 _FULL_QUEUE = ("Maximum queue size of", "Exceeds maximum queue size", "exceeds maximum queue size")
 
 
-def is_for_room(error: Overloaded) -> bool:
-    """Whether it says that others are being served, rather than that nobody can be: both have the
-    same status, and callers may send both again."""
-    return "try again" in str(error) or any(words in str(error) for words in _FULL_QUEUE)
+def unexpected(error: Exception, request: str) -> TrtllmBlsError:
+    """A defect, as a client may see it: its text may hold paths, so that goes to the log alone."""
+    log.error("%s: unexpected error", request, exc_info=error)
+    defects.append(type(error).__name__)
+    return TrtllmBlsError(
+        f"unexpected {type(error).__name__}; the server's log tells more under {request}"
+    )
 
 
 HALF_CHARACTER = "is half of a character (a lone surrogate); send both halves, or leave it out"
+MAX_DEPTH = 100  # of lists and objects within each other, in all JSON that is walked
+_MAX_CONTAINERS = 100_000
+_STRING = re.compile(b'"[^"]*"')
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 MAX_LINE = 2000  # characters of an error or of a log line
 
 
@@ -165,11 +197,40 @@ def from_wire(text: str) -> TrtllmBlsError:
     text = text.strip().partition("\n")[0].rstrip()
     status, _, rest = text.partition(": ")
     field, _, problem = rest.partition(": ")
+    tokens, _, allowed = problem.partition(_TOO_MANY)  # as ``PromptTooLong`` wrote it
+    most = allowed.partition(" ")[0]
+    sizes = all(number.isdecimal() and len(number) < 19 for number in (tokens, most))
+    if status == InvalidRequest.status and field in PROMPT_FIELDS and sizes:
+        return PromptTooLong(field, int(tokens), int(most))
     for known in (InvalidRequest, Unsupported):
         if status == known.status and problem:
             return known(field, problem)
-    if status == Overloaded.status and rest:
-        return Overloaded(rest)
-    if any(words in text for words in _FULL_QUEUE):
-        return Overloaded(text)
+    is_full = any(words in text for words in _FULL_QUEUE)
+    if is_full or (status == Overloaded.status and rest):
+        why = rest if status == Overloaded.status else text
+        before, _, seconds = why.rpartition(_AGAIN)  # as ``Overloaded`` wrote it
+        number = seconds.removesuffix(" s")
+        if before and number.isdecimal() and len(number) < 10:
+            return Overloaded(before, retry_after_s=int(number))
+        return Overloaded(why, retry_after_s=1 if is_full else None)
     return EngineError(text.removeprefix(f"{EngineError.status}: "))
+
+
+def structure_problem(text: bytes) -> str | None:
+    """Why a parser or a walk would take too long for JSON, ``None`` if none would.
+
+    Lists and objects are counted before any is made. What precedes a mistake in the text is counted
+    as a parser reads it, and no parser reads on after one.
+    """
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return None
+    import numpy as np  # which most commands do not need
+
+    unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    brackets = _STRING.sub(b"", unescaped.translate(None, _NO_STRUCTURE))
+    opens = np.isin(np.frombuffer(brackets, np.uint8), list(b"[{"))
+    if np.cumsum(np.where(opens, 1, -1)).max(initial=0) > MAX_DEPTH:
+        return f"more than {MAX_DEPTH} lists and objects within each other; send flatter JSON"
+    if np.count_nonzero(opens) > _MAX_CONTAINERS:
+        return f"more than {_MAX_CONTAINERS} lists and objects"
+    return None

@@ -98,6 +98,9 @@ class Wants:
     num_output_tokens: bool = False
 
 
+KEY_SALT = "key:"  # what the salts of API keys begin with; an engine without salts ignores them
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     """Tokens another model guesses will come next, to be verified in one forward pass."""
@@ -115,6 +118,7 @@ class SpeculationRequest:
     ``draft_source``: where drafts come from: ``off``, ``model``, ``ngram``, ``mixed`` or
     ``prediction``.
     ``use_draft_logits``: verify against the draft model's logits, not only its token ids.
+    ``calls``: how the model writes a call of each tool that the request has.
     ``prediction``: what the answer is expected to resemble; drafts are taken from it first. A
     request with nothing but a prediction drafts from it alone, and is decoded plainly where
     speculation is impossible.
@@ -124,6 +128,7 @@ class SpeculationRequest:
     draft_source: str | None = None
     use_draft_logits: bool = False
     prediction: TokenIds = ()
+    calls: TokenIds = ()
 
 
 @dataclass(kw_only=True)  # see EngineChunk
@@ -132,8 +137,10 @@ class BaseRequest:
 
     ``tenant``: who asks, as the front end has authenticated it, never as the request says; requests
     of one tenant may draft from one another's answers. ``None``: nobody knows, or nobody may.
-    ``traceparent`` is the caller's trace context (W3C). ``extras`` holds further engine tensors by
-    wire name (LoRA, prompt tables, guided decoding, ...), which are passed on unopened.
+    ``cache_salt``: where the engine can keep KV cache blocks apart, requests share them only with
+    requests of the same salt. ``traceparent`` is the caller's trace context (W3C). ``extras`` holds
+    further engine tensors by wire name (LoRA, prompt tables, guided decoding, ...), which are
+    passed on unopened.
     """
 
     request_id: str
@@ -144,6 +151,7 @@ class BaseRequest:
     speculation: SpeculationRequest = SpeculationRequest()
     wants: Wants = Wants()
     tenant: str | None = None
+    cache_salt: str | None = None
     traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 
@@ -287,11 +295,15 @@ class ChatOptions:
 
     ``tools``: what the model may call, a JSON list. ``variables``: further variables of the
     template. ``continue_final_message``: the answer goes on where the last message ends.
+    ``tool_choice``: of a pipeline's request, ``auto``, ``required``, or the name of the tool to
+    call, to which guided decoding holds the model. ``parallel_tool_calls``: there may be several.
     """
 
     tools: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -309,7 +321,7 @@ class TextRequest(BaseRequest):
     for ``tokens`` and ``drafted`` of each chunk.
     ``prediction``: a text that the answer is expected to resemble, to draft from.
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
-    ``stream_interval``: a streamed chunk has at least so many tokens, but for the last.
+    ``stream_interval``: a chunk of a stream has so many tokens, but for the first and the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
     ``api``: the kind of answer that an HTTP API makes of it, for the log and the metrics.
     ``text_ids``: the token ids of ``text``, if it has been tokenised already.
@@ -382,8 +394,9 @@ class TextChunk:
     """Text new since the last chunk of the same sequence, or all so far when accumulating.
 
     Scores belong to tokens whose whole text has left. ``log_probs`` are all of them so far, as on
-    TensorRT-LLM's wire; ``generation_logits`` only those of this chunk. ``context_logits`` and
-    ``metrics`` are on every chunk from the first that has them, as TensorRT-LLM sends them.
+    TensorRT-LLM's wire, unless ``tokens`` were asked for, which have their own. Of
+    ``generation_logits`` there are only those of this chunk. ``context_logits`` and ``metrics`` are
+    on every chunk from the first that has them, as TensorRT-LLM sends them.
     ``tokens`` are those whose whole text has left with this chunk, those of an echoed prompt first;
     ``None`` if they were not asked for.
     ``drafted``: the parts of ``text`` that accepted draft tokens wrote, as ``(begin, end)`` in
@@ -393,7 +406,7 @@ class TextChunk:
     text: str
     sequence_index: int = 0
     ending: Ending | None = None
-    log_probs: tuple[float, ...] | None = None
+    log_probs: Sequence[float] | None = None
     cum_log_prob: float | None = None
     context_logits: Array | None = None
     generation_logits: Sequence[Array] | None = None  # one row [vocab] per token

@@ -96,9 +96,10 @@ def make_prompts(tokenizer_file: Path, count: int, tokens: int) -> list[Prompt]:
     return made
 
 
-def text_request(prompt: Prompt, length: int) -> Request:
+def text_request(prompt: Prompt, length: int, interval: int = 1) -> Request:
     inputs = {"text_input": ["".join(prompt.pieces)], "max_tokens": [length], "stream": [True]}
     inputs |= {"add_special_tokens": [False]}
+    inputs |= {"stream_interval": [interval]} if interval > 1 else {}
     return Request(inputs, tuple(islice(cycle(prompt.pieces), length)))
 
 

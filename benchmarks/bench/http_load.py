@@ -17,8 +17,8 @@ import httptools
 import uvloop
 
 from bench.answers import Answer, Request
-from trtllm_bls.engines.trtllm_service import messages
-from trtllm_bls.grpc_client import GrpcChannel
+from trtllm_bls.engines.trtllm_service import service_messages as messages
+from trtllm_bls.wire.grpc_client import GrpcChannel
 
 START_DELAY_S = 0.5  # until all processes have got their share
 _HEALTH_CONNECTIONS, _HEALTH_EVERY_S = 8, 0.0015

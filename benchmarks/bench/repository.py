@@ -21,7 +21,9 @@ OUTPUTS = {"output_ids", "sequence_length", "text_output"}
 
 
 def model_of(target: str) -> str:
-    """The model that a target sends its requests to; ``bls_2`` is ``tensorrt_llm_bls_2``."""
+    """The model that a target sends its requests to; ``bls_2`` is ``tensorrt_llm_bls_2``, whose
+    requests have a ``stream_interval`` of 4 as ``bls_2/4``."""
+    target = target.partition("/")[0]
     if target == "direct":
         return ENGINE
     return f"tensorrt_llm_{target}" if re.fullmatch(r"bls(_\d+)?", target) else target
@@ -39,7 +41,7 @@ def write(repository: Path, targets: list[str], engine_instances: int) -> None:
     repository.mkdir(parents=True)
     _copy(ROOT / "models" / ENGINE, repository / ENGINE, engine_instances)
     shutil.copy(OWN_MODELS / ENGINE / "1" / "model.py", repository / ENGINE / "1" / "model.py")
-    for target in targets:
+    for target in dict.fromkeys(target.partition("/")[0] for target in targets):
         if target in ("empty", "pipeline", "by_hand"):
             shutil.copytree(OWN_MODELS / target, repository / target)
         elif target == "ensemble":

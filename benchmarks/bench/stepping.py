@@ -1,4 +1,4 @@
-"""An engine that costs little, and processes that serve it as TrtllmService.
+"""An engine that costs little, and processes that serve such a one as TrtllmService.
 
 One timer gives every stream its next token at each step, as with in-flight batching. What it says
 is each prompt back, over and over, or ``ids`` where those are given.
@@ -11,9 +11,10 @@ import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from doubles.trtllm_service import Behaviour, ScriptedService
+from bench.fast_service import FastService
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.engines.trtllm_service.service_messages import MESSAGES
+from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import (
     EngineCapacity,
     EngineChunk,
@@ -30,7 +31,7 @@ class _Stream(QueuedChunks):
         super().__init__()
         self._running = running
 
-    def _leave(self) -> None:
+    def _let_go(self, *, finished: bool) -> None:
         self._running.pop(self, None)
 
 
@@ -107,17 +108,17 @@ class Doubles:
 
 
 def _serve(ready: Connection, model_dir: Path, step_s: float) -> None:
-    tokenizer = load_tokenizer(model_dir)
-    behaviour = Behaviour(
-        model_id=model_dir.name,
-        eos_id=tokenizer.eos_id or 0,
-        vocab_size=tokenizer.vocab_size,
-        max_seq_len=100_000,
-    )
+    size = load_tokenizer(model_dir).vocab_size
+    answers = {
+        "HealthCheck": {"status": "OK"},
+        "GetModelInfo": {"model_id": model_dir.name, "max_seq_len": 100_000, "vocab_size": size},
+        "GetServerInfo": {"version": "1.3.0rc29", "backend": "pytorch", "world_size": 1},
+        "Abort": {"success": True},
+    }
+    made = {name: MESSAGES[f"{name}Response"](**fields) for name, fields in answers.items()}
 
     async def run() -> None:
-        service = ScriptedService(SteppingEngine(step_s), behaviour)
-        ready.send(await service.start())
-        await service.wait()
+        ready.send(await FastService(step_s, made).start())
+        await asyncio.get_running_loop().create_future()
 
     asyncio.run(run())

@@ -11,16 +11,15 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from bench.stepping import SteppingEngine
-from trtllm_bls.admission import Admission
-from trtllm_bls.checkpoint_dir import DEMO
+from trtllm_bls.bundled import DEMO
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.http.guard import ConnectionLimits, accepting
+from trtllm_bls.http.limits import ConnectionLimits, accepting
 from trtllm_bls.openai.app import ApiSettings, create_app
-from trtllm_bls.openai.server import uvicorn_options
-from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.services.request_reports import RequestMetrics, RequestReports
-from trtllm_bls.settings import raise_open_files
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.openai.workers import uvicorn_options
+from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Orchestrator
+from trtllm_bls.orchestrator.reports import RequestMetrics, RequestReports
+from trtllm_bls.settings.command_options import raise_open_files
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 
 class Backend:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from doubles.guided import GuidedAnswers
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine, ScriptedService
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 
 @click.command()

@@ -17,11 +17,11 @@ from tests.helpers.fake_engine_server import (
     run,
 )
 from trtllm_bls.configure.pbtxt import model_config
-from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import (
     InvalidRequest,
 )
 from trtllm_bls.types import Sampling
+from trtllm_bls.wire.contract import ENGINE
 
 # --- dialects -------------------------------------------------------------------------------
 

@@ -25,8 +25,6 @@ from tests.helpers.fake_engine_server import (
 from tests.helpers.fake_grpc_server import FakeGrpcServer, Hold, text
 from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
-from trtllm_bls.contract import ENGINE
-from trtllm_bls.engines.triton.grpc import OtherModels
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -35,8 +33,12 @@ from trtllm_bls.errors import (
     TrtllmBlsError,
     Unsupported,
 )
+from trtllm_bls.pipeline.other_models import ModelStream
+from trtllm_bls.triton.tensors import ChunkWriter
 from trtllm_bls.types import EngineChunk, EngineMetrics, Wants
-from trtllm_bls.wire.server import ChunkWriter
+from trtllm_bls.wire.contract import ENGINE
+from trtllm_bls.wire.grpc_client import GrpcChannel
+from trtllm_bls.wire.kserve import packed_infer_message
 
 # --- chunks ---------------------------------------------------------------------------------
 
@@ -210,7 +212,7 @@ async def test_silence_is_no_stall_while_the_server_answers() -> None:
 
 async def test_a_server_that_does_not_answer_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests fail, and their calls end."""
-    monkeypatch.setattr("trtllm_bls.engines.triton.grpc._PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("trtllm_bls.engines.triton_model._PROBE_SECONDS", 0.05)
     async with reaching(Say((3,)), HOLD, stall=0.02) as (engine, triton):
         triton.frozen = True
         with pytest.raises(EngineStalled, match="does not answer"):
@@ -234,20 +236,20 @@ async def test_a_model_that_is_not_decoupled_answers_in_one_piece() -> None:
 async def test_the_call_to_another_model_is_ended_in_order_after_its_last_response() -> None:
     """A cancel then would leak the request in Triton 24.10; a call left open would outlive it."""
     async with FakeGrpcServer([text("a"), text("b", final=True)]) as server:
-        models = OtherModels(server.url, None)
-        stream = models.stream("m", {"x": 1}, (), "r")
+        channel = GrpcChannel(server.url)
+        stream = ModelStream("m", channel, packed_infer_message("m", "r", ()))
         said = [part["text_output"].item() async for part in stream]
         assert said == [b"a", b"b"]
         await eventually(lambda: server.closed, 10)
         await stream.aclose()
-        await models.close()
+        await channel.close()
         assert server.cancels == 0
 
 
 async def test_who_reads_another_models_answer_is_told_that_it_was_ended() -> None:
     async with FakeGrpcServer([text("a"), Hold()]) as server:
-        models = OtherModels(server.url, None)
-        stream = models.stream("m", {"x": 1}, (), "r")
+        channel = GrpcChannel(server.url)
+        stream = ModelStream("m", channel, packed_infer_message("m", "r", ()))
         assert (await anext(stream))["text_output"].item() == b"a"
         reading = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
@@ -255,4 +257,4 @@ async def test_who_reads_another_models_answer_is_told_that_it_was_ended() -> No
         with pytest.raises(EngineUnavailable, match=r"^m: its request has ended"):
             await asyncio.wait_for(reading, 10)
         await asyncio.wait_for(server.cancelled.wait(), 10)
-        await models.close()
+        await channel.close()

@@ -15,7 +15,7 @@ from h2.events import DataReceived, RequestReceived, StreamReset
 from h2.settings import SettingCodes
 
 from tests.helpers.grpc_calls import Caller, connected
-from trtllm_bls.grpc_client import GrpcChannel
+from trtllm_bls.wire.grpc_client import GrpcChannel
 
 # A server of h2's, which does what a gRPC server would not
 
@@ -226,7 +226,7 @@ async def test_a_call_that_is_refused_for_long_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others go on."""
-    monkeypatch.setattr("trtllm_bls.grpc_client._REFUSED_SECONDS", 0)
+    monkeypatch.setattr("trtllm_bls.wire.grpc_client._REFUSED_SECONDS", 0)
 
     async def script(peer: Peer) -> None:
         stream_id = (await peer.until(RequestReceived)).stream_id

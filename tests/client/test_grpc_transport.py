@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 import ssl
@@ -14,7 +15,8 @@ import pytest
 import trustme
 
 from tests.helpers.grpc_calls import MEGABYTE, Caller, Service, connected, grpcio
-from trtllm_bls.grpc_client import GrpcChannel, GrpcError
+from tests.helpers.waiting import eventually
+from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 
 # Against grpcio's server
 
@@ -154,6 +156,32 @@ async def test_messages_of_many_calls_may_gather() -> None:
         service.released.set()
         assert [await caller.status() for caller in callers] == ["OK"] * 40
         assert all(caller.messages == [b"held", b"released"] for caller in callers)
+        await connection.close()
+
+
+async def test_no_first_message_waits_for_others() -> None:
+    """As long as one of the calls has had none, each read follows as soon as there is something."""
+    async with grpcio(Service()) as (_, target):
+        connection = GrpcChannel(target, coalesce_reads=True)
+        callers = [Caller(connection, "echo", b"a") for _ in range(40)]
+        for caller in callers:
+            await caller.until(1)
+        (only,) = connection.connections
+        transport, paused = only._transport, 0
+        assert transport is not None
+
+        async def reads_pause(sent: int) -> bool:
+            callers[0].call.send(b"b")
+            await callers[0].until(sent)
+            return not transport.is_reading()
+
+        silent = Caller(connection, "echo")
+        for sent in range(2, 50):
+            paused += await reads_pause(sent)
+        assert not paused
+        silent.call.cancel()
+        sent = itertools.count(50)
+        await eventually(lambda: reads_pause(next(sent)))
         await connection.close()
 
 
@@ -317,3 +345,31 @@ async def test_a_server_of_another_protocol_is_unavailable(answer: bytes) -> Non
     port = server.sockets[0].getsockname()[1]
     async with server, connected(f"127.0.0.1:{port}") as connection:
         assert await Caller(connection, "echo", b"a").status() == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    "asks", [b"\0\0\x08\6\0\0\0\0\0" + bytes(8), b"\0\0\0\4\0\0\0\0\0"], ids=["PING", "SETTINGS"]
+)
+async def test_a_server_that_asks_without_reading_is_given_up(asks: bytes) -> None:
+    """Each of its frames is owed an answer, and all of them would wait in memory."""
+    gone = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        assert isinstance(writer.transport, asyncio.Transport)
+        writer.transport.pause_reading()
+        writer.write(b"\0\0\0\4\0\0\0\0\0")
+        try:
+            while True:
+                writer.write(asks * 4096)
+                await writer.drain()
+        except ConnectionError:
+            gone.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, connected(target) as connection:
+        error = await Caller(connection, "echo", b"a").end()
+        assert error and error.status == "UNAVAILABLE"
+        assert "does not read" in error.details
+        await gone.wait()  # the socket goes, too, though what is in it was never read

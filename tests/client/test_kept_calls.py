@@ -124,8 +124,8 @@ async def test_a_call_is_ended_politely(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: float
 ) -> None:
     """After many replies, beside enough others, or idle for long; a cancel would leak requests."""
-    monkeypatch.setattr("trtllm_bls.engines.triton.grpc.IDLE_SECONDS", 600)
-    monkeypatch.setattr(f"trtllm_bls.engines.triton.grpc.{limit}", value)
+    monkeypatch.setattr("trtllm_bls.engines.triton_model.IDLE_SECONDS", 600)
+    monkeypatch.setattr(f"trtllm_bls.engines.triton_model.{limit}", value)
     async with reaching(Say((3,)), Say((4,), final=True)) as (engine, triton):
         await read(engine, named("a"))
         await eventually(lambda: triton.closed, 10)

@@ -33,8 +33,8 @@ from trtllm_bls.errors import (
     SetupError,
     Unsupported,
 )
-from trtllm_bls.parameters import EngineParameters
-from trtllm_bls.types import EngineRequest, FinishReason, Sampling, Wants
+from trtllm_bls.settings.parameters import EngineParameters
+from trtllm_bls.types import KEY_SALT, EngineRequest, FinishReason, Sampling, Wants
 
 EOS = 2
 ANSWER = (11, 12, 13, 14, 15)
@@ -269,6 +269,7 @@ async def test_what_a_request_brings_is_passed_on_or_refused_by_name(
         if release == "1.0.0":
             with pytest.raises(Unsupported, match=r"^cache_salt: "):
                 await told(cache_salt=b"a")
+            assert "cache_salt" not in await told(cache_salt=f"{KEY_SALT}1".encode())
             assert "trace_headers" not in await told("00-1-2-01")
         else:
             assert (await told(cache_salt=b"a"))["cache_salt"] == "a"
@@ -309,6 +310,20 @@ async def test_figures_of_the_engines_own_speculation(
         assert last.speculation is None and not llm.requests[0]._params.return_perf_metrics
 
 
+async def test_a_file_with_a_backend_for_guides_is_judged_by_the_llm_api(
+    api: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It refuses one beside speculation of one model; without one, such a file loads."""
+    file = tmp_path / "model.yaml"
+    file.write_text("speculative_config: {decoding_type: MTP}\n")
+    async with opened(api, monkeypatch, more={"model_yaml": file}) as (engine, _):
+        assert (await engine.capacity()).speculates
+    file.write_text("speculative_config: {decoding_type: MTP}\nguided_decoding_backend: xgrammar\n")
+    with pytest.raises(SetupError, match="not supported for speculative mode MTP"):
+        async with opened(api, monkeypatch, more={"model_yaml": file}):
+            pass
+
+
 async def test_model_yaml_is_read_as_upstreams(
     api: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -316,7 +331,7 @@ async def test_model_yaml_is_read_as_upstreams(
     file = tmp_path / "model.yaml"
     text = (
         "model: /models/llama\ntensor_parallel_size: 2\nkv_cache_config: {dtype: fp8}\n"
-        "guided_decoding_backend: null\nlogits_post_processors: {all: 'builtins:print'}\n"
+        "logits_post_processors: {all: 'builtins:print'}\n"
         "triton_config: {max_batch_size: 0, decoupled: true}\n"
     )
     file.write_text(text)
@@ -328,7 +343,6 @@ async def test_model_yaml_is_read_as_upstreams(
             "model": "/models/llama",
             "tensor_parallel_size": 2,
             "kv_cache_config": {"dtype": "fp8"},
-            "guided_decoding_backend": None,
             "max_batch_size": 32,
             "max_seq_len": 64,
             "gpus_per_node": 2,
@@ -340,7 +354,7 @@ async def test_model_yaml_is_read_as_upstreams(
         await read(engine, replace(ASK, extras={"logits_post_processor_name": name}))
         assert llm.requests[-1]._params.logits_processor is print
         with pytest.raises(
-            Unsupported, match=r"^guided_decoding_guide_type: .*model\.yaml is null"
+            Unsupported, match=r"^guided_decoding_guide_type: .*model\.yaml sets no guided"
         ):
             kind = np.array([b"json"], np.object_)
             await read(engine, replace(ASK, extras={"guided_decoding_guide_type": kind}))

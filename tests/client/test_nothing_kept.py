@@ -20,11 +20,11 @@ from tests.helpers.fake_engine_server import HOLD, Fail, Say, Triton
 from tests.helpers.fake_grpc_server import Abort, Step, in_a_thread
 from tests.helpers.scripted_text import PROMPT, tokenizer
 from tests.helpers.waiting import until
-from trtllm_bls.python_backend.request_server import RequestServer
-from trtllm_bls.services.deployment import Deployment
-from trtllm_bls.services.request_reports import REQUESTS
-from trtllm_bls.services.testing import FakeTriton
-from trtllm_bls.services.text_service import TextService
+from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.orchestrator.reports import REQUESTS
+from trtllm_bls.pipeline.testing import FakeTriton
+from trtllm_bls.triton.request_server import RequestServer
+from trtllm_bls.triton.text_service import TextService
 
 MANY, AT_ONCE = 256, 32
 SAYS = [Say((token,)) for token in tokenizer().encode_word("It's fun, isn't it?")]

@@ -14,7 +14,7 @@ from tests.helpers.fake_engine_server import HANG_UP, Fail, reaching
 from tests.helpers.fake_grpc_server import Say, tokens
 from tests.helpers.scripted_pairs import VOCAB, SpeculatingEngine, hashed_pair, read, told
 from tests.helpers.scripted_pairs import engine_request as ask
-from trtllm_bls.speculative.shared import SpeculationShared
+from trtllm_bls.speculative.learned import SpeculationShared
 from trtllm_bls.types import Sampling
 
 LOGITS = np.zeros((1, 2, VOCAB), np.float32)

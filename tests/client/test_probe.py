@@ -21,10 +21,10 @@ import pytest
 from tests.helpers.fake_grpc_server import Abort, Fail, FakeGrpcServer, Hold, Step, Until, text
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import ConnectionFailed
-from trtllm_bls.health import Probe, ServerProcesses, look
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.watch import Pace, Watch
-from trtllm_bls.status import ProcessStatus, StatusDirectory
+from trtllm_bls.operate.health import Probe, ServerProcesses, look
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.operate.watch import Pace, Watch
+from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory, start_of
 
 SECONDS = 20
 TOKEN = text("x", final=True)
@@ -231,6 +231,30 @@ async def test_an_engine_that_says_it_is_not_well_ends_readiness(tmp_path: Path)
             f"the server is not ready: {ill}",
             "ended",
         ]
+
+
+async def test_only_a_stuck_loop_of_its_own_ends_the_server(tmp_path: Path) -> None:
+    """That of a worker of the HTTP program ends readiness; that worker alone is started again."""
+    files, failed = StatusDirectory(tmp_path), list[str]()
+    now = time.monotonic()
+    mine = ProcessStatus(os.getpid(), now, now + SECONDS, 0, 0)
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        files.write(mine)
+        files.write(ProcessStatus(worker.pid, now, now - 2 * SECONDS - 1, 0, 0))
+        try:
+            async with FakeGrpcServer([TOKEN]) as server:
+                watching = watch(server.url, tmp_path, SECONDS, failed)
+                await eventually(lambda: "has been stuck" in "".join(watching.verdict.reasons))
+                looked = watching.looked_at
+                await eventually(lambda: watching.looked_at > looked)
+                assert failed == []
+                files.write(replace(mine, loop_at=now - 2 * SECONDS - 1))
+                (tmp_path / f"{worker.pid}-{start_of(worker.pid)}.json").unlink()
+                await eventually(lambda: bool(failed))
+                await asyncio.to_thread(watching.close)
+        finally:
+            worker.kill()
+    assert "has been stuck" in failed[0]
 
 
 async def test_requests_of_all_processes_are_added_up(tmp_path: Path) -> None:

@@ -356,6 +356,24 @@ async def test_an_engine_that_is_much_busier_is_left() -> None:
     await engine.close()
 
 
+async def test_a_known_prompt_stays_up_to_a_quarter_more() -> None:
+    """Beside 40 sequences on the other engine it is kept at 50, and leaves at 51."""
+    parts = engines()
+    engine = together(*parts, affinity=True)
+    await engine.capacity()
+    streams = [
+        engine.generate(turns(conversation, 1)) for _ in range(40) for conversation in (0, 1)
+    ]
+    assert list(engine.sequences().values()) == [40, 40]
+    streams += [engine.generate(turns(0, 1)) for _ in range(11)]
+    assert sorted(engine.sequences().values()) == [40, 51]
+    streams.append(engine.generate(turns(0, 1)))
+    assert sorted(engine.sequences().values()) == [41, 51]
+    for stream in streams:
+        await stream.aclose()
+    await engine.close()
+
+
 async def test_a_lost_engine_is_chosen_for_no_prompt() -> None:
     """Its conversations go on at another, and stay there."""
     parts = engines()

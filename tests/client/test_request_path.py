@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,16 +17,17 @@ import trtllm_bls
 from tests.helpers.fake_engine_server import Say, Triton
 from tests.helpers.scripted_text import PROMPT, tokenizer
 from tests.helpers.small_tokenizers import directory
-from trtllm_bls.parameters import BlsParameters, Parameters
-from trtllm_bls.python_backend.request_server import RequestServer
-from trtllm_bls.services.deployment import Deployment
-from trtllm_bls.services.testing import Ask, FakeTriton
-from trtllm_bls.services.text_service import TextService
+from tests.helpers.waiting import until
+from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.pipeline.testing import Ask, FakeTriton
+from trtllm_bls.settings.parameters import BlsParameters, Parameters
+from trtllm_bls.triton.request_server import RequestServer
+from trtllm_bls.triton.text_service import TextService
 
 MOST_FILES = 16
 MOST_FUNCTIONS = 120  # comprehensions and lambdas are part of others
 PACKAGE = Path(trtllm_bls.__file__).parent
-FAKE = PACKAGE / "services" / "testing.py"  # plays Triton
+FAKE = PACKAGE / "pipeline" / "testing.py"  # plays Triton
 
 
 class Recorder:
@@ -54,19 +56,34 @@ def traced_threads(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def engine_server() -> Iterator[str]:
-    """The address of a server that answers with "It's fun", token by token."""
-    loop = asyncio.new_event_loop()
+def traced_here(recorder: Recorder) -> Iterator[None]:
+    """This thread, which plays Triton's, is traced."""
+    before = sys.gettrace()
+    sys.settrace(recorder)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextmanager
+def engine_server() -> Iterator[tuple[str, Callable[[bool], object]]]:
+    """The address of a server that answers with "It's fun", token by token, and what holds its
+    last response or lets it leave."""
+    loop, may_end = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     steps = [Say((token,)) for token in tokenizer().encode_word("It's fun")]
 
     async def start() -> Triton:
-        return await Triton(*steps, Say((), final=True)).__aenter__()
+        return await Triton(*steps, may_end, Say((), final=True)).__aenter__()
 
     server = asyncio.run_coroutine_threadsafe(start(), loop).result()
     try:
-        yield server.url
+        yield (
+            server.url,
+            lambda held: loop.call_soon_threadsafe(may_end.clear if held else may_end.set),
+        )
     finally:
         asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
@@ -98,15 +115,21 @@ def request(triton: FakeTriton) -> Ask:
 def test_a_plain_streamed_request_goes_through_few_files_and_functions() -> None:
     """A reader can follow all of them; what a request does not use is not executed for it."""
     triton, recorder = FakeTriton(), Recorder()
-    with engine_server() as url:
+    with engine_server() as (url, hold):
         deployment = Deployment(parameters(url))
         service = TextService(deployment.orchestrator)
         with traced_threads(recorder):
             server = RequestServer(triton, service.handle)
         for recorder.on in (False, True):  # the first one opens connections and fills caches
+            hold(True)
             ask = request(triton)
-            server.accept([ask])
+            with traced_here(recorder):
+                server.accept([ask])
+            if recorder.on:  # whether the caller has left is asked of every request that runs
+                until(lambda: {"gone", "_ask"} <= {name for _, name in recorder.functions})
+            hold(False)
             ask.wait()
+            until(lambda: not server.running)
         recorder.on = False
         server.close(deployment.close)
     assert b"".join(text for (text,) in ask.said("text_output")) == b"It's fun"

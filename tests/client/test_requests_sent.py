@@ -13,8 +13,8 @@ import pytest
 from tests.helpers.command_scenes import stopped_by_request
 from tests.helpers.fake_grpc_server import FakeGrpcServer, inputs_of, text
 from trtllm_bls.client import Client, Tls
-from trtllm_bls.contract import ENGINE
 from trtllm_bls.errors import ConnectionFailed, InvalidRequest, SettingsError
+from trtllm_bls.wire.contract import ENGINE
 
 ASK = {"text_input": "Hi", "max_tokens": 4}
 

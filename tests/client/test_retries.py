@@ -97,7 +97,7 @@ async def test_a_pause_that_would_outlast_the_deadline_is_not_begun(
     """The caller is told at once, and what was wrong rather than that time is over."""
     monkeypatch.setattr(random, "uniform", lambda _, longest: longest)
     for name in ("FIRST_RETRY_S", "LONGEST_RETRY_S"):
-        monkeypatch.setattr(f"trtllm_bls.client.{name}", 20)
+        monkeypatch.setattr(f"trtllm_bls.client.client.{name}", 20)
     async with FakeGrpcServer(FULL) as server, Client(server.url, retries=2) as client:
         with pytest.raises(Overloaded):
             await client.generate(**ASK, deadline_s=15)
@@ -110,15 +110,36 @@ async def test_each_try_has_what_is_left_of_the_deadline() -> None:
     def begin(left: float | None) -> Any:
         assert left is not None
         lefts.append(left)
-        items: asyncio.Queue[Any] = asyncio.Queue()
-        asyncio.get_running_loop().call_later(0.1, items.put_nowait, Overloaded("full"))
-        return SimpleNamespace(items=items, cancel=lambda: False)
+
+        async def refuse() -> Any:
+            await asyncio.sleep(0.1)
+            raise Overloaded("full")
+
+        return SimpleNamespace(next=refuse, cancel=lambda: False)
 
     with pytest.raises(Overloaded):
         await anext(Stream("request", begin, retries=3, deadline_s=60))
     gaps = [before - after for before, after in pairwise(lefts)]
     assert len(gaps) == 3 and 59.9 < lefts[0] <= 60
     assert all(gap >= 0.1 for gap in gaps)
+
+
+async def test_a_try_waits_as_long_as_the_server_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sooner it would only be refused again; clients do not come back together."""
+    pauses: list[float] = []
+
+    async def wait_for(left: Any, pause: float) -> None:
+        pauses.append(pause)
+        left.close()
+
+    async def refuse() -> Any:
+        raise Overloaded("full", retry_after_s=7)
+
+    monkeypatch.setattr(asyncio, "wait_for", wait_for)
+    begin: Any = lambda _: SimpleNamespace(next=refuse, cancel=lambda: False)  # noqa: E731
+    with pytest.raises(Overloaded):
+        await anext(Stream("request", begin, retries=3, deadline_s=60))
+    assert len(pauses) == 3 and all(7 <= pause < 7 + 5 for pause in pauses)
 
 
 async def test_who_leaves_in_a_pause_does_not_wait_for_its_end(
@@ -163,7 +184,8 @@ async def test_who_leaves_as_a_failure_arrives_is_not_tried_again() -> None:
     begun: list[Any] = []
 
     def begin(left: float | None) -> Any:
-        begun.append(SimpleNamespace(items=asyncio.Queue(), cancel=lambda: False))
+        items: asyncio.Queue[Any] = asyncio.Queue()
+        begun.append(SimpleNamespace(items=items, next=items.get, cancel=lambda: False))
         return begun[-1]
 
     stream = Stream("request", begin, retries=10**6)

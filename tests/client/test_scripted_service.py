@@ -14,8 +14,8 @@ from doubles.trtllm_service import ScriptedService
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_services import EOS, playing
 from tests.helpers.waiting import eventually
-from trtllm_bls.engines.trtllm_service import messages
-from trtllm_bls.grpc_client import GrpcChannel, GrpcError
+from trtllm_bls.engines.trtllm_service import service_messages as messages
+from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 
 A, B, C = 11, 12, 13
 GREEDY = {"top_k": 1}

@@ -22,7 +22,8 @@ from tests.helpers.fake_grpc_server import (
     text,
 )
 from tests.helpers.waiting import eventually
-from trtllm_bls.client import Client, Event, Reader, _translated
+from trtllm_bls.client import Client, Event
+from trtllm_bls.client.client import Reader, _translated
 from trtllm_bls.errors import (
     ConnectionFailed,
     DeadlineExceeded,
@@ -172,8 +173,10 @@ async def test_a_call_that_grpc_cancels_by_itself_is_no_closed_client() -> None:
     late = DeadlineExceeded("late")
     unsent, left = (Reader(Call(), lambda error: late) for _ in range(2))
     left.cancel()
-    assert await unsent.items.get() is late
-    assert str(await left.items.get()) == "the client was closed during the request"
+    with pytest.raises(DeadlineExceeded, match="late"):
+        await unsent.next()
+    with pytest.raises(ConnectionFailed, match="the client was closed during the request"):
+        await left.next()
 
 
 @pytest.mark.parametrize(
@@ -283,7 +286,9 @@ async def test_closing_the_client_cancels_nothing_after_an_error() -> None:
 
 async def test_closing_the_client_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cancels rather than waits, and a reader left waiting is told that the client is gone."""
-    monkeypatch.setattr("trtllm_bls.client.END_OF_STREAM_S", None)  # waiting would be for ever
+    monkeypatch.setattr(
+        "trtllm_bls.client.client.END_OF_STREAM_S", None
+    )  # waiting would be for ever
     async with FakeGrpcServer([Hold()]) as server:
         client = await Client(server.url).__aenter__()
         reading = asyncio.create_task(client.generate(**ASK))
@@ -352,3 +357,40 @@ async def test_a_client_belongs_to_the_loop_that_opened_it() -> None:
         with pytest.raises(RuntimeError, match="not open: use it as 'async with"):
             await answer(client)
         await client.close()
+
+
+@pytest.mark.parametrize("reads_on", [True, False])
+@pytest.mark.parametrize(("count", "size"), [(200, 2**20), (20_000, 1000)])
+async def test_a_reader_that_is_behind_holds_the_server_back(
+    reads_on: bool, count: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server sends what fits into the bounds and gRPC's window, and the rest when it is read:
+    in bytes, and in responses, of which any number is read in the end."""
+    few = 1000
+    monkeypatch.setattr("trtllm_bls.client.client.MOST_WAITING", few)
+    monkeypatch.setattr("trtllm_bls.wire.kserve.MOST_WAITING", few)
+    sent = 0
+
+    def note(message: object) -> None:
+        nonlocal sent
+        sent += 1
+
+    says = [Say({"text_output": "x" * size}, damage=note) for _ in range(count)]
+    async with (
+        FakeGrpcServer([*says, text("", final=True)]) as server,
+        Client(server.url) as client,
+    ):
+        stream = client.stream(**ASK)
+        await anext(stream)
+        before = -1
+        while before != sent:  # until the server sends no more
+            before = sent
+            for _ in range(1000):
+                await asyncio.sleep(0)
+        assert sent < count // 2
+        if reads_on:
+            assert len([event async for event in stream]) == count
+            await server.ended.wait()
+        await stream.aclose()
+        assert stream.cancelled is not reads_on
+        assert [event async for event in stream] == []

@@ -14,12 +14,12 @@ import pytest
 from tests.helpers.fake_engine_server import Triton
 from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
-from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines.base import AskedCapacity
-from trtllm_bls.engines.triton.grpc import GrpcEngine
-from trtllm_bls.engines.triton.own_port import is_own
+from trtllm_bls.engines.own_port import is_own
+from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable
 from trtllm_bls.types import EngineCapacity
+from trtllm_bls.wire.contract import ENGINE
 
 LISTEN = """
 import socket, time
@@ -88,8 +88,8 @@ async def test_auto_does_not_speak_to_somebody_elses_server() -> None:
 async def test_the_owner_of_the_port_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking through all connections of the machine would hold up every stream at each refresh."""
     looked = list[str]()
-    monkeypatch.setattr("trtllm_bls.engines.triton.grpc.is_own", looked.append)
-    monkeypatch.setattr("trtllm_bls.engines.triton.grpc._REFRESH_SECONDS", 0)
+    monkeypatch.setattr("trtllm_bls.engines.triton_model.is_own", looked.append)
+    monkeypatch.setattr("trtllm_bls.engines.triton_model._REFRESH_SECONDS", 0)
     async with Triton() as triton:
         engine = engine_at(triton.url)
         for asked in (1, 2, 3):

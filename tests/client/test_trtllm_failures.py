@@ -27,7 +27,8 @@ from tests.helpers.scripted_services import (
 from tests.helpers.virtual_time import skipping_waits
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.base import RunningCalls
-from trtllm_bls.engines.trtllm_service import ServiceChunks, TrtllmServiceEngine, messages
+from trtllm_bls.engines.trtllm_service import service_messages as messages
+from trtllm_bls.engines.trtllm_service.service_engine import ServiceChunks, TrtllmServiceEngine
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
@@ -96,8 +97,7 @@ async def test_an_answer_that_is_none_ends_the_request_and_its_work(
     engine, call = Mock(), Mock(done=False)
     engine.calls = RunningCalls("trtllm://gpu", 0, AsyncMock(), engine.doubt)
     engine.channel.open.return_value = call
-    message = messages.GenerateRequest(request_id="r")
-    chunks = ServiceChunks(engine, ASK, message, ends_known=True)
+    chunks = ServiceChunks(engine, ASK, "r", b"", ends_known=True)
     chunks.on_messages([generated(), TOKEN, raw, TOKEN])
     chunks.on_messages([TOKEN])
     assert [chunk.token_ids for chunk in chunks.take()] == [(7,)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from dataclasses import fields, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests.helpers.scripted_services import (
     EOS,
     answered,
 )
-from trtllm_bls.engines.trtllm_service import messages, service_request
+from trtllm_bls.engines.trtllm_service import service_messages as messages
+from trtllm_bls.engines.trtllm_service.service_engine import service_request
 from trtllm_bls.errors import (
     InvalidRequest,
     Unsupported,
@@ -35,7 +37,8 @@ NO_LIMITS = EngineCapacity()
 
 def sent(request: EngineRequest) -> Any:
     """The message that becomes of a request."""
-    return service_request(request, "id", EOS, NO_LIMITS)[0]
+    packed, _ = service_request(request, "id", EOS, NO_LIMITS)
+    return messages.GenerateRequest.FromString(packed)
 
 
 # --- what is sent ---------------------------------------------------------------------------
@@ -181,6 +184,7 @@ NOT_SENT = {
     "pad_id",  # answers are not padded
     "speculation",  # for engines that verify drafts
     "tenant",  # whose answers may be drafted from
+    "cache_salt",  # for engines that keep KV cache blocks apart
     "traceparent",  # in the call's metadata
     "sampling",  # field by field
 }
@@ -231,3 +235,16 @@ def test_the_proto_has_the_fields_that_are_used() -> None:
     complete.complete.matched_token_id = 0
     assert complete.WhichOneof("response") == "complete"
     assert complete.complete.WhichOneof("matched_stop") == "matched_token_id"
+
+
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 5000])
+@pytest.mark.parametrize("kind", [tuple, partial(array, "i")])
+def test_the_ids_of_a_long_prompt_are_those_of_the_request(count: int, kind: Any) -> None:
+    """Of every length that protobuf gives a number."""
+    sizes = [0, 127, 128, 16_383, 16_384, 2_097_151, 2_097_152, 2**28, 2**31 - 1]
+    ids = [sizes[n % len(sizes)] for n in range(count)]
+    message = messages.GenerateRequest(request_id="r", max_tokens=7)
+    wanted = messages.GenerateRequest(request_id="r", max_tokens=7)
+    wanted.tokenized.input_token_ids.extend(ids)
+    packed = messages.packed_request(message, kind(ids))
+    assert messages.GenerateRequest.FromString(packed) == wanted

@@ -33,21 +33,22 @@ from tests.helpers.scripted_services import (
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import eventually
 from trtllm_bls.engines.replicas import ReplicatedEngine
-from trtllm_bls.engines.trtllm_service import (
+from trtllm_bls.engines.trtllm_service import service_messages as messages
+from trtllm_bls.engines.trtllm_service.service_engine import (
+    _LINGER_SECONDS,
     ServiceAnswer,
     TrtllmServiceEngine,
-    messages,
     service_request,
 )
 from trtllm_bls.errors import EngineError, EngineUnavailable
-from trtllm_bls.grpc_client import GrpcChannel
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import (
     EngineCapacity,
     FinishReason,
     Sampling,
     Wants,
 )
+from trtllm_bls.wire.grpc_client import GrpcChannel
 
 # --- what comes back ------------------------------------------------------------------------
 
@@ -86,6 +87,14 @@ def test_nothing_is_told_twice_and_nothing_is_lost(
     assert [chunk.final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert chunks[-1].finish_reason is reason
     assert len(service.requests) == 1
+
+
+def test_the_last_chunk_tells_what_the_service_drafted() -> None:
+    """From proto 0.4.17 on; earlier services tell nothing."""
+    for told in (8, 0):
+        chunks, _ = answered(replace(ASK, streaming=False), speculates=told)
+        done = chunks[-1].speculation
+        assert (done and (done.drafted, done.accepted)) == ((8, 4) if told else None)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -289,7 +298,7 @@ async def test_an_end_that_the_server_does_not_know_ends_its_work(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: the time that a server has to end by itself is for those that know of the end."""
-    monkeypatch.setattr("trtllm_bls.engines.trtllm_service._LINGER_SECONDS", 60)
+    monkeypatch.setattr("trtllm_bls.engines.trtllm_service.service_engine._LINGER_SECONDS", 60)
     async with reaching(LONG, Script(step_seconds=0.002)) as (engine, service):
         chunks = await read(engine, replace(ASK, max_tokens=800, **more))
         assert chunks[-1].final
@@ -313,14 +322,14 @@ class CountsAborts(ScriptedService):
 
 
 async def test_a_request_that_the_server_ended_is_left_alone() -> None:
-    """Also after the time that the server has for it."""
+    """Also after the time that the server has for it: a timer of that time ends after theirs."""
     service = CountsAborts(ScriptedEngine(RULE, None), Behaviour(eos_id=EOS))
     engine = TrtllmServiceEngine(f"127.0.0.1:{await service.start()}", eos_id=EOS)
     assert (await read(engine, ASK))[-1].final
-    await asyncio.sleep(1.2)
-    assert service.aborts == 0
-    await engine.close()
+    await asyncio.sleep(_LINGER_SECONDS)
+    await engine.close()  # waits for each Abort
     await service.stop()
+    assert service.aborts == 0
 
 
 async def test_a_request_that_an_abort_ended_is_not_aborted_again() -> None:
@@ -332,10 +341,9 @@ async def test_a_request_that_an_abort_ended_is_not_aborted_again() -> None:
     stream = engine.generate(ASK)
     await eventually(lambda: service.live == 1)
     await stream.aclose()
-    await asyncio.sleep(0.6)
-    assert service.aborts == 1
-    await engine.close()
+    await engine.close()  # waits for each Abort
     await service.stop()
+    assert service.aborts == 1
 
 
 async def test_closing_aborts_what_runs() -> None:
@@ -353,7 +361,8 @@ async def test_a_call_that_is_cancelled_alone_leaks_half_of_the_time() -> None:
     """Of the played server, as of the real one: what aborting first is for."""
     async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
         connection = GrpcChannel(url)
-        message, _ = service_request(replace(ASK, max_tokens=800), "id", EOS, EngineCapacity())
+        packed, _ = service_request(replace(ASK, max_tokens=800), "id", EOS, EngineCapacity())
+        message = messages.GenerateRequest.FromString(packed)
         for number in range(4):
             message.request_id = str(number)
             arrived = asyncio.Event()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from trtllm_bls.commands.shared import assignments, interruptible
+from trtllm_bls.client.terminal import assignments, interruptible
 
 ROOT = Path(__file__).parents[2]
 

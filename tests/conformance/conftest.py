@@ -22,7 +22,7 @@ from tests.conformance.engine_client import Engine
 from tests.conformance.prompts import Story, find_stories
 
 if TYPE_CHECKING:
-    from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.operate.tritonserver import TritonServer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

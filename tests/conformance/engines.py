@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.operate.tritonserver import TritonServer
 
 LLM_API = Path(__file__).parents[1] / "helpers" / "llm_api"
 
@@ -27,11 +27,11 @@ def declared_as_cpp(release: str, scratch: Path) -> Iterator[TritonServer]:
     from google.protobuf import text_format
 
     from tests.helpers.server_settings import DEMO, ROOT, free_ports
-    from trtllm_bls.configure.engine import models_for
+    from trtllm_bls.configure.engine_dir import models_for
     from trtllm_bls.configure.pbtxt import PARAMETERS, model_config
-    from trtllm_bls.launcher import TritonServer
-    from trtllm_bls.parameters.cpp_backend import parse_version
-    from trtllm_bls.settings import Override
+    from trtllm_bls.operate.tritonserver import TritonServer
+    from trtllm_bls.settings.command_options import Override
+    from trtllm_bls.settings.cpp_backend import parse_version
 
     repository = scratch / "models"
     shutil.copytree(ROOT / "models" / "tensorrt_llm", repository / "tensorrt_llm")
@@ -55,10 +55,10 @@ def before_a_service() -> Iterator[TritonServer]:
     from tests.helpers.scripted_services import service_in_a_thread
     from tests.helpers.server_settings import DEMO, free_ports
     from trtllm_bls.engines.embedded import EmbeddedEngine
-    from trtllm_bls.launcher import TritonServer
-    from trtllm_bls.parameters import EngineParameters
-    from trtllm_bls.settings import Override
-    from trtllm_bls.tokenizer import load_tokenizer
+    from trtllm_bls.operate.tritonserver import TritonServer
+    from trtllm_bls.settings.command_options import Override
+    from trtllm_bls.settings.parameters import EngineParameters
+    from trtllm_bls.text.tokenizer import load_tokenizer
 
     model = DEMO / "target"
     tokenizer = load_tokenizer(model)
@@ -78,8 +78,8 @@ def before_a_service() -> Iterator[TritonServer]:
 def with_the_llm_api(release: str, scratch: Path) -> Iterator[TritonServer]:
     """A ``tensorrt_llm`` whose engine is the LLM API of a release."""
     from tests.helpers.server_settings import DEMO, ROOT, free_ports
-    from trtllm_bls.launcher import TritonServer
-    from trtllm_bls.settings import Override
+    from trtllm_bls.operate.tritonserver import TritonServer
+    from trtllm_bls.settings.command_options import Override
 
     repository = scratch / "models"
     shutil.copytree(ROOT / "models", repository)

@@ -25,14 +25,14 @@ from tests.conformance.engines import LLM_API
 from tests.helpers.scripted_services import EOS, reaching
 from tests.helpers.server_settings import DEMO
 from tests.helpers.wire_tensors import LAST_FORM
-from trtllm_bls.configure.engine import models_for, parse_version
+from trtllm_bls.configure.engine_dir import models_for, parse_version
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.llm_api import LlmApiEngine
+from trtllm_bls.engines.triton_model import request_inputs
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError, Unsupported
-from trtllm_bls.parameters import EngineParameters
+from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.types import Draft, EngineCapacity, EngineRequest, Sampling, Wants
-from trtllm_bls.wire.engine_client import request_inputs
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=2, end_id=EOS)
 RULE = hashed(100, first=5)

@@ -13,9 +13,9 @@ import numpy as np
 from tests.helpers import fake_grpc_server as wire
 from tests.helpers.fake_grpc_server import Fail, FakeGrpcServer, Step
 from trtllm_bls.configure.pbtxt import model_config
-from trtllm_bls.contract import ENGINE
-from trtllm_bls.engines.triton.grpc import GrpcEngine
+from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.types import EngineChunk, EngineRequest
+from trtllm_bls.wire.contract import ENGINE
 
 __all__ = [
     "ASK",

@@ -1,6 +1,6 @@
 """A Triton server at the wire: scripted answers, real gRPC, the streaming rules kept.
 
-``trtllm_bls.services.testing`` is the other side: what Triton gives to a Python model.
+``trtllm_bls.pipeline.testing`` is the other side: what Triton gives to a Python model.
 
 The rules: an empty final response is sent only to callers that opted in; every response says
 whether it is final; the stream ends when the caller has closed its side and every request on it

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from trtllm_bls.grpc_client import GrpcCall, GrpcChannel, GrpcError
+from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError
 
 MEGABYTE = 1 << 20
 OPTIONS = (

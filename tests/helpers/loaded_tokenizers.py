@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.small_tokenizers import MAKERS, directory
-from trtllm_bls.detokenizer import Detokenizer
-from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.text.detokenizer import Detokenizer
+from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
 FAMILIES = (*MAKERS, "demo")

@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.contract import Tensor
+from trtllm_bls.wire.contract import Tensor
 
 
 def parsed(repository: Path, name: str) -> Any:

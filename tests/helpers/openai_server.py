@@ -13,16 +13,16 @@ from typing import Any
 import uvicorn
 
 from tests.helpers.scripted_text import tokenizer
-from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.http.guard import ConnectionLimits
+from trtllm_bls.http.limits import ConnectionLimits
 from trtllm_bls.openai.app import ApiSettings, create_app
-from trtllm_bls.openai.server import uvicorn_options
-from trtllm_bls.orchestrator import Defaults, Load, Orchestrator
-from trtllm_bls.services.deployment import SHUTTING_DOWN
-from trtllm_bls.services.request_reports import RequestLog, RequestMetrics, RequestReports
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.openai.sockets import PATH
+from trtllm_bls.openai.workers import uvicorn_options
+from trtllm_bls.orchestrator.deployment import SHUTTING_DOWN
+from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Load, Orchestrator
+from trtllm_bls.orchestrator.reports import RequestLog, RequestMetrics, RequestReports
+from trtllm_bls.text.tokenizer import Tokenizer
 
 MODEL = "scripted"
 
@@ -99,9 +99,9 @@ def serving(
         backend or ScriptedBackend(engine), ApiSettings(**{"model_names": (MODEL,), **settings})
     )
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(app, **uvicorn_options(limits or ConnectionLimits(), exit_timeout))
-    )
+    limits = limits or ConnectionLimits(socket_path=PATH.encode())
+    most = settings.get("max_body_bytes", ApiSettings.max_body_bytes)
+    server = uvicorn.Server(uvicorn.Config(app, **uvicorn_options(limits, exit_timeout, most)))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     host, port = listening.getsockname()[:2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,13 +17,19 @@ from tests.helpers.server_settings import ROOT
 NOTICE_S = 4  # more than a router's looks at /health are apart
 
 
-def free_ports(count: int) -> list[int]:
-    """Of this machine, free when asked; none twice."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+def unused_ports(count: int) -> list[int]:
+    """Of this machine, free when asked; none twice.
+
+    They lie below those that the kernel gives to a connection or to who asks for port 0, so that
+    none is taken before its program listens.
+    """
+    ports: list[int] = []
+    for port in random.sample(range(15_000, 32_000), 1_000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise RuntimeError(f"no {count} free ports between 15000 and 32000")
 
 
 @dataclass

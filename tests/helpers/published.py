@@ -15,6 +15,7 @@ import pytest
 TEMPLATES = "@huggingface/ollama-utils@0.0.18"
 NUM_TEMPLATES = 97
 AGENTS = ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.197")
+AXE = "axe-core@4.14.1"
 # The module of templates is TypeScript; without the types, node can read it.
 _READ = """
 const fs = require('fs')

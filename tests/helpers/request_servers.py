@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.python_backend.request_server import Call, RequestServer, SenderThreads
-from trtllm_bls.services.testing import SECONDS, Ask, FakeTriton, TritonModelError
+from trtllm_bls.pipeline.testing import SECONDS, Ask, FakeTriton, TritonModelError
+from trtllm_bls.triton.request_server import Call, RequestServer, SenderThreads
 
 Handle = Callable[[Call], Awaitable[None]]
 ONE = {"number": np.array([[1]], dtype=np.int32)}
@@ -47,7 +47,7 @@ class ManualSenders(SenderThreads):
         self.delays: list[float | None] = []
         self.delayed: list[Call] = []
 
-    def send_later(self, call: Call, seconds: float | None = None) -> None:
+    def delay(self, call: Call, seconds: float | None) -> None:
         self.delays.append(seconds)
         self.delayed.append(call)
 
@@ -55,15 +55,15 @@ class ManualSenders(SenderThreads):
         """Send all that was handed over."""
         for queued in (self._first, self._later):
             while queued:
-                call, response, final = queued.popleft()
-                self._reports.append((call, call.deliver(response, final)))
+                call, action = queued.popleft()
+                self._reports.append((call, call.deliver(action.response, action.final)))
         self.take_reports()
 
     def time_is_up(self) -> None:
         """What was delayed is handed over, and sent."""
         delayed, self.delayed = self.delayed, []
         for call in delayed:
-            call.send_next()
+            self.act(call, call.outbox.due())
         self.send()
 
 

@@ -11,8 +11,8 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import Rule, agreeing, hashed
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.speculative.learned import SpeculationShared
 from trtllm_bls.speculative.options import SpeculationOptions
-from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import (
     EngineCapacity,
     EngineChunk,

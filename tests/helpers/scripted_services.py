@@ -14,7 +14,7 @@ from doubles.trtllm_service import Behaviour, ScriptedService
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import read
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
+from trtllm_bls.engines.trtllm_service.service_engine import TrtllmServiceEngine
 from trtllm_bls.types import EngineChunk, EngineRequest
 
 EOS = 2

@@ -16,10 +16,10 @@ from doubles.scripted_tokens import reciting
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.orchestrator import Defaults, Orchestrator
+from trtllm_bls.orchestrator.orchestrator import Defaults, Orchestrator
+from trtllm_bls.speculative.learned import SpeculationShared
 from trtllm_bls.speculative.options import SpeculationOptions
-from trtllm_bls.speculative.shared import SpeculationShared
-from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
 from trtllm_bls.types import TextChunk, TextRequest
 
 PROMPT = "The quick"
@@ -38,6 +38,18 @@ def tokenizer_of_two_ends() -> Tokenizer:
     shutil.copytree(directory("byte-level"), path, dirs_exist_ok=True)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(extra)}))
     return load_tokenizer(path)
+
+
+@functools.cache
+def tokenizer_with_tools() -> Tokenizer:
+    """The same; its chat template shows tools and their calls, one in a line."""
+    found = load_tokenizer(directory("byte-level"))
+    found._hf.chat_template = (
+        "{% for t in tools or [] %}{{ t.function | tojson }}\n{% endfor %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}\n{% endfor %}{% endfor %}"
+    )
+    return found
 
 
 @functools.cache

@@ -46,8 +46,12 @@ class Served:
         )
         try:
             assert self.process.stdout
-            self.urls = dict(self.process.stdout.readline().split() for _ in services)
-            self.process.stdout.readline()
+            lines = [line.split(maxsplit=1) for line in iter(self.process.stdout.readline, "\n")]
+            told = [(name, value.strip()) for name, value in lines]
+            self.urls = dict(each for each in told if each[0] != "process")
+            assert len(self.urls) == len(services)
+            named = (value.split(maxsplit=1) for name, value in told if name == "process")
+            self.pids = {name: int(pid) for pid, name in named}  # the last of each name
             self.curl = self.process.stdout.readline()
             assert good(self.urls["health"])["restarts"] == 0
         except BaseException:  # nobody else would end it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.settings.command_options import ServeSettings
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "assets" / "demo"

@@ -12,11 +12,12 @@ import numpy as np
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from tests.helpers.scripted_text import orchestrator
-from trtllm_bls.python_backend.request_server import RequestServer
-from trtllm_bls.services.engine_service import EngineService
-from trtllm_bls.services.testing import Ask, FakeTriton
-from trtllm_bls.services.text_service import TextService
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.orchestrator.orchestrator import Defaults
+from trtllm_bls.pipeline.testing import Ask, FakeTriton
+from trtllm_bls.text.tokenizer import Tokenizer
+from trtllm_bls.triton.engine_service import EngineService
+from trtllm_bls.triton.request_server import RequestServer
+from trtllm_bls.triton.text_service import TextService
 
 END = 0
 SILENT = Fault(after_tokens=2)  # two tokens, then nothing
@@ -89,9 +90,17 @@ def engine_service(
 
 @contextmanager
 def text_service(
-    engine: Any, *, decoupled: bool = True, other: Tokenizer | None = None, llmapi: bool = False
+    engine: Any,
+    *,
+    decoupled: bool = True,
+    other: Tokenizer | None = None,
+    llmapi: bool = False,
+    exposed: bool = False,
 ) -> Iterator[Bench]:
-    service = TextService(orchestrator(engine, other=other), llmapi=llmapi)
+    """``llmapi``: with the parameters that ``configure`` gives that model."""
+    defaults = Defaults(accumulate=llmapi, expose_kv_cache_metrics=exposed)
+    orchestra = orchestrator(engine, defaults, other)
+    service = TextService(orchestra, exclude_input=not llmapi, llmapi=llmapi)
     with serving(
         engine, service.handle, decoupled=decoupled, prepare_batch=service.prepare_batch
     ) as bench:

@@ -1,7 +1,7 @@
 """TensorRT-LLM's own tensors, copied by hand from descriptions of its last release.
 
 One row each: name, type, dims without the batch, then ``r`` required, ``s`` reshaped to a scalar,
-``R`` ragged batches allowed. Made apart from ``trtllm_bls.contract``, so that a slip in either is
+``R`` ragged batches allowed. Made apart from ``wire.contract``, so that a slip in either is
 seen. The two older spellings (``min_length``, ``random_seed``) are rows of their own.
 """
 

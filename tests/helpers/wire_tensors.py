@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from trtllm_bls.configure.pbtxt import model_config
-from trtllm_bls.contract import ENGINE
+from trtllm_bls.engines.triton_model import DeployedModel, request_inputs
+from trtllm_bls.triton.tensors import engine_requests, text_requests
 from trtllm_bls.types import EngineRequest, TextRequest
-from trtllm_bls.wire.engine_client import DeployedModel, request_inputs
-from trtllm_bls.wire.server import engine_requests, text_requests
+from trtllm_bls.wire.contract import ENGINE
 
 VOCAB = 50
 LAST_FORM = DeployedModel.of(model_config(ENGINE, {}))

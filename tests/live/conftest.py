@@ -26,10 +26,10 @@ from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from tests.helpers.ticking_models import TICKER, write_model
 from trtllm_bls.errors import EngineError
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.preparation import SENDING_THREADS
-from trtllm_bls.settings import Override, ServeSettings
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.operate.preparation import SENDING_THREADS
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.settings.command_options import Override, ServeSettings
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 # As in ``scripted/1/model.py``.
 FAULTS = {

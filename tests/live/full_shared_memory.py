@@ -11,7 +11,7 @@ from typing import Any
 from tests.helpers.server_settings import free_ports
 from trtllm_bls.client import Client
 from trtllm_bls.errors import TrtllmBlsError
-from trtllm_bls.launcher import TritonServer
+from trtllm_bls.operate.tritonserver import TritonServer
 
 FILE = Path("/dev/shm/full")
 LONG = {"text_input": "Once upon a time", "max_tokens": 300}

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import free_ports
+from tests.helpers.processes import unused_ports
 from tests.helpers.published import AGENTS, npm_install, templates_of_llama_cpp
 from tests.helpers.served import Served
 from tests.helpers.server_settings import ROOT
 from tests.helpers.small_tokenizers import directory
 from tests.models.test_chat_templates import tokenizer_of
-from trtllm_bls.chat_parsing.formats import TOOL_FORMATS
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.chat_formats import TOOL_FORMATS
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 MODEL = "model"  # its directory's name
 REPORT = "I listed the files and edited notes.txt."
@@ -87,7 +87,7 @@ def served(
     shutil.copytree(
         ROOT / "tests" / "live" / "agents" / "1", scratch / "models" / "tensorrt_llm" / "1"
     )
-    port = str(*free_ports(1))
+    port = str(*unused_ports(1))
     more = ("--set", f"tensorrt_llm.family={family}", "--openai-port", port)
     more += ("--set", f"tensorrt_llm.tokenizer_dir={model}", "--model", str(model))
     running = Served(scratch / "models", *more)

@@ -16,7 +16,7 @@ from tests.helpers.server_requests import ask
 from trtllm_bls.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.operate.tritonserver import TritonServer
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "Once upon a time there was"

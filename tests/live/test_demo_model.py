@@ -23,10 +23,10 @@ from tests.live.conftest import DEMO
 from tests.reliability.processes import named
 from trtllm_bls.client import Client
 from trtllm_bls.errors import TrtllmBlsError
-from trtllm_bls.python_backend.request_server import SENDERS
+from trtllm_bls.triton.request_server import SENDERS
 
 if TYPE_CHECKING:
-    from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.operate.tritonserver import TritonServer
 
 QUESTIONS = (
     "What is machine learning?",
@@ -134,9 +134,15 @@ def test_drafts_of_the_shipped_pair_are_accepted(server: TritonServer) -> None:
         seen.append(metric(server.metrics_url, counter))
         return len(seen) > 60 and len(set(seen[-60:])) == 1
 
-    until(steady)
+    def drafted() -> dict[str, Any]:
+        """On a busy machine drafts may come too late to be verified."""
+        until(steady)
+        body = {"text_input": QUESTIONS[1], "max_tokens": 80, "num_draft_tokens": 4}
+        found = generate(server.http_url, **body)
+        return found if found["total_draft_tokens"] else {}
+
+    answer = until(drafted)
     before = seen[-1]
-    answer = generate(server.http_url, text_input=QUESTIONS[1], max_tokens=80, num_draft_tokens=4)
     assert answer["acceptance_rate"] > 0.5
     assert answer["num_draft_rounds"] < 60
     expected = before + answer["total_accepted_draft_tokens"]

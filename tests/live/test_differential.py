@@ -22,7 +22,7 @@ from trtllm_bls.client import Result
 from trtllm_bls.errors import TrtllmBlsError, to_wire
 
 if TYPE_CHECKING:
-    from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.operate.tritonserver import TritonServer
 
 SNIPPETS = (
     "hello world",

@@ -16,10 +16,10 @@ from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from trtllm_bls.cli import main
 from trtllm_bls.client import Client
 from trtllm_bls.errors import Overloaded, TrtllmBlsError
-from trtllm_bls.launcher import Listener, TritonServer
-from trtllm_bls.launcher.logs import LogLine
-from trtllm_bls.parameters import STATUS_DIR
-from trtllm_bls.settings import Override, ServeSettings
+from trtllm_bls.operate.logs import LogLine
+from trtllm_bls.operate.tritonserver import Listener, TritonServer
+from trtllm_bls.settings.command_options import Override, ServeSettings
+from trtllm_bls.settings.parameters import STATUS_DIR
 
 PROMPT = {"text_input": "a b c d e", "max_tokens": 160, "end_id": -1}
 

@@ -20,13 +20,13 @@ import pytest
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.trtllm_service import Behaviour, EchoEngine
-from tests.helpers.processes import free_ports
+from tests.helpers.processes import unused_ports
 from tests.helpers.published import pip_install
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import until
 from trtllm_bls.engines.base import Engine
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,7 +78,7 @@ class Cluster:
         behaviour = Behaviour(**sizes, leaks=False)
         running = service_in_a_thread(engine or EchoEngine(script), behaviour)
         self.service, self._engine = stack.enter_context(running)
-        (port,) = free_ports(1)
+        (port,) = unused_ports(1)
         self.start("dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), *front)
         self.url = f"http://127.0.0.1:{port}/v1"
         client = openai.OpenAI(base_url=self.url, api_key="any", max_retries=0)

@@ -17,7 +17,7 @@ import tritonclient.grpc.aio as grpcaio
 
 from tests.helpers.server_settings import free_ports
 from trtllm_bls.client import Client
-from trtllm_bls.launcher import TritonServer
+from trtllm_bls.operate.tritonserver import TritonServer
 
 # Keeps that thread for 1.2 s, as other threads do where cores are contended: longer than the timer
 # that holds the error back where nothing tells what that thread does.

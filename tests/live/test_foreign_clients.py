@@ -27,7 +27,7 @@ from tritonclient.utils import np_to_triton_dtype
 from tests.helpers.server_requests import ask
 
 if TYPE_CHECKING:
-    from trtllm_bls.launcher import TritonServer
+    from trtllm_bls.operate.tritonserver import TritonServer
 
 PROMPT = "Once upon a time"
 TOKENS = 12

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from pathlib import Path
 
 from tests.live.conftest import echo_settings
-from trtllm_bls.engines.triton.grpc import GrpcEngine
-from trtllm_bls.launcher import TritonServer
+from trtllm_bls.engines.triton_model import GrpcEngine
+from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.types import EngineRequest
 
 

@@ -18,9 +18,10 @@ from rich.console import Console
 
 from tests.helpers.server_settings import ROOT, free_ports
 from tests.helpers.ticking_models import BROKEN, TICKER, left_over, stream, write_model
-from trtllm_bls.launcher import Listener, ServerFailed, TritonServer
-from trtllm_bls.launcher.serve import ask
-from trtllm_bls.settings import Override
+from trtllm_bls.errors import SetupError
+from trtllm_bls.operate.serve import ask
+from trtllm_bls.operate.tritonserver import Listener, ServerFailed, TritonServer
+from trtllm_bls.settings.command_options import Override
 
 # --- from Python ----------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ def test_a_model_without_code_does_not_hang_the_start(tmp_path: Path) -> None:
     """Triton itself would wait for this one for ever."""
     write_model(tmp_path, "empty", "")
     (tmp_path / "empty" / "1" / "model.py").unlink()
-    with pytest.raises(ServerFailed, match="model empty did not load: Python model file not found"):
+    with pytest.raises(SetupError, match=r"empty: no model\.py in version 1; copy it"):
         TritonServer(free_ports(model_repository=tmp_path)).start()
 
 

@@ -20,8 +20,8 @@ from tests.helpers.served import Served, good
 from tests.helpers.server_settings import ROOT
 from tests.helpers.ticking_models import left_over, stream
 from trtllm_bls.errors import SetupError
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.settings.command_options import ServeSettings
 
 # --- from the command line ------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ def test_the_printed_curl_line_works(served: Served) -> None:
     assert code == 0
     # Nothing runs, so nothing is waited for: Triton's HTTP port has no connection left.
     assert time.monotonic() - began < 15, errors
-    assert "in time" not in errors
+    assert "not unload in time" not in errors, errors
 
 
 def test_a_running_stream_is_drained(served: Served) -> None:
@@ -188,7 +188,7 @@ def test_a_limit_of_files_that_is_too_low_is_one_line(repository: Path) -> None:
         ["sh", "-c", f"{words} {repository}"], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert ran.returncode == 1
-    assert ran.stderr.startswith("error: only 300 files may be open (ulimit -Hn), --max-streams ")
+    assert ran.stderr.startswith("error: only 300 files may be open (ulimit -Hn), 768 are needed")
 
 
 def test_a_killed_launcher_takes_its_server_along(served: Served) -> None:

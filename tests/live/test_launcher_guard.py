@@ -16,36 +16,44 @@ import psutil
 import pytest
 
 from tests.helpers.waiting import until
-from trtllm_bls.launcher import GuardedProcess, describe_exit, guard
-from trtllm_bls.launcher.preparation import Scratch
-from trtllm_bls.status import ProcessStatus, StatusDirectory
+from trtllm_bls.operate import guard
+from trtllm_bls.operate.preparation import Scratch
+from trtllm_bls.operate.tritonserver import GuardedProcess, describe_exit
+from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory
 
 
 def guarded(
     tmp_path: Path, script: str, grace: float = 30, drain: float = 30
 ) -> subprocess.Popen[str]:
     """A guard around ``script``, which has said "up"."""
-    workdir = tmp_path / "work"
-    workdir.mkdir()
+    process = waiting_guard(tmp_path, grace, drain)
+    status = str(tmp_path / "work" / "status")
+    order = {"command": ["sh", "-c", script], "environment": dict(os.environ), "status": status}
+    assert process.stdin and process.stdout
+    process.stdin.write(json.dumps(order) + "\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def waiting_guard(tmp_path: Path, grace: float = 30, drain: float = 30) -> subprocess.Popen[str]:
+    """A guard that has not been told what to run yet, and files of its launcher."""
+    (tmp_path / "work").mkdir()
     (tmp_path / "shm_1").touch()
     order = {
-        "command": ["sh", "-c", script],
-        "workdir": str(workdir),
-        "status": str(workdir / "status"),
+        "workdir": str(tmp_path / "work"),
         "shared_memory": str(tmp_path / "shm_"),
         "mark": f"MARK={tmp_path}",
         "drain": drain,
         "grace": grace,
     }
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, json.dumps(order)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    assert process.stdout and process.stdout.readline() == "up\n"
-    return process
 
 
 def end_of(process: subprocess.Popen[str], said: str | None = None) -> tuple[int, str]:
@@ -65,6 +73,24 @@ def test_a_dead_launcher_stops_the_server(tmp_path: Path) -> None:
     """The control pipe's end, however it came about, is an orderly stop; no file remains."""
     assert end_of(guarded(tmp_path, DRAINS)) == (0, "drained\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("said", [None, "k", '{"command": ["sh", "-c", "exit'])
+def test_a_launcher_that_dies_while_it_prepares_leaves_no_file(
+    tmp_path: Path, said: str | None
+) -> None:
+    """Whatever it had begun to say; also if the guard is told to stop at the same moment."""
+    process = waiting_guard(tmp_path)
+    until(lambda: handles_sigterm(process.pid))
+    process.send_signal(signal.SIGTERM)
+    assert end_of(process, said) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def handles_sigterm(pid: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (caught,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
 def test_requests_are_cut_a_second_before_the_server_breaks_connections(tmp_path: Path) -> None:
@@ -179,13 +205,9 @@ def test_the_servers_own_end_is_the_guards(tmp_path: Path) -> None:
 def test_every_line_is_handed_on_before_the_end_is_told() -> None:
     """The reason of a death is in the last line, also if it is not text or has no newline."""
     lines: list[str] = []
-    process = GuardedProcess(
-        ["sh", "-c", r"seq 5000; printf 'b\377d' >&2; exit 3"],
-        dict(os.environ),
-        scratch := Scratch(),
-        1,
-        lines.append,
-    )
+    process = GuardedProcess(scratch := Scratch(), 1, lines.append)
+    scratch.make()
+    process.run(["sh", "-c", r"seq 5000; printf 'b\377d' >&2; exit 3"], os.environ)
     assert process.wait(20) == 3
     assert lines == [*map(str, range(1, 5001)), "b\N{REPLACEMENT CHARACTER}d"]
     process.stop()  # too late, harmless
@@ -202,6 +224,7 @@ def test_the_working_directory_has_a_plain_path(
         directory.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(directory))
         scratch = Scratch()
+        scratch.make()
         assert (scratch.workdir.parent == directory) is used
         assert " " not in str(scratch.workdir)
         scratch.remove()
@@ -213,9 +236,8 @@ def test_a_listener_that_fails_does_not_block_the_server() -> None:
     def broken(line: str) -> None:
         raise BrokenPipeError
 
-    process = GuardedProcess(
-        ["sh", "-c", "echo one; head -c 200000 /dev/zero"], dict(os.environ), Scratch(), 1, broken
-    )
+    process = GuardedProcess(Scratch(), 1, broken)
+    process.run(["sh", "-c", "echo one; head -c 200000 /dev/zero"], os.environ)
     assert process.wait(20) == 0
     process.close()
 

@@ -14,17 +14,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.grpc import service_pb2_grpc
 
-from tests.helpers.processes import free_ports
+from tests.helpers.processes import unused_ports
 from tests.helpers.served import Served
 from tests.helpers.server_requests import ask_all, generate, generate_stream
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
 from tests.live.conftest import echo_settings
-from trtllm_bls.client import Client, infer_request
-from trtllm_bls.contract import BLS
-from trtllm_bls.launcher import Listener, TritonServer
-from trtllm_bls.launcher.logs import LogLine
-from trtllm_bls.services.request_reports import METRICS
+from trtllm_bls.client import Client
+from trtllm_bls.client.client import infer_request
+from trtllm_bls.operate.logs import LogLine
+from trtllm_bls.operate.tritonserver import Listener, TritonServer
+from trtllm_bls.orchestrator.reports import METRICS
+from trtllm_bls.wire.contract import BLS
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -202,7 +203,7 @@ async def forty(served: Served, ask: Callable[[Served, bool], Coroutine[Any, Any
 
 def test_requests_in_the_engines_queue_are_waiting_on_one_port() -> None:
     """Of 40 on an engine with two slots more than 30, through either API, streams or not."""
-    port = str(*free_ports(1))
+    port = str(*unused_ports(1))
     more = ("--model", str(DEMO / "target"), "--openai-port", port)
     served = Served(None, *more, "--set", "tensorrt_llm.max_batch=2")
     try:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.helpers.http2_offers import CLIENTS, post_twice
-from tests.helpers.processes import free_ports
+from tests.helpers.processes import unused_ports
 from tests.helpers.server_settings import ROOT
 from tests.helpers.waiting import until, until_ended
 
@@ -39,7 +39,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """With two workers, which share the port."""
     log = tmp_path_factory.mktemp("served") / "log"
-    (port,) = free_ports(1)
+    (port,) = unused_ports(1)
     services = ("http", "grpc", "metrics", "health")
     ports = [word for name in services for word in (f"--{name}-port", "0")]
     api = ["--openai-port", str(port), "--openai-workers", "2"]
@@ -53,9 +53,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             start_new_session=True,
         )
     assert process.stdout
-    name, url = process.stdout.readline().split()
-    assert name == "OpenAI"
-    http, *_, curl = (process.stdout.readline() for _ in range(6))
+    first = process.stdout.readline()
+    assert first.startswith("OpenAI "), log.read_text()
+    url = first.split()[1]
+    http = process.stdout.readline()
+    curl = next(line for line in process.stdout if line.startswith("curl "))
     yield Served(process, url, http.split()[1], curl, log)
     process.kill()
     process.communicate()

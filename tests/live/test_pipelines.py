@@ -1,7 +1,10 @@
-"""The three example pipelines on a real tritonserver; the engine says the prompt back."""
+"""The example pipelines on a real tritonserver; the engine says the prompt back."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import pickle
 import queue
 import shutil
 import time
@@ -10,18 +13,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import numpy as np
+import openai
 import pytest
 import tritonclient.grpc as grpcclient
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tritonclient.utils import InferenceServerException
 
+from tests.helpers.openai_server import RunningApi
+from tests.helpers.openai_server import serving as openai_serving
 from tests.helpers.server_settings import DEMO, ROOT
+from tests.helpers.tensor_values import DTYPES, expected, same, values
 from tests.helpers.waiting import in_pieces, until
+from tests.live import typed_models
 from tests.live.conftest import echo_settings
 from trtllm_bls.configure.new import config_of
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.openai.openai_command import read_parameters
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.pipeline.testing import Double, LoadedModel, load, serving
+from trtllm_bls.settings.model_config import chat_pipelines
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 EXAMPLES = ROOT / "examples"
 LONG = "the quick brown fox jumps over the lazy dog and runs into the woods again " * 8
@@ -49,17 +64,31 @@ def int32(value):
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    settings = echo_settings(tmp_path_factory.mktemp("pipelines"))
-    assert settings.model_repository is not None
+    server = echo_settings(tmp_path_factory.mktemp("pipelines"))
+    assert server.model_repository is not None
     for model in EXAMPLES.iterdir():
         if model.is_dir():
-            shutil.copytree(model, settings.model_repository / model.name)
-    caller = settings.model_repository / "caller"
+            shutil.copytree(model, server.model_repository / model.name)
+    caller = server.model_repository / "caller"
     (caller / "1").mkdir(parents=True)
     (caller / "1" / "model.py").write_text(CALLER)
     (caller / "config.pbtxt").write_text(config_of(caller / "1" / "model.py", {}))
-    with TritonServer(settings) as running:
+    typed_models.write(server.model_repository)
+    agent = server.model_repository / "agent" / "config.pbtxt"
+    agent.write_text(agent.read_text().replace('string_value: "True"', 'string_value: "false"'))
+    with TritonServer(server) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def typed(pipelines: TritonServer) -> Iterator[LoadedModel]:
+    """The pipeline of every type, as ``testing`` loads it."""
+    repository = pipelines.settings.model_repository
+    assert repository is not None
+    mirror = Double(lambda inputs: inputs, config=repository / "mirror" / "config.pbtxt")
+    loaded = load(repository / "typed" / "1" / "model.py")
+    with serving(loaded, models={"mirror": mirror}) as model:
+        yield model
 
 
 class Stream:
@@ -71,8 +100,9 @@ class Stream:
         self.client.start_stream(lambda result, error: self.arrived.put((result, error)))
         tensors = []
         for name, value in inputs.items():
-            text = isinstance(value, str)
-            array = np.array([value.encode()], np.object_) if text else np.array([value], np.int32)
+            text = isinstance(value, (str, bytes))
+            data = value.encode() if isinstance(value, str) else value
+            array = np.array([data], np.object_ if text else np.int32)
             tensors.append(grpcclient.InferInput(name, [1], "BYTES" if text else "INT32"))
             tensors[-1].set_data_from_numpy(array)
         self.client.async_stream_infer(model, tensors, enable_empty_final_response=True)
@@ -191,3 +221,153 @@ def test_many_callers_that_leave_at_any_time_leave_nothing_behind(pipelines: Tri
         stream.leave()
     until(lambda: live_requests(pipelines) == 0)
     assert list(Stream(pipelines, "guard", text_input="the fox", max_tokens=2))
+
+
+def test_the_best_of_several_answers_is_the_one_with_the_highest_reward(
+    pipelines: TritonServer,
+) -> None:
+    results = list(Stream(pipelines, "best_of_n", prompt="the quick fox runs", n=3))
+    rewards = [float(value) for result in results[:-1] for value in result.as_numpy("reward")]
+    assert rewards == [4.0] * 3  # the engine says the prompt back, whatever the seed
+    assert texts(results[-1], "text") == ["the quick fox runs"]
+
+
+def test_an_agent_ends_with_an_object(pipelines: TritonServer) -> None:
+    (result,) = Stream(pipelines, "agent", question="What is a fox?")
+    answer = json.loads(texts(result, "answer")[0])
+    assert "What is a fox?" in answer["answer"] and answer["sure"] is False
+
+
+def test_chunks_of_speech_tokens_grow(pipelines: TritonServer) -> None:
+    """And what flow and vocoder make of them is what they would make of all at once."""
+    ids = np.array(load_tokenizer(DEMO / "target").encode(LONG, True))
+    results = list(Stream(pipelines, "cosy", text=LONG, max_tokens=1000))
+    offsets = [int(result.as_numpy("offset")[0]) for result in results]
+    assert offsets[:5] == [0, 8, 24, 56, 120] and offsets == sorted(offsets)
+    seconds = np.arange(640, dtype=np.float32) / 16_000
+    tones = np.sin(2 * np.pi * (100 + (ids % 100)[:, None]) * seconds).reshape(-1)
+    sound = np.concatenate([result.as_numpy("pcm") for result in results])
+    np.testing.assert_allclose(sound[: len(tones)], tones.astype(np.float32), atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def api(pipelines: TritonServer) -> Iterator[RunningApi]:
+    repository = pipelines.settings.model_repository
+    assert repository is not None
+    given = {"engine_url": pipelines.grpc_url, "tokenizer_dir": str(DEMO / "target")}
+    parameters = read_parameters(repository, given)
+    names = {"model_names": ("demo",), "pipelines": chat_pipelines(repository)}
+    digest = hashlib.sha256(b"key").digest()
+    backend = Deployment(parameters, model_name="demo")
+    with openai_serving(backend.engine, backend, keys=(digest,), **names) as running:
+        yield running
+
+
+QUESTION = "What does machine learning find in examples?"
+
+
+def test_a_pipeline_answers_the_openai_package(api: RunningApi, pipelines: TritonServer) -> None:
+    """Streamed and whole, with its citations and the usage of its calls."""
+    client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="key", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["demo", "retrieval"]
+    asked: Any = {"model": "retrieval", "messages": [{"role": "user", "content": QUESTION}]}
+    whole = client.chat.completions.create(**asked)
+    said = whole.choices[0].message
+    assert said.content and "Machine learning finds rules" in said.content
+    assert whole.choices[0].finish_reason == "stop" and said.annotations
+    assert len(said.annotations) == 2
+    assert whole.usage and whole.usage.prompt_tokens > 20 and whole.usage.completion_tokens > 20
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == said.content
+    assert len([delta for delta in deltas if delta.content]) > 2
+    assert chunks[-1].usage == whole.usage
+    short = client.chat.completions.create(**asked, max_tokens=3)
+    assert short.choices[0].finish_reason == "length"
+    response = client.responses.create(model="retrieval", input=QUESTION)
+    assert response.output_text == said.content
+    (message,) = response.output
+    assert message.type == "message"
+    assert message.content[0].type == "output_text" and len(message.content[0].annotations) == 2
+    messages = anthropic.Anthropic(base_url=api.url, api_key="key").messages
+    answer = messages.create(
+        model="retrieval", max_tokens=500, messages=[{"role": "user", "content": QUESTION}]
+    )
+    assert answer.content[0].type == "text" and answer.content[0].text == said.content
+
+
+def test_the_guard_refuses_and_errors_are_a_models(
+    api: RunningApi, pipelines: TritonServer
+) -> None:
+    client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="key", max_retries=0)
+    bad: Any = {"model": "retrieval", "messages": [{"role": "user", "content": "poison please"}]}
+    refused = client.chat.completions.create(**bad)
+    said = "I cannot say more about that."
+    assert refused.choices[0].message.refusal == said
+    asked: Any = {"model": "retrieval", "input": "poison please"}
+    with client.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    assert "response.refusal.delta" in kinds and "response.refusal.done" in kinds
+    for response in (streamed, client.responses.create(**asked)):
+        message = response.output[-1]
+        assert message.type == "message" and message.content[-1].type == "refusal"
+        assert message.content[-1].refusal == said
+    messages = anthropic.Anthropic(base_url=api.url, api_key="key").messages
+    told: Any = {"model": "retrieval", "max_tokens": 500, "messages": bad["messages"]}
+    with messages.stream(**told) as answered:
+        final = answered.get_final_message()
+    for answer in (final, messages.create(**told)):
+        assert answer.stop_reason == "refusal"
+        assert answer.content[-1].type == "text" and answer.content[-1].text == said
+    until(lambda: live_requests(pipelines) == 0)
+    with pytest.raises(openai.BadRequestError, match="n: above 1: a pipeline gives one answer"):
+        client.chat.completions.create(**bad, n=2)
+    with pytest.raises(openai.BadRequestError, match="is a pipeline, which answers conversations"):
+        client.completions.create(model="retrieval", prompt="a")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{api.url}/v1", api_key="no").chat.completions.create(**bad)
+
+
+def test_a_client_who_leaves_ends_the_pipeline(api: RunningApi, pipelines: TritonServer) -> None:
+    client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="key", max_retries=0)
+    long: Any = [{"role": "user", "content": LONG * 4}]
+    with client.chat.completions.create(model="retrieval", messages=long, stream=True) as stream:
+        next(iter(stream))
+        assert live_requests(pipelines) == 1
+    until(lambda: live_requests(pipelines) == 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(value=values(), dtype=st.sampled_from(DTYPES))
+@example(value=b"RIFFab\0\0", dtype="STRING")
+@example(value=["a\0", "b"], dtype="STRING")
+@example(value=1.0039062, dtype="BF16")
+def test_a_value_is_in_triton_what_it_is_in_testing(
+    pipelines: TritonServer, typed: LoadedModel, value: Any, dtype: str
+) -> None:
+    """Sent to another model and back, and sent to the caller: the same elements, or one error."""
+    asked = typed_models.case(dtype, value)
+    ask = typed.ask(case=asked).wait()
+    in_testing = [next(iter(each.items())) for each in ask.responses]
+    in_triton, failed = [], None
+    try:
+        for result in Stream(pipelines, "typed", case=asked):
+            name = result.get_response().outputs[0].name
+            in_triton.append((name, result.as_numpy(name)))
+    except InferenceServerException as error:
+        failed = error.message()
+    assert failed == (ask.error and ask.error.message())
+    assert [name for name, _ in in_triton] == [name for name, _ in in_testing]
+    for (_, left), (_, right) in zip(in_triton, in_testing, strict=True):
+        assert same(left.tolist(), right.tolist()) and left.dtype == right.dtype
+    (seen,) = in_triton[0][1].tolist()
+    wanted, found = expected(value, dtype), pickle.loads(seen)
+    if isinstance(found, str):
+        assert found.startswith(f"mirror: {dtype}: ")
+    else:
+        assert wanted is not None and same(found, wanted)
+        if dtype != "BF16":  # a Python model cannot have such an output
+            assert same(in_triton[1][1].tolist(), wanted)

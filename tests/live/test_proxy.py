@@ -30,8 +30,8 @@ from tests.helpers.server_requests import generate, generate_stream
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from tests.helpers.waiting import in_pieces, until
 from trtllm_bls.client import Client
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.ports import choose
+from trtllm_bls.operate.ports import choose
+from trtllm_bls.operate.tritonserver import TritonServer
 
 ATTACKS = 200
 MODELS = "/v2/models/tensorrt_llm_bls"

@@ -20,11 +20,11 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
-from tests.helpers.processes import free_ports
+from tests.helpers.processes import unused_ports
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import until
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,7 +50,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any
     tokenizer = load_tokenizer(MODEL)
     script = Script(step_seconds=0.005, vocab_size=tokenizer.model_vocab_size)
     sizes = {"eos_id": tokenizer.eos_id or 0, "vocab_size": tokenizer.vocab_size}
-    (port,) = free_ports(1)
+    (port,) = unused_ports(1)
     with ExitStack() as stack:
         played = service_in_a_thread(EchoEngine(script), Behaviour(**sizes, leaks=False))
         service, url = stack.enter_context(played)

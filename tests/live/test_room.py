@@ -20,8 +20,8 @@ from tests.helpers.server_settings import ROOT
 from tests.live.conftest import echo_settings
 from trtllm_bls.client import Client
 from trtllm_bls.errors import ClientError
-from trtllm_bls.health import ServerProcesses
-from trtllm_bls.launcher import TritonServer
+from trtllm_bls.operate.health import ServerProcesses
+from trtllm_bls.operate.tritonserver import TritonServer
 
 pytestmark = pytest.mark.live
 QUESTION = {"text_input": "Once upon a time " * 40, "max_tokens": 400}

@@ -27,12 +27,12 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
-from tests.helpers.processes import Process, free_ports
+from tests.helpers.processes import Process, unused_ports
 from tests.helpers.published import pip_install
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import eventually, until
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
@@ -92,7 +92,7 @@ def fleet(program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
     behaviour = Behaviour(
         eos_id=tokenizer.eos_id or 0, vocab_size=tokenizer.vocab_size, leaks=False
     )
-    front, metrics, *ports = free_ports(2 + WORKERS)
+    front, metrics, *ports = unused_ports(2 + WORKERS)
     with ExitStack() as stack:
         workers = []
         for number, port in enumerate(ports):
@@ -142,7 +142,9 @@ def test_the_manifest_s_options_are_those_of_the_page(program: str) -> None:
     """And smg has each of them."""
     told = subprocess.run([program, "launch", "--help"], capture_output=True, text=True, check=True)
     known = set(re.findall(r"--[a-z][a-z0-9-]+", told.stdout))
-    manifest = (ROOT / "deploy" / "kubernetes" / "smg.yaml").read_text(encoding="utf-8")
+    manifest = (ROOT / "deploy" / "kubernetes" / "overlays" / "smg" / "router.yaml").read_text(
+        encoding="utf-8"
+    )
     options = set(re.findall(r"^ +- (--\S+)", manifest, re.M))
     assert {option.partition("=")[0] for option in options} <= known
     words = line_of_the_page(ROOT / "docs" / "scale.md")

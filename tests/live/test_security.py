@@ -19,7 +19,7 @@ import pytest
 import trustme
 from click.testing import CliRunner
 
-from tests.helpers.processes import free_ports
+from tests.helpers.processes import unused_ports
 from tests.helpers.served import Served, good
 from tests.helpers.server_requests import metric
 from tests.helpers.server_settings import DEMO
@@ -28,9 +28,9 @@ from tests.live.conftest import echo_repository, echo_settings
 from trtllm_bls.cli import main
 from trtllm_bls.client import Client, Tls
 from trtllm_bls.errors import ClientError, SetupError
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.http_process import HttpProcess
-from trtllm_bls.settings import Override, ServeSettings
+from trtllm_bls.operate.http_process import HttpProcess
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.settings.command_options import Override, ServeSettings
 
 WORDS = "one two three four five"
 ASKED: dict[str, Any] = {"text_input": WORDS, "max_tokens": 40}
@@ -163,7 +163,7 @@ def https_url(
     in_front = SimpleNamespace(
         **{
             name: getattr(guarded, name)
-            for name in ("grpc_url", "http_url", "metrics_url", "host", "repository")
+            for name in ("grpc_url", "http_url", "metrics_url", "host", "repository", "workdir")
         },
         environment=guarded.environment,
         settings=settings,
@@ -254,7 +254,7 @@ def test_serve_speaks_https_alone_and_is_found_again_after_a_restart(
 ) -> None:
     """To users of Triton's HTTP and of the OpenAI API, on the ports that were asked for; the lines
     that it prints work as they are."""
-    (port,) = free_ports(1)
+    (port,) = unused_ports(1)
     own = files["server"]
     running = Served(
         echo_repository(tmp_path), "--model", str(DEMO / "target"), "--openai-port", str(port),

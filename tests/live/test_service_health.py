@@ -13,12 +13,12 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
-from tests.helpers.processes import free_ports
+from tests.helpers.processes import unused_ports
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_requests import generate, post
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import until
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 WORDS = "one two three"
 ASKED: dict[str, Any] = {"text_input": WORDS, "max_tokens": 40}
@@ -56,7 +56,7 @@ def refused(http: str, api: str) -> None:
 
 def test_readiness_and_refusals_of_a_server_before_a_service() -> None:
     """Of ``serve``, of the OpenAI API and of the command; a service that is ill at first, too."""
-    (port,) = free_ports(1)
+    (port,) = unused_ports(1)
     tokenizer = load_tokenizer(DEMO / "target")
     ill = Behaviour(eos_id=tokenizer.eos_id or 0, health="RuntimeError: dead")
     well = Behaviour(eos_id=tokenizer.eos_id or 0)

@@ -21,13 +21,13 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
-from tests.helpers.processes import free_ports
+from tests.helpers.processes import unused_ports
 from tests.helpers.published import pip_install
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
-from trtllm_bls.engines.trtllm_service import messages
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.engines.trtllm_service import service_messages as messages
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 MODEL = DEMO / "target"
 WORDS = "one two three, stop here and on"
@@ -79,7 +79,7 @@ def smg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
         max_seq_len=32_768,
         stop_ids=lambda text: tokenizer.encode(text, add_special_tokens=False, field="stop"),
     )
-    port, metrics = free_ports(2)
+    port, metrics = unused_ports(2)
     with service_in_a_thread(engine, behaviour) as (service, url):
         command = [bin_ / "smg", "launch", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-port", str(metrics), "--policy", "round_robin"]

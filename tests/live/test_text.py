@@ -22,10 +22,11 @@ from tests.helpers.server_requests import (
     post,
 )
 from tests.helpers.waiting import in_pieces, until
-from trtllm_bls.client import Client, Event, infer_request
-from trtllm_bls.contract import BLS
+from trtllm_bls.client import Client, Event
+from trtllm_bls.client.client import infer_request
 from trtllm_bls.errors import EngineError, InvalidRequest
-from trtllm_bls.launcher import TritonServer
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.wire.contract import BLS
 
 WORLD = "Héllo 世界, नमस्ते दुनिया! 👩‍👩‍👧‍👦🇩🇪 العربية\n\tdef f(x):\n        return x  # ok"
 ERROR_AFTER_3 = 666001

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
-import uvicorn
-from starlette.types import Receive, Scope, Send
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tritonclient import http as http_client
 
-from trtllm_bls.http.triton import TritonHttp
-from trtllm_bls.launcher import TritonServer
+from tests.helpers.triton_front import KEY, Front, in_front_of
+from trtllm_bls.errors import defects
+from trtllm_bls.http.routes import ROUTES
+from trtllm_bls.operate.tritonserver import TritonServer
 
 pytestmark = pytest.mark.live
 
 BLS = "/v2/models/tensorrt_llm_bls"
+JSON = "application/json"
 ASK = {"text_input": "What is 12 * 9?", "max_tokens": 4}
 IDS = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 3}
 # Triton answers 500 to JSON of wrong types, which is the caller's mistake.
@@ -27,32 +33,15 @@ WRONG = {500: 400}
 
 
 @pytest.fixture(scope="module")
-def ports(server: TritonServer) -> Iterator[tuple[int, int]]:
+def front(server: TritonServer) -> Iterator[Front]:
+    with in_front_of(server.grpc_url, server.http_url) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ports(server: TritonServer, front: Front) -> tuple[int, int]:
     """Triton's own, and that of the program in front of it."""
-    app: TritonHttp | None = None
-
-    async def program(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal app
-        if scope["type"] == "lifespan":
-            await receive()
-            app = TritonHttp(server.grpc_url, server.http_url)
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-            await app.close()
-            await send({"type": "lifespan.shutdown.complete"})
-        else:
-            assert app is not None
-            await app(scope, receive, send)
-
-    listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(program, log_level="warning", server_header=False, date_header=False)
-    running = uvicorn.Server(config)
-    thread = threading.Thread(target=running.run, args=([listening],))
-    thread.start()
-    yield int(server.http_url.rpartition(":")[2]), listening.getsockname()[1]
-    running.should_exit = True
-    thread.join()
-    listening.close()
+    return int(server.http_url.rpartition(":")[2]), front.port
 
 
 def asked(port: int, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
@@ -114,16 +103,20 @@ BODIES: list[dict[str, Any] | bytes] = [
 def test_generate_is_answered_as_triton_answers_it(
     ports: tuple[int, int], kind: str, body: Any
 ) -> None:
-    """The same JSON, refusals too; only wrong JSON is the caller's mistake, not the server's. How
-    many tokens share an event depends on time: of streams the whole texts are compared."""
+    """The same JSON; a refusal of this program has the same form, but names the member. How many
+    tokens share an event depends on time: of streams the whole texts are compared."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     status, form, expected = asked(ports[0], "POST", f"{BLS}/{kind}", raw)
     told = asked(ports[1], "POST", f"{BLS}/{kind}", raw)
-    assert told[:2] == (WRONG.get(status, status), form)
+    assert told[0] == WRONG.get(status, status)
+    by_model = status == 200 or b"INVALID_ARG" in told[2] or b"[request id" in told[2]
+    assert told[1] == (form if by_model else "application/json")
     if status == 200 and kind == "generate_stream":
         assert whole_stream(told[2]) == whole_stream(expected)
-    else:
+    elif by_model:
         assert members(told[2]) == members(expected)
+    else:  # refused before Triton sees it
+        assert [name for name, _ in members(told[2])] == ["error"]
 
 
 def members(data: bytes) -> list[tuple[str, Any]]:
@@ -147,38 +140,41 @@ def whole_stream(data: bytes) -> list[tuple[str, list[str], dict[str, Any]]]:
     return [(texts[index], list(last[index]), last[index]) for index in sorted(texts)]
 
 
+INFER = {
+    "inputs": [
+        {"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["a b"]},
+        {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [5]},
+    ]
+}
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
         ("POST", f"{BLS}/versions/1/generate", ASK),
         ("POST", f"{BLS}/versions/2/generate", ASK),
         ("POST", f"{BLS}/versions/0001/generate", ASK),
-        ("POST", f"{BLS}/versions/x/generate", ASK),
         ("POST", "/v2/models/nobody/generate", ASK),
         ("POST", "/v2/models/nobody/generate_stream", ASK),
         ("POST", f"{BLS}/generate?x=1", ASK),
-        ("POST", f"{BLS}/generate/", ASK),
-        ("GET", f"{BLS}/generate", None),
-        ("PUT", f"{BLS}/generate", ASK),
         ("POST", "/v2/models/preprocessing/generate", {"QUERY": "a b", "REQUEST_OUTPUT_LEN": 5}),
         ("POST", "/v2/models/ensemble/generate", ASK),
         ("POST", "/v2/models/tensorrt_llm/generate", IDS),
         ("POST", "/v2/models/tensorrt_llm/generate_stream", {**IDS, "streaming": True}),
-        ("POST", "/v2/models/tensorrt_llm/generate", {**IDS, "bad_words_list": [1, 2, 3]}),
-        ("POST", "/v2/models/tensorrt_llm/generate", {**IDS, "lora_weights": 1.0}),
         ("GET", "/v2", None),
         ("GET", "/v2/health/ready", None),
         ("GET", "/v2/health/live", None),
         ("GET", f"{BLS}/ready", None),
         ("GET", f"{BLS}", None),
+        ("GET", f"{BLS}/versions/1", None),
         ("GET", f"{BLS}/config", None),
+        ("GET", f"{BLS}/config?x=1", None),
         ("GET", "/v2/models/nobody/config", None),
-        ("GET", "/nothing", None),
-        ("POST", "/v2/repository/index", {}),
-        ("POST", f"{BLS}/infer", ASK),
+        ("POST", "/v2/models/preprocessing/infer", INFER),
+        ("POST", f"{BLS}/infer", INFER),
     ],
 )
-def test_every_other_path_is_answered_by_triton(
+def test_what_the_table_has_is_answered_as_triton_answers_it(
     ports: tuple[int, int], method: str, path: str, body: Any
 ) -> None:
     """Models of every kind, versions, unknown names, and what is not generate at all."""
@@ -187,11 +183,187 @@ def test_every_other_path_is_answered_by_triton(
     assert asked(ports[1], method, path, raw) == asked(ports[0], method, path, raw)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", f"{BLS}/versions/x/generate", 404),
+        ("POST", f"{BLS}/generate/", 404),
+        ("GET", f"{BLS}/generate", 405),
+        ("PUT", f"{BLS}/generate", 405),
+        ("GET", "/nothing", 404),
+        ("GET", "/v2/models/tensorrt_llm%5Fbls", 404),
+        ("GET", "/v2/health/../models/tensorrt_llm_bls", 404),
+        ("POST", "/v2/repository/index", 403),
+    ],
+)
+def test_what_it_has_not_is_refused_with_tritons_status(
+    ports: tuple[int, int], front: Front, method: str, path: str, status: int
+) -> None:
+    """In Triton's form, without asking it."""
+    before = len(front.forwarded)
+    told = asked(ports[1], method, path, b"{}" if method == "POST" else None)
+    assert told[:2] == (status, "application/json") and [*json.loads(told[2])] == ["error"]
+    assert len(front.forwarded) == before
+    assert asked(ports[0], method, path, b"{}" if method == "POST" else None)[0] == status
+
+
+def test_binary_tensors_reach_the_model(front: Front) -> None:
+    """By Triton's published client, packed and not; its headers of length are not those it sent."""
+    with http_client.InferenceServerClient(f"127.0.0.1:{front.port}") as client:
+        query = http_client.InferInput("QUERY", [1, 1], "BYTES")
+        query.set_data_from_numpy(np.array([["a b"]], object))
+        count = http_client.InferInput("REQUEST_OUTPUT_LEN", [1, 1], "INT32")
+        count.set_data_from_numpy(np.array([[5]], np.int32))
+        for packing in (None, "gzip"):
+            told = client.infer(
+                "preprocessing",
+                [query, count],
+                request_compression_algorithm=packing,
+                response_compression_algorithm=packing,
+            )
+            assert told.as_numpy("REQUEST_INPUT_LEN").shape == (1, 1)
+        assert client.get_model_metadata("preprocessing")["name"] == "preprocessing"
+
+
+# --- neighbours of what is served -----------------------------------------------------------------
+
+FORMS = (
+    *("application/json", "Application/JSON; charset=utf-8", "application/jsonX", "", " ", "*/*"),
+    *("application/x-www-form-urlencoded", "application/x-www-form-urlencodedX", "text/plain;x"),
+    *("APPLICATION/X-WWW-FORM-URLENCODED", "multipart/form-data; boundary=x", "application/json,"),
+    *("application/octet-stream", "application/json\tx", "\xff"),
+)
+METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "get")
+SPOILS = (
+    *("/", "//", "/.", "/..", "/../", "/x/..", ";a=b", "?x=1", "#f", "%00", "%2f", "%2e%2e", "%20"),
+    *(
+        "X",
+        ".",
+        "..",
+        "%",
+        "\\",
+        "\xe9",
+        "%c3%a9",
+        "%252e",
+        "/versions/1",
+        "/versions/",
+        "*",
+        "%0a",
+    ),
+)
+HEADERS = (
+    *("content-encoding: gzip", "content-encoding: deflate", "content-encoding: identity"),
+    *("accept-encoding: gzip", "expect: 100-continue", "connection: Upgrade\r\nupgrade: h2c"),
+    *("x-http-method-override: GET", "content-type: text/plain", "authorization: Bearer x"),
+    *("inference-header-content-length: 2", "inference-header-content-length: -1", "te: trailers"),
+    *("inference-header-content-length: 99999999999", "traceparent: \xff", "closed by serve: x"),
+    *("triton_grpc_error: true", "host: [", "transfer-encoding: chunked", "content-length: 1"),
+)
+BODIES_SENT = (
+    *(b"", b"{}", b"[]", b"null", json.dumps(ASK).encode(), json.dumps(INFER).encode(), b"\xff"),
+    *(gzip.compress(json.dumps(INFER).encode()), b'{"a":' * 5000, b"a=1&" * 1000, b"\0" * 100),
+)
+ALLOWED = {"host", "accept-encoding", "content-type", "content-length"}
+
+
+@st.composite
+def neighbours(draw: st.DrawFn) -> tuple[str, str, list[str], bytes]:
+    """Method, target, headers and body of a request that is nearly one of the table."""
+    row = draw(st.sampled_from(ROUTES))
+    models = st.sampled_from(("preprocessing", "tensorrt_llm_bls", "tensorrt_llm_bls/versions/1"))
+    path = row.path.replace("{model}", draw(models)).replace("{name}", "x")
+    for _ in range(draw(st.sampled_from((0, 1, 1, 2, 3)))):
+        place = draw(st.sampled_from([at for at, each in enumerate(path + "/") if each == "/"]))
+        at = draw(st.just(place) | st.integers(0, len(path)))
+        how = draw(st.integers(0, 3))
+        if how == 0 and at < len(path):
+            path = f"{path[:at]}%{ord(path[at]):02x}{path[at + 1 :]}"
+        elif how == 1:
+            path = path[:at] + path[at:].swapcase()
+        else:
+            path = path[:at] + draw(st.sampled_from(SPOILS)) + path[at:]
+    method = draw(st.just(row.method) | st.sampled_from(METHODS))
+    body = draw(st.sampled_from(BODIES_SENT) | st.binary(max_size=9))
+    form = draw(st.sampled_from(FORMS) | st.just("application/json"))
+    headers = [f"content-type: {form}", *draw(st.lists(st.sampled_from(HEADERS), max_size=2))]
+    return method, path, headers, body
+
+
+def status_of(port: int, method: str, path: str, headers: list[str], body: bytes) -> int:
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
+        raw.sendall("\r\n".join([*lines, *headers, "", ""]).encode("latin-1"))
+        with suppress(ConnectionError):  # refused already
+            raw.sendall(body)
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            part = raw.recv(65536)
+            assert part, answer
+            answer += part
+            answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return int(answer.split()[1])
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(neighbours(), st.sampled_from((None, KEY)))
+def test_nothing_but_the_table_reaches_triton(
+    front: Front, asked_for: tuple[str, str, list[str], bytes], key: str | None
+) -> None:
+    """Neighbours of every row, with and without a key: only what a row names is forwarded, as this
+    program wrote it. Whatever else it is, it is the client's mistake, and Triton lives."""
+    method, path, headers, body = asked_for
+    before = len(front.forwarded)
+    defects.clear()
+    keyed = [f"authorization: Bearer {key}"] if key else []
+    status = status_of(front.keyed, method, path, [*keyed, *headers], body)
+    assert (status < 500 or status == 501) and not defects
+    target = path.partition("?")[0].encode("latin-1")
+    rows = [row for row in ROUTES if row.method == method and row.pattern.fullmatch(target)]
+    if not (key or any(row.keyless for row in rows)):
+        assert status in (400, 401, 431)  # 400: this is not HTTP
+    if not rows or rows[0].control:
+        assert 400 <= status < 500
+    sent = front.forwarded[before:]
+    assert len(sent) <= (bool(rows) and not rows[0].control and not rows[0].by_grpc)
+    for each in sent:
+        head, _, content = each.partition(b"\r\n\r\n")
+        line, *fields = head.decode("ascii").split("\r\n")
+        assert line == f"{method} {target.decode()} HTTP/1.1"
+        found = dict(field.lower().split(": ", 1) for field in fields)
+        assert len(found) == len(fields)
+        assert found.keys() <= ALLOWED | {name.decode() for name in rows[0].headers}
+        assert int(found.get("content-length", 0)) == len(content)
+        assert found.get("content-type", JSON) in (JSON, "application/octet-stream")
+        assert ("content-type" in found) == bool(rows[0].body)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("path", ["/v2/health/ready", f"{BLS}/generate", f"{BLS}/infer", "/x", "/"])
+def test_no_form_of_any_spelling_reaches_triton(front: Front, path: str, form: str) -> None:
+    """6 MB of one end Triton 24.10."""
+    before = len(front.forwarded)
+    header = [f"content-type: {form}"] if form else []
+    assert 400 <= status_of(front.port, "POST", path, header, b"a=1&" * 1_500_000) < 500
+    assert len(front.forwarded) == before
+    assert status_of(front.port, "GET", "/v2/health/live", [], b"") == 200
+
+
+@pytest.mark.parametrize("depth", [200, 100_000])
+@pytest.mark.parametrize("kind", ["generate", "generate_stream", "infer"])
+def test_no_depth_of_json_reaches_triton(front: Front, kind: str, depth: int) -> None:
+    """200 kB of brackets end Triton 24.10."""
+    for text in (b'{"inputs": ' + b"[" * depth, b'{"a":' * depth + b"1" + b"}" * depth):
+        sent = b'{"text_input": "a", ' + text[1:]
+        path = f"{BLS.replace('tensorrt_llm_bls', 'preprocessing')}/{kind}"
+        assert status_of(front.port, "POST", path, ["content-type: application/json"], sent) == 400
+    assert status_of(front.port, "GET", "/v2/health/live", [], b"") == 200
+
+
 def test_an_integer_that_does_not_fit_is_refused(ports: tuple[int, int]) -> None:
     """Triton would take 99999999999 for 1215752191."""
     body = json.dumps({**ASK, "max_tokens": 99999999999}).encode()
     told = asked(ports[1], "POST", f"{BLS}/generate", body)
-    assert told[::2] == (400, b'{"error":"input \'max_tokens\': 99999999999 does not fit INT32"}')
+    assert told[::2] == (400, b'{"error":"max_tokens: 99999999999 does not fit INT32"}')
 
 
 @pytest.mark.parametrize("kind", ["generate", "generate_stream"])

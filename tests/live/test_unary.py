@@ -18,11 +18,11 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.helpers.server_settings import DEMO, free_ports
-from trtllm_bls.configure.engine import models_for
-from trtllm_bls.contract import ENSEMBLE
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.serve import announcement
-from trtllm_bls.parameters.cpp_backend import Version
+from trtllm_bls.configure.engine_dir import models_for
+from trtllm_bls.operate.serve import announcement
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.settings.cpp_backend import Version
+from trtllm_bls.wire.contract import ENSEMBLE
 
 PROMPT = "The answer of the engine is"
 TOKENS = 12

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from trtllm_bls.cli import main
-from trtllm_bls.launcher.serve import PROMPTS
+from trtllm_bls.operate.serve import PROMPTS
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("trtllm_bls", "models", "assets", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")

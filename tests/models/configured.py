@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from tests.helpers.model_configurations import parsed
 from trtllm_bls.cli import main
+from trtllm_bls.configure.pbtxt import FORMAT
 
 BUILD = {
     "max_batch_size": 32,
@@ -28,7 +29,7 @@ def make_engine(place: Path, build: dict[str, Any], **more: Any) -> Path:
     place.mkdir()
     config = {"version": "1.0.0", "pretrained_config": {}, "build_config": build} | more
     (place / "config.json").write_text(json.dumps(config))
-    (place / "rank0.engine").touch()
+    (place / "rank0.engine").write_bytes(b"an engine")
     return place
 
 
@@ -55,8 +56,9 @@ class Written:
         return parsed(self.out, model)
 
     def values(self, model: str) -> dict[str, str]:
+        """The parameters, less those that tell of the file itself."""
         parameters = self.config(model).parameters.items()
-        return {key: value.string_value for key, value in parameters}
+        return {key: value.string_value for key, value in parameters if key not in FORMAT}
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.loaded_tokenizers import loaded
 from tests.helpers.small_tokenizers import directory
 from tests.models.configured import BUILD, Demo, make_engine
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from typing import Any
 from google.protobuf import text_format
 
 from tests.models.configured import Demo
-from trtllm_bls.doctor import CHECKS, Finding, Subject, examine
-from trtllm_bls.launcher.checks import PYTHON
+from trtllm_bls.operate.checks import PYTHON
+from trtllm_bls.operate.doctor import CHECKS, Finding, Subject, examine
 
 
 def findings(name: str, **subject: Any) -> list[Finding]:
@@ -44,9 +44,9 @@ def container(place: Path) -> Path:
     """A server with TensorRT-LLM's backend, as its containers have it; no file of it can run."""
     for backend in ("python", "tensorrtllm"):
         (place / "backends" / backend).mkdir(parents=True)
-    (place / "bin").mkdir()
-    (place / "bin" / "tritonserver").touch()
-    stub = place / "python_backend_stubs" / PYTHON
-    stub.mkdir(parents=True)
-    (stub / "triton_python_backend_stub").touch()
+    stub = place / "python_backend_stubs" / PYTHON / "triton_python_backend_stub"
+    for binary in (place / "bin" / "tritonserver", stub):
+        binary.parent.mkdir(parents=True)
+        binary.write_text("#!/bin/sh\n")
+        binary.chmod(0o755)
     return place

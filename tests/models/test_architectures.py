@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from trtllm_bls.engines.embedded.model import load
 from trtllm_bls.errors import CheckpointError
-from trtllm_bls.parameters import EngineParameters
+from trtllm_bls.settings.parameters import EngineParameters
 
 _SIZES = {
     "vocab_size": 96,
@@ -59,12 +60,13 @@ RUN: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "Bloom": {"n_layer": 2, "n_head": 4},
-    "CodeGen": {**_GPT, "rotary_dim": 4},
     "Falcon": {},
-    "GPTJ": {**_GPT, "rotary_dim": 8},
     "Mamba": {},
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
 }
+# transformers 5.24 moved their attention to its common interface, in which the engine's slots work.
+_SINCE_5_24 = {"CodeGen": {**_GPT, "rotary_dim": 4}, "GPTJ": {**_GPT, "rotary_dim": 8}}
+(RUN if Version(transformers.__version__) >= Version("5.24") else REFUSED).update(_SINCE_5_24)
 
 
 def checkpoint(directory: Path, name: str, changes: dict[str, Any]) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,13 @@ import pytest
 from tests.helpers.server_settings import DEMO
 from tests.helpers.small_tokenizers import MAKERS, directory
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.tokenizer import GUARD, Tokenizer, load_tokenizer
+from trtllm_bls.text.tokenizer import (
+    GUARD,
+    TemplateTooCostly,
+    TemplateWatch,
+    Tokenizer,
+    load_tokenizer,
+)
 from trtllm_bls.types import ChatOptions
 
 # As DeepSeek's: markers that are added tokens but not special, one of which the template looks for.
@@ -166,3 +174,66 @@ def test_a_lone_surrogate_is_refused_by_a_tokenizer_that_normalizes() -> None:
     tokenizer = load_tokenizer(directory("sentencepiece"))
     with pytest.raises(InvalidRequest, match=r"^messages: .* is half of a character"):
         tokenizer.render_chat(conversation("a \ud800"))
+
+
+# --- templates of checkpoints that nobody has read ------------------------------------------
+
+LOOPS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}{% endfor %}{% endfor %}"
+)
+GROWS = (
+    "{% set all = namespace(text='a' * 99) %}"
+    "{% for a in range(99) %}{% set all.text = all.text ~ all.text %}{% endfor %}"
+)
+COPIES = (
+    "{% set all = namespace(seen=['a' * 99999]) %}"
+    "{% for a in range(99) %}{% set all.seen = all.seen + all.seen %}{% endfor %}"
+)
+WRITES = LOOPS.replace("{% set c = b %}", "{{ messages[0].content }}")
+RECURSES = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}"
+ESCAPES = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+CHANGES = "{{ messages.append(messages[0]) }}"
+WELL = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [LOOPS, GROWS, COPIES, WRITES, RECURSES, ESCAPES, CHANGES])
+@pytest.mark.parametrize("place", ["always", "for tools"])
+def test_a_template_can_neither_run_for_ever_nor_grow_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, place: str
+) -> None:
+    """The request is refused; the next is answered, as are those of other threads meanwhile."""
+    monkeypatch.setattr(TemplateTooCostly, "cpu_s", 0.3)
+    tools: list[dict[str, Any]] | None = None
+    if place == "for tools":
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        template = "{% if tools %}" + template + "{% endif %}"
+    bad = "{% if 'bad' in messages[0].content %}" + template + "{% endif %}" + WELL
+    tokenizer = with_template(directory("byte-level"), tmp_path, bad)
+    asked = conversation("bad")
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="the chat template refuses them"):
+                tokenizer.render_chat(asked, tools=tools)
+            meanwhile = other.submit(tokenizer.render_chat, conversation("good"))
+            assert tokenizer.render_chat(conversation("good")) == meanwhile.result() == "good"
+    if template in (LOOPS, WRITES):
+        with pytest.raises(InvalidRequest, match="of CPU or 256 MiB"):
+            tokenizer.render_chat(asked, tools=tools)
+
+
+def test_an_end_that_comes_too_late_for_its_template_reaches_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Templates that end at the very moment: each is refused or is not, and nothing comes later."""
+    watch, ended = TemplateWatch(), 0
+    monkeypatch.setattr(TemplateTooCostly, "cpu_s", 0.0)
+    monkeypatch.setattr(TemplateWatch, "_LOOK_S", 0.002)
+    for turn in range(400):
+        try:
+            with watch:
+                until_at = time.thread_time() + 0.00005 * (turn % 80)
+                while time.thread_time() < until_at:
+                    pass
+        except TemplateTooCostly:
+            ended += 1
+    assert 0 < ended < 400

@@ -22,7 +22,7 @@ from tests.helpers.published import templates
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.conversation import TakenConversations
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.text.tokenizer import Tokenizer
 
 TURN = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' and CALLS %}"

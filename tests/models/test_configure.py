@@ -14,8 +14,8 @@ import pytest
 from tests.helpers.model_configurations import check_wires, rows_of_config, rows_of_table
 from tests.models.configured import BUILD, NOT_PAGED, Demo, error_of, make_engine
 from trtllm_bls.configure.pbtxt import PARAMETERS
-from trtllm_bls.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
-from trtllm_bls.wire.engine_client import DeployedModel
+from trtllm_bls.engines.triton_model import DeployedModel
+from trtllm_bls.wire.contract import BLS, ENGINE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING
 
 CHECKOUT = Path(__file__).parents[2] / "models"
 

@@ -11,9 +11,9 @@ import pytest
 from tests.helpers.model_configurations import rows_of_config
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, error_of, make_engine
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters import EngineFacts, parameters_in
-from trtllm_bls.parameters.cpp_backend import check_backend, parse_version
-from trtllm_bls.parameters.cpp_backend import keys_of as keys_of_table
+from trtllm_bls.settings.cpp_backend import check_backend, parse_version
+from trtllm_bls.settings.cpp_backend import keys_of as keys_of_table
+from trtllm_bls.settings.parameters import EngineFacts, parameters_in
 
 FACTS = json.loads((Path(__file__).parent / "cpp_backend_keys.json").read_text())
 

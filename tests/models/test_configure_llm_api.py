@@ -14,7 +14,7 @@ from tests.helpers.server_settings import DEMO
 from tests.models.configured import Written, error_of
 from tests.models.doctored import findings
 from trtllm_bls.configure.pbtxt import model_config
-from trtllm_bls.contract import LLMAPI
+from trtllm_bls.wire.contract import LLMAPI
 
 MODEL = DEMO / "target"
 YAML = """
@@ -34,7 +34,7 @@ def upstreams(place: Path, model: Path, instances: int = 1, gpus: str = "") -> P
     (version / "model.yaml").write_text(YAML.format(model=model))
     config = model_config(LLMAPI, {"gpu_device_ids": gpus} if gpus else {}, max_batch_size=0)
     config.instance_group[0].count = instances
-    config.output.add(name="kv_cache_hit_rate", data_type="TYPE_FP32", dims=[-1])
+    config.input.add(name="image_url", data_type="TYPE_STRING", dims=[-1])
     (place / "tensorrt_llm" / "config.pbtxt").write_text(text_format.MessageToString(config))
     return place
 
@@ -64,19 +64,23 @@ def test_upstreams_clients_are_kept(tmp_path: Path) -> None:
         LLMAPI.inputs
     )
     assert new.config("tensorrt_llm").model_transaction_policy.decoupled
-    assert new.values("tensorrt_llm")["tensors"] == "llmapi"
+    values = new.values("tensorrt_llm")
+    assert values["tensors"] == "llmapi" and values["accumulate_tokens"] == "true"
+    assert values["exclude_input_in_output"] == "false"
     for model in ("tensorrt_llm", "tensorrt_llm_bls"):
         assert new.values(model)["tensorrt_llm_model_name"] == "tensorrt_llm_engine"
     engine = new.values("tensorrt_llm_engine")
     assert engine["engine"] == "llm_api" and engine["max_sequence_tokens"] == "4096"
-    assert engine["model_yaml"] == str(old / "tensorrt_llm" / "1" / "model.yaml")
+    assert engine["model_yaml"] == "tensorrt_llm_engine/1/model.yaml"
+    copy = (new.out / engine["model_yaml"]).read_text()
+    assert copy == (old / "tensorrt_llm" / "1" / "model.yaml").read_text()
     assert engine["model_dir"] == str(MODEL)
     code = {d.name: (d / "1" / "model.py").read_text() for d in new.out.iterdir()}
     assert code["tensorrt_llm"] == code["tensorrt_llm_bls"] != code["tensorrt_llm_engine"]
-    assert "note: lost: tensor kv_cache_hit_rate" in told
+    assert "note: lost: tensor image_url" in told
     assert "mpirun --allow-run-as-root -n 2 trtllm-llmapi-launch trtllm-bls serve" in told
     assert "srun -N MACHINES" in told
-    assert "kv_cache_hit_rate" in error_of(new.run("--strict", "--force"))
+    assert "image_url" in error_of(new.run("--strict", "--force"))
 
 
 def test_a_repository_without_an_old_one(tmp_path: Path) -> None:
@@ -119,9 +123,9 @@ def test_doctor_finds_nothing_in_it_and_names_what_is_spoilt(
     old = upstreams(tmp_path / "old", MODEL)
     new = Repository(tmp_path / "new", ("--from", old))
     new.write()
-    for name in ("llm_api", "parameters", "readable", "decoupled"):
+    for name in ("llm_api", "parameters", "readable", "layout", "fitness", "decoupled"):
         assert findings(name, repository=new.out) == []
-    file = old / "tensorrt_llm" / "1" / "model.yaml"
+    file = new.out / "tensorrt_llm_engine" / "1" / "model.yaml"
     file.write_text("logits_post_processors: {a: 'none.such:x'}")
     assert "cannot be loaded" in findings("llm_api", repository=new.out)[0].what
     file.write_text("tensor_parallel: 2")

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.embedded_steps import answers
 from trtllm_bls.engines.embedded import EmbeddedEngine
-from trtllm_bls.parameters import EngineParameters
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.settings.parameters import EngineParameters
+from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import EngineRequest
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo"

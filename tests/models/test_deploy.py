@@ -15,6 +15,7 @@ import urllib.request
 import venv
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.waiting import until
 from trtllm_bls import __version__
 from trtllm_bls.cli import main
-from trtllm_bls.launcher.watch import SERVER_METRICS
-from trtllm_bls.parameters import STATUS_DIR
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.operate.watch import SERVER_METRICS
+from trtllm_bls.settings.command_options import ServeSettings
+from trtllm_bls.settings.parameters import STATUS_DIR
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+OVERLAYS = sorted(each.parent for each in (DEPLOY / "kubernetes").glob("overlays/*/*ization.yaml"))
 PORTS = [
     field.name.removesuffix("_port")
     for field in fields(ServeSettings)
@@ -48,25 +49,71 @@ ROUTER = "smg"
 IMAGES = sorted((Path(__file__).parent / "images").glob("*.txt"))
 
 
-def documents(manifest: Path) -> list[Any]:
-    return list(yaml.safe_load_all(manifest.read_text(encoding="utf-8")))
+@cache
+def rendered(*parts: str) -> str:
+    """What ``kubectl apply -k`` would send."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not here, which renders the overlays")
+    order = [kubectl, "kustomize", str((DEPLOY / "kubernetes").joinpath(*parts))]
+    return subprocess.run(order, capture_output=True, text=True, check=True).stdout
+
+
+def documents(overlay: Path) -> list[Any]:
+    return list(yaml.safe_load_all(rendered("overlays", overlay.name)))
 
 
 def servers() -> Iterator[tuple[Any, Any]]:
     """Each pod's specification, and its container with this package."""
-    for manifest in MANIFESTS:
-        for document in documents(manifest):
+    for overlay in OVERLAYS:
+        for document in documents(overlay):
             if document["kind"] == "Deployment" and document["metadata"]["name"] != ROUTER:
                 pod = document["spec"]["template"]["spec"]
                 yield pod, next(c for c in pod["containers"] if c["name"] == "server")
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
-@pytest.mark.parametrize("version", ["1.30", kubernetes_validate.latest_version()])
-def test_kubernetes_accepts_every_object(manifest: Path, version: str) -> None:
-    """By the schemas of an older and the newest release, unknown fields refused."""
-    for document in documents(manifest):
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+@pytest.mark.parametrize("version", ["1.27", "1.30", kubernetes_validate.latest_version()])
+def test_kubernetes_accepts_every_object(overlay: Path, version: str) -> None:
+    """By the schemas of two older and the newest release, unknown fields refused."""
+    assert len(documents(overlay)) > 5
+    for document in documents(overlay):
         kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("component", ["keda", "prometheus-operator"])
+def test_each_overlay_takes_the_components(component: str, tmp_path: Path) -> None:
+    """KEDA replaces the autoscaler; the operator's rules are those of ``alerts.yaml``."""
+    kubernetes = tmp_path / "kubernetes"
+    shutil.copytree(DEPLOY / "kubernetes", kubernetes)
+    for overlay in OVERLAYS:
+        file = kubernetes / "overlays" / overlay.name / "kustomization.yaml"
+        own = file.read_text(encoding="utf-8")
+        file.write_text(f"{own}components: [../../components/{component}]\n", encoding="utf-8")
+        found = {
+            (each["kind"], each["metadata"]["name"]): each
+            for each in yaml.safe_load_all(rendered(str(file.parent)))
+        }
+        file.write_text(own, encoding="utf-8")
+        scaled = ("HorizontalPodAutoscaler", "trtllm-bls") in found
+        if component == "keda":
+            trigger = found["ScaledObject", "trtllm-bls"]["spec"]["triggers"][0]["metadata"]
+            assert not scaled and "trtllm_bls_server_num_requests_waiting" in trigger["query"]
+        else:
+            rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text(encoding="utf-8"))
+            assert scaled and found["PrometheusRule", "trtllm-bls"]["spec"] == rules
+            scraped = found["PodMonitor", "trtllm-bls"]["spec"]["podMetricsEndpoints"]
+            assert {each["port"] for each in scraped} <= set(PORTS)
+
+
+def test_the_server_writes_into_volumes_alone() -> None:
+    """Its root is read-only, and it has no token of Kubernetes."""
+    for pod, server in servers():
+        assert server["securityContext"]["readOnlyRootFilesystem"]
+        assert pod["automountServiceAccountToken"] is False
+        volumes = {each["name"]: each for each in pod["volumes"]}
+        paths = {each["mountPath"]: volumes[each["name"]] for each in server["volumeMounts"]}
+        assert "emptyDir" in paths["/tmp"] and "emptyDir" in paths["/dev/shm"]
 
 
 def test_what_is_served_is_what_is_asked_for() -> None:
@@ -78,7 +125,7 @@ def test_what_is_served_is_what_is_asked_for() -> None:
         for name in PORTS:
             assert ports[name] == getattr(settings, f"{name}_port")
         assert server["image"].endswith(f":{__version__}")
-    scalers = [d for m in MANIFESTS for d in documents(m) if d["kind"].startswith("Horizontal")]
+    scalers = [d for m in OVERLAYS for d in documents(m) if d["kind"].startswith("Horizontal")]
     metrics = [
         metric["pods"]["metric"]["name"]
         for scaler in scalers
@@ -88,7 +135,7 @@ def test_what_is_served_is_what_is_asked_for() -> None:
     assert metrics
     assert set(metrics) <= {metric.name for metric in SERVER_METRICS}
     # They are on the health port, which is scraped and open to whoever scrapes it.
-    for document in (d for m in MANIFESTS for d in documents(m)):
+    for document in (d for m in OVERLAYS for d in documents(m)):
         if document["kind"] == "Deployment" and document["metadata"]["name"] != ROUTER:
             annotations = document["spec"]["template"]["metadata"]["annotations"]
             assert int(annotations["prometheus.io/port"]) == settings.health_port
@@ -114,10 +161,10 @@ def test_network_policies_and_services_name_ports_that_there_are() -> None:
     named = {port["name"] for _, server in servers() for port in server["ports"]}
     (router,) = next(
         document["spec"]["template"]["spec"]["containers"]
-        for document in documents(DEPLOY / "kubernetes" / "smg.yaml")
-        if document["kind"] == "Deployment"
+        for document in documents(Path("smg"))
+        if document["kind"] == "Deployment" and document["metadata"]["name"] == ROUTER
     )
-    for document in (d for m in MANIFESTS for d in documents(m)):
+    for document in (d for m in OVERLAYS for d in documents(m)):
         if document["kind"] == "NetworkPolicy":
             rules = [port for rule in document["spec"]["ingress"] for port in rule["ports"]]
             assert {port["port"] for port in rules} == named
@@ -196,6 +243,7 @@ def test_the_arguments_are_those_of_serve() -> None:
 # The last httpcore that runs with the image's h11; their own requirements say which.
 HTTPCORE = {"25.03": "1.0.8", "26.07": "1.0.9"}
 NEEDS_OF_HTTPCORE = {"1.0.8": ["certifi", "h11<0.15,>=0.13"], "1.0.9": ["certifi", "h11>=0.16"]}
+NEEDS_OF_WSPROTO = "h11>=0.9,<1"  # the last that runs with 25.03's
 
 
 def installs(image: Path) -> list[list[str]]:
@@ -245,10 +293,10 @@ def test_the_containers_packages_are_whole_and_replace_nothing(image: Path) -> N
     packages = there | added
     theirs = [
         text
-        for name in added.keys() - {"httpcore"}
+        for name in added.keys() - {"httpcore", "wsproto"}
         for text in importlib.metadata.requires(name) or []
     ]
-    theirs += NEEDS_OF_HTTPCORE[added["httpcore"]]
+    theirs += [*NEEDS_OF_HTTPCORE[added["httpcore"]], NEEDS_OF_WSPROTO]
     required = wanted([*ours(), *map(Requirement, theirs)])
     for requirement in required:
         version = packages[canonicalize_name(requirement.name)]

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from tests.helpers.small_tokenizers import directory
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, make_engine
 from tests.models.doctored import change, container, findings, only, rewrite
-from trtllm_bls import doctor
+from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.cli import main
-from trtllm_bls.doctor import Subject, examine
+from trtllm_bls.operate import doctor
+from trtllm_bls.operate.doctor import Subject, examine
 
 
 def with_draft(demo: Demo, tmp_path: Path, **more: Any) -> Path:
@@ -349,3 +350,15 @@ def test_an_environment_that_the_server_cannot_read(monkeypatch: pytest.MonkeyPa
 def test_little_shared_memory(tmp_path: Path) -> None:
     """A directory that is not there has none."""
     assert "--shm-size" in only(findings("shared_memory", shared_memory=tmp_path / "none")).mend
+
+
+def test_what_new_writes_and_what_is_bundled_is_clean(tmp_path: Path) -> None:
+    """As doctor and ``serve`` look at it; a copy of a file that is spoilt is not."""
+    model = tmp_path / "models" / "mine"
+    told = CliRunner().invoke(main, ["new", str(model)])
+    assert told.exit_code == 0, told.output
+    for repository in (model.parent, REPOSITORY):
+        for name in ("readable", "layout", "fitness", "placeholders", "wiring", "tensors"):
+            assert findings(name, repository=repository) == []
+    (model / "1" / "model.py").write_text("class TritonPythonModel:\n  def\n")
+    assert "is no Python" in only(findings("layout", repository=model.parent)).what

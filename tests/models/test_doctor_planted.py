@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.small_tokenizers import directory
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, make_engine
 from tests.models.doctored import change, container, rewrite
-from trtllm_bls.doctor import Finding, Subject, examine
+from trtllm_bls.operate.doctor import Finding, Subject, examine
 
 BLS, ENGINE, DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
 
@@ -65,7 +65,7 @@ class Deployment(Demo):
 
     def rank(self, count: int) -> None:
         for number in range(1, count):
-            (self.engine / f"rank{number}.engine").touch()
+            (self.engine / f"rank{number}.engine").write_bytes(b"an engine")
 
     def lose(self, model: str, side: str, name: str) -> None:
         """Remove a tensor."""
@@ -114,6 +114,19 @@ XGRAMMAR = {"guided_decoding_backend": "xgrammar"}
 INFO = {"xgrammar_tokenizer_info_path": "/nowhere/info.json"}
 # What is done, and the words by which the fault is to be named.
 FAULTS: dict[str, tuple[Plant, str]] = {
+    # files of the engine
+    "an engine that was not copied": (
+        lambda d: (d.engine / "rank0.engine").write_bytes(b""),
+        "rank0.engine is empty",
+    ),
+    "an engine that Git did not fetch": (
+        lambda d: (d.engine / "rank0.engine").write_bytes(b"version https://git-lfs.github.com/"),
+        "is a pointer of Git LFS",
+    ),
+    "a cache below one sequence": (
+        lambda d: d.set(ENGINE, max_tokens_in_paged_kv_cache="64"),
+        "max_tokens_in_paged_kv_cache is 64",
+    ),
     # sizes
     "batch above the engine's": (
         lambda d: d.edit(ENGINE, lambda c: setattr(c, "max_batch_size", 64)),

@@ -8,7 +8,7 @@ import torch
 from tests.helpers.embedded_steps import POISON, Steps, checkpoint, generated, prompt, request
 from trtllm_bls.engines.embedded.model import Slots, load
 from trtllm_bls.errors import EngineError, SettingsError
-from trtllm_bls.parameters import EngineParameters
+from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.types import EngineChunk, FinishReason, Wants
 
 

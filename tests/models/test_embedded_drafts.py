@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.embedded_steps import NO_LOOP, VOCAB, Steps, generated, prompt, request
 from trtllm_bls.engines.base import QueuedChunks
-from trtllm_bls.engines.embedded.engine import Sequence, Submission
+from trtllm_bls.engines.embedded.batching import Sequence, Submission
 from trtllm_bls.engines.sampling import TokenSampler
 from trtllm_bls.types import (
     Array,

@@ -25,7 +25,7 @@ from tests.helpers.embedded_steps import (
 )
 from trtllm_bls.engines.base import Engine, QueuedChunks
 from trtllm_bls.engines.embedded import EmbeddedEngine
-from trtllm_bls.engines.embedded.engine import Sequence, Submission
+from trtllm_bls.engines.embedded.batching import Sequence, Submission
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
@@ -33,7 +33,7 @@ from trtllm_bls.errors import (
     Overloaded,
     Unsupported,
 )
-from trtllm_bls.parameters import EngineParameters
+from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.types import Draft, EngineChunk, EngineRequest, FinishReason, Wants
 
 TRUTH = generated(IDS := prompt(14), 20)

@@ -20,7 +20,7 @@ from tests.helpers.embedded_steps import (
 )
 from trtllm_bls.engines.embedded.model import Segment, load
 from trtllm_bls.errors import CheckpointError, SettingsError
-from trtllm_bls.parameters import EngineParameters
+from trtllm_bls.settings.parameters import EngineParameters
 
 LENGTHS = (1, 30, 9, 90, 2, 17)
 

@@ -21,18 +21,19 @@ from openai.types import Batch, Completion, FileObject, Image, Model, Moderation
 
 from tests.helpers.embedded_steps import answers, checkpoint
 from tests.helpers.tools import ping_and_set_tree
-from trtllm_bls.chat_parsing.formats import FORCED, TOOL_FORMATS, forced_calls
-from trtllm_bls.chat_parsing.parser import Arguments, ChatParser, ToolCall
 from trtllm_bls.engines.base import join_chunks
-from trtllm_bls.engines.embedded import EmbeddedEngine
+from trtllm_bls.engines.embedded import EmbeddedEngine, guides
 from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.openai.chat import conversation_of
+from trtllm_bls.openai.content import ContentReader
 from trtllm_bls.openai.conversation import ChatFormats, answer_form, guided_decoding
 from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
-from trtllm_bls.parameters import EngineParameters
-from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.settings.parameters import EngineParameters
+from trtllm_bls.text.chat_formats import FORCED, TOOL_FORMATS, forced_calls
+from trtllm_bls.text.chat_parser import Arguments, ChatParser, ToolCall
+from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
 from trtllm_bls.types import (
     Draft,
     EngineRequest,
@@ -300,7 +301,9 @@ def test_an_answer_obeys_the_schema_or_is_a_call(tokenizer: Tokenizer, family: s
         },
         ChatRequest,
     )
-    guide = answer_form(conversation_of(request), ChatFormats(TOOL_FORMATS[family]))[0]
+    guide = answer_form(
+        conversation_of(request, ContentReader()), ChatFormats(TOOL_FORMATS[family])
+    )[0]
     assert guide is not None and guide.field == "response_format"
     final = "<|channel|>final<|message|>Ada"  # a message that is neither
     told = [CALLS[family], '{"name": "Ada", "age": 7}', '{"name": "Ada"}', "Ada", "", final]
@@ -508,3 +511,14 @@ def test_a_demanded_call_is_made(
         assert isinstance(events[0], ToolCall) and events[0].name in ("set_tree", name or "ping")
         arguments = "".join(e.text for e in events if isinstance(e, Arguments))
         assert json.loads(arguments) == json.loads(text)[0]["arguments"]
+
+
+def test_an_llguidance_that_is_too_old_is_named(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT-LLM 1.2 pins 0.7.29, beside which all else works."""
+    monkeypatch.setattr(guides, "version", {"llguidance": "0.7.29"}.get)
+    old = Guides(DEMO, tokenizer.vocab_size)
+    with pytest.raises(Unsupported, match=r"needs llguidance 1\.6; 0\.7\.29 is here"):
+        asyncio.run(old.of(guided("json_schema", "{}")))
+    old.close()

@@ -15,7 +15,7 @@ import tokenizers
 from tests.helpers.loaded_tokenizers import copied, loaded
 from tests.helpers.small_tokenizers import MAKERS, directory
 from trtllm_bls.errors import InvalidRequest, TokenizerError
-from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
 from trtllm_bls.types import ChatOptions
 
 # --- text to ids ----------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_an_unusable_generation_config(tmp_path: Path, content: str) -> None:
 
 SILENT = """
 import sys
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.tokenizer import load_tokenizer
 assert "transformers" not in sys.modules, "imported before it is needed"
 tokenizer = load_tokenizer(sys.argv[1])
 assert len(tokenizer.encode("longer than the model", False)) > 4

@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.loaded_tokenizers import copied, loaded
 from tests.helpers.small_tokenizers import MAKERS
-from trtllm_bls.tokenizer import Tokenizer, load_tokenizer
+from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
 
 # --- words that an engine is told -----------------------------------------------------------
 

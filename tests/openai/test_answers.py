@@ -23,10 +23,10 @@ from tests.helpers.openai_server import MODEL, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, drafted, prompt_ids, saying, tokenizer
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls import __version__
-from trtllm_bls.orchestrator import Defaults
-from trtllm_bls.parameters import STATUS_DIR
-from trtllm_bls.services.engine_service import tell_longest
-from trtllm_bls.status import StatusDirectory
+from trtllm_bls.orchestrator.orchestrator import Defaults
+from trtllm_bls.orchestrator.status import StatusDirectory
+from trtllm_bls.settings.parameters import STATUS_DIR
+from trtllm_bls.triton.engine_service import tell_longest
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 
 JSON = {"Content-Type": "application/json"}
@@ -159,7 +159,8 @@ def test_an_answer_whose_time_is_up_was_cut(connect: Connect, stream: bool) -> N
     engine = saying(SAYS * 100, step_seconds=0.01)
     backend = ScriptedBackend(engine, defaults=Defaults(timeout_s=0.3))
     _, client = connect(engine, backend=backend)
-    asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1000}
+    # With a stop string, the answer is read token by token.
+    asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1000, "stop": ["never"]}
     if stream:
         *_, last = client.completions.create(**asked, stream=True)
     else:

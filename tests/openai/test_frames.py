@@ -21,7 +21,7 @@ from trtllm_bls.openai.builder import (
     chat_logprobs,
     spelled,
 )
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import TextChunk, TokenText
 
 HEAD = Head(id='cmpl-"1"', object="object", created=5, model='a "model"\\', system_fingerprint="fp")

@@ -21,8 +21,8 @@ from tests.helpers.waiting import until
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.openai import asgi_app
 from trtllm_bls.openai.app import ApiSettings
-from trtllm_bls.status import StatusDirectory
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.orchestrator.status import StatusDirectory
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 MODEL = DEMO / "target"
 NOWHERE = "127.0.0.1:1"

@@ -8,14 +8,18 @@ import json
 import socket
 import subprocess
 import threading
+import tracemalloc
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from doubles.scripted import ScriptedEngine
 from tests.helpers.http2_offers import CLIENTS, post_twice
@@ -23,8 +27,8 @@ from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
 from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
-from trtllm_bls.http import guard
-from trtllm_bls.http.guard import BodyReader, ConnectionLimits, GuardedProtocol, Refused
+from trtllm_bls.http import limits as guard
+from trtllm_bls.http.limits import BodyReader, ConnectionLimits, GuardedProtocol, Refused
 
 BODY = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 100}).encode()
 JSON = "content-type: application/json\r\n"
@@ -92,7 +96,7 @@ def test_a_client_reads_why_its_body_is_too_large(
         answer = read(raw)
         assert (answer.status, answer.error["message"]) == (
             413,
-            "the body is larger than 4194304 bytes, which is the limit",
+            "the body is larger than 4194304 bytes, which is the limit (--max-body-bytes)",
         )
         if "close" in further:
             assert raw.recv(1) == b""
@@ -100,6 +104,113 @@ def test_a_client_reads_why_its_body_is_too_large(
             raw.sendall(head(len(BODY)) + BODY)
             assert read(raw).status == 200
     assert client.models.list().data
+
+
+LIMITS = ConnectionLimits()
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+LONG = b"x" * LIMITS.header_bytes
+
+
+@pytest.mark.parametrize("keys", [(), (b"digest",)])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET / HTTP/1.1\r\na: " + LONG + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 2000 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\na: " + LONG * 20, 431),  # without an end
+        (b"GET /" + b"a" * 61_000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"GET /" + LONG * 20, 414),
+        (b"GET /?" + b"a" * LIMITS.url_bytes + b" HTTP/1.1\r\n\r\n", 414),
+        (b"\r\n" * len(LONG), 431),
+        (CHUNKED + JSON.encode() + b"\r\n2\r\n{}\r\n0\r\na: " + LONG + b"\r\n\r\n", 431),
+        (CHUNKED + JSON.encode() + b"\r\n2\r\n{}\r\n0\r\n" + b"a: b\r\n" * 2000, 431),
+        (CHUNKED + JSON.encode() + b"\r\n0\r\na: " + LONG * 20, 431),
+        (CHUNKED + JSON.encode() + b"\r\n2;" + LONG * 20, 431),  # what a chunk says of itself
+    ],
+    ids=range(11),
+)
+def test_what_is_no_body_has_a_limit(
+    sent: bytes, status: int, whole: bool, keys: tuple[bytes, ...], connect: Connect
+) -> None:
+    """Headers, trailers and all else, in one read or in many, with and before a check of keys.
+
+    Refused before the program sees the request, or in place of its answer; once, and with its
+    reason.
+    """
+    engine = saying(SAYS)
+    api, _ = connect(engine, keys=keys)
+    with connected(api) as raw:
+        for at in range(0, len(sent), len(sent) if whole else 4096):
+            raw.sendall(sent[at : at + (len(sent) if whole else 4096)])
+        answer = read(raw)
+        if keys and sent.startswith(CHUNKED):  # the missing key may have been told before
+            assert answer.status in (status, 401)
+        else:
+            assert answer.status == status and b" bytes; send " in answer.body
+        raw.shutdown(socket.SHUT_WR)
+        assert b"HTTP/1.1" not in raw.recv(65536)
+    assert not engine.requests
+
+
+def test_trailers_are_dropped(connect: Connect) -> None:
+    """None of them is a header of the request, such as a key, and none is kept."""
+    api, _ = connect(keys=(sha256(b"secret").digest(),))
+    trailers = b"authorization: Bearer secret\r\nx-request-id: late\r\n"
+    chunks = b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(BODY), BODY, trailers)
+    for key, status in (("", 401), ("authorization: Bearer secret\r\n", 200)):
+        with connected(api) as raw:
+            raw.sendall(head(None, JSON + key) + chunks)
+            answer = read(raw)
+        assert answer.status == status and "late" not in answer.headers
+
+
+def test_an_unfinished_request_holds_no_more_than_the_limit() -> None:
+    """Whatever it is made of: what the protocol keeps of it is counted, not what was sent."""
+
+    def held(sent: bytes) -> int:
+        loop = asyncio.new_event_loop()
+        state = ServerState()
+        config = uvicorn.Config(None, http=GuardedProtocol)  # type: ignore[arg-type]
+        config.loaded_app = ignore  # type: ignore[assignment]
+        protocol = GuardedProtocol(
+            LIMITS, config=config, server_state=state, app_state={}, _loop=loop
+        )
+        transport: Any = SimpleNamespace(
+            **dict.fromkeys(
+                ("write", "close", "pause_reading", "resume_reading"), lambda *given: None
+            ),
+            get_extra_info=lambda name: None,
+            is_closing=lambda: False,
+        )
+        tracemalloc.start()
+        protocol.connection_made(transport)
+        for at in range(0, len(sent), 65_536):
+            protocol.data_received(sent[at : at + 65_536])
+        kept = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        protocol._stop_timer()
+        for task in state.tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        return kept
+
+    async def ignore(scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+    most = 8 * LIMITS.header_bytes
+    tiny, chunk = b"a: b\r\n", CHUNKED + b"\r\n1\r\nx\r\n"
+    for begin, rest in (
+        (b"GET / HTTP/1.1\r\n", tiny),
+        (b"GET / HTTP/1.1\r\na: ", b"x"),
+        (b"GET /", b"x"),
+        (b"", b"\r\n"),
+        (chunk + b"0\r\n", tiny),
+        (chunk + b"0\r\na: ", b"x"),
+        (chunk + b"1;", b"x"),
+    ):
+        assert held(begin + rest * (20 * LIMITS.header_bytes // len(rest))) < most, begin
 
 
 def test_who_waits_for_permission_need_not_send_a_large_body(connect: Connect) -> None:

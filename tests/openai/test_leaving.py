@@ -8,10 +8,10 @@ import hashlib
 import http.client
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -37,10 +37,10 @@ from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.openai.app import ApiSettings, Health, create_app
 from trtllm_bls.openai.exchange import Reply, run_all
-from trtllm_bls.openai.exposition import samples, share, shared, written
-from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.services.request_reports import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
-from trtllm_bls.status import StatusDirectory
+from trtllm_bls.openai.exposition import SharedSamples, samples, written
+from trtllm_bls.orchestrator.orchestrator import Defaults, Orchestrator
+from trtllm_bls.orchestrator.reports import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
+from trtllm_bls.orchestrator.status import StatusDirectory
 from trtllm_bls.types import (
     Ending,
     EngineCapacity,
@@ -488,27 +488,60 @@ def test_requests_leave_nothing_to_the_garbage_collector(connect: Connect) -> No
         gc.enable()
 
 
-def test_workers_add_up_their_metrics(tmp_path: Path) -> None:
+FORK = multiprocessing.get_context("fork")
+FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads of tests
+
+
+@FORKS
+def test_workers_add_up_their_metrics() -> None:
     """What a worker counted stays when it has ended; what it had running does not."""
     metrics = RequestMetrics()
     metrics.record(PROMPT_TOKENS, (), 5)
     metrics.record(RUNNING, (), 2)
     metrics.record(DURATION, ("success",), 0.5)
     own = samples(metrics, 'a "model"')
-    share(own, tmp_path)
-    assert shared(tmp_path) == own
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    (tmp_path / str(os.getpid())).rename(tmp_path / str(ended.pid))
-    share(own, tmp_path)
-    text = written(shared(tmp_path))
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    values = {sample.name: sample for family in families.values() for sample in family.samples}
-    assert values[PROMPT_TOKENS.name].value == 10
-    assert values[PROMPT_TOKENS.name].labels["model"] == 'a "model"'
-    assert values[RUNNING.name].value == 2
-    counts = families[DURATION.name].samples
-    assert max(sample.value for sample in counts if sample.name.endswith("_count")) == 2
+    together = SharedSamples()
+    assert together.put(own) == together.put(own) == own
+    for workers in range(1, 4):
+        worker = FORK.Process(target=together.put, args=(own,))
+        worker.start()
+        worker.join()
+        text = written(together.put(own))
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        values = {sample.name: sample for family in families.values() for sample in family.samples}
+        assert values[PROMPT_TOKENS.name].value == 5 + 5 * workers
+        assert values[PROMPT_TOKENS.name].labels["model"] == 'a "model"'
+        assert values[RUNNING.name].value == 2
+        counts = families[DURATION.name].samples
+        found = max(sample.value for sample in counts if sample.name.endswith("_count"))
+        assert found == 1 + workers
+
+
+@FORKS
+def test_metrics_survive_a_worker_that_is_killed_while_it_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lock ends with it, and what others have counted is whole."""
+    metrics = RequestMetrics()
+    metrics.record(PROMPT_TOKENS, (), 5)
+    own = samples(metrics, "model")
+    together = SharedSamples()
+    together.put(own)
+    write = os.pwrite
+
+    def dies(file: int, text: bytes, at: int) -> int:
+        write(file, text[: len(text) // 2], at)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    for _ in range(3):  # each finds the old version at another place
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", dies)
+            worker = FORK.Process(target=together.put, args=(own,))
+            worker.start()
+            worker.join()
+        assert worker.exitcode == -signal.SIGKILL
+        assert together.put(own) == own
 
 
 async def test_a_write_that_waits_ends_with_its_request() -> None:

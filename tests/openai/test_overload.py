@@ -19,12 +19,11 @@ from tests.helpers.scripted_text import PROMPT, saying
 from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
 from tests.openai.test_refusals import ask, completion
-from trtllm_bls.admission import Admission
-from trtllm_bls.http.guard import accepting
+from trtllm_bls.http.limits import accepting
 from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.exchange import Reply, run_all
-from trtllm_bls.orchestrator import Orchestrator
-from trtllm_bls.prompts import PromptMaker
+from trtllm_bls.orchestrator.orchestrator import Admission, Orchestrator
+from trtllm_bls.text.prompts import PromptMaker
 from trtllm_bls.types import TextRequest
 
 COMPLETIONS = "/v1/completions"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
+import shlex
 import shutil
 import urllib.request
 from base64 import b64encode
@@ -18,8 +21,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
-from doubles.scripted import ScriptedEngine
+from doubles.scripted import Script, ScriptedEngine
+from doubles.speaking import SpeakingEngine
 from tests.helpers.openai_server import MODEL
+from tests.helpers.published import AXE, npm_install
 from tests.helpers.scripted_text import drafted, saying, tokenizer
 from tests.helpers.waiting import until
 from tests.openai.conftest import Connect
@@ -30,12 +35,13 @@ BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None
 DRIVER = shutil.which("chromedriver") or "/usr/bin/chromedriver"
 MISSING = "needs Chromium and its driver: apt-get install chromium chromium-driver"
 PAGE = Path(__file__).parents[2] / "trtllm_bls" / "openai"
-LIBRARIES = (PAGE / "marked.js", PAGE / "purify.js")
+LIBRARIES = (PAGE / "marked.js", PAGE / "purify.js", PAGE / "temml.js")
+ANSWER = "article.assistant .formatted"
 REPLY = "Hello <b>there</b> & 🙂 you: <img src=x onerror=alert(1)>."
 FLAGS = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"),
     *("disable-background-networking", "disable-component-update", "disable-sync"),
-    *("disable-dev-shm-usage", "window-size=800,900"),
+    *("disable-dev-shm-usage", "window-size=1200,900"),
 )
 
 
@@ -67,8 +73,47 @@ class Page:
         return self.browser.find_element(By.CSS_SELECTOR, selector)
 
     def texts(self, selector: str) -> list[str]:
-        found = self.browser.find_elements(By.CSS_SELECTOR, selector)
-        return [each.get_property("textContent") for each in found]
+        script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+        return list(self.browser.execute_script(script, selector))
+
+    def script(self, script: str, *arguments: Any) -> Any:
+        return self.browser.execute_script(script, *arguments)
+
+    def starts(self) -> None:
+        """The models of the server are known."""
+        self.until(lambda: self.find("#model").get_property("value"))
+
+    def set(self, name: str, value: str) -> None:
+        """A setting, as its field is changed."""
+        self.script(
+            "const field = document.getElementById('set-' + arguments[0]);"
+            "if (field.type === 'checkbox') field.checked = true; else field.value = arguments[1];"
+            "field.dispatchEvent(new Event('input'))",
+            name,
+            value,
+        )
+
+    def ask(self, text: str) -> None:
+        """Send a message, and wait for the end of the answer."""
+        self.find("#message").send_keys(text, Keys.ENTER)
+        self.rests()
+
+    def rests(self) -> None:
+        """No answer comes any more."""
+        self.until(lambda: not self.find("#stop").is_displayed())
+
+    def act(self, label: str, place: str = "article:last-child") -> None:
+        """Press a button, which is named by its label."""
+        self.script(
+            "const named = (each) => each.getAttribute('aria-label') ?? each.textContent;"
+            "[...document.querySelectorAll(`${arguments[0]} button`)]"
+            ".find((each) => named(each).startsWith(arguments[1])).click()",
+            place,
+            label,
+        )
+
+    def turns(self) -> list[str]:
+        return [each.strip() for each in self.texts(f"article.user > .text, {ANSWER}")]
 
     def type(self, *keys: str) -> None:
         """Into whatever has the focus."""
@@ -84,6 +129,12 @@ class Page:
         return [str(line["message"]) for line in self.browser.get_log("browser")]
 
 
+def speaking(answer: Callable[[str], str], step_seconds: float = 0) -> SpeakingEngine:
+    """Says what the prompt's text asks for."""
+    size = tokenizer().model_vocab_size
+    return SpeakingEngine(tokenizer(), answer, Script(vocab_size=size, step_seconds=step_seconds))
+
+
 def replying(messages: list[dict[str, str]], text: str = REPLY) -> ScriptedEngine:
     """Says ``text`` to this conversation."""
     prompt = tokenizer().render_chat(messages)
@@ -97,22 +148,29 @@ def test_a_chat_by_keyboard_alone(browser: webdriver.Chrome, connect: Connect) -
     engine = replying(asked)
     api, _ = connect(drafted(engine, replying(asked)))
     page = Page(browser, api.url)
-    page.until(lambda: page.find("#model").text == MODEL)
+    page.starts()
     page.type("Hi", Keys.SHIFT + Keys.ENTER + Keys.NULL, "you", Keys.ENTER)
     page.ends("has ended: stop")
-    assert page.texts("article .text:not(.thoughts)") == ["Hi\nyou", REPLY]
+    assert page.turns() == ["Hi\nyou", REPLY]
     assert not page.browser.find_elements(By.CSS_SELECTOR, "article img, article b")
-    coloured = page.texts(".text .drafted")
+    coloured = page.texts(".drafted")
     assert coloured and all(piece in REPLY for piece in coloured)
     tokens = len(tokenizer().encode_word(REPLY))
     (figures,) = page.texts(".figures")
     assert f"{tokens} tokens" in figures and "first token after" in figures
-    assert f"{len(coloured)} accepted from drafts" in figures
+    assert re.search(r"\d tokens/s", figures)
+    drafts = page.script("return Object.values(state.chat.turns)[1].figures.drafted")
+    assert (
+        0 < drafts <= tokens and f"{drafts} from drafts ({100 * drafts / tokens:.0f} %)" in figures
+    )
+    page.act("As written")
+    assert page.texts(".raw") == [REPLY]
+    assert "".join(page.texts(".raw .drafted")) == "".join(coloured)
     assert page.complaints() == []
 
 
-MARKDOWN = """# Title
-**Bold**, `code`:
+MARKDOWN = r"""# Title
+**Bold**, `code`, \(x^2\) and a \( alone, $5 or $6:
 ```python
 def f(x):
     return x < 3
@@ -120,6 +178,11 @@ def f(x):
 | a | b |
 |---|---|
 | 1 | 2 |
+
+\[ \frac{1}{2} \]
+
+- [x] done
+- [ ] open
 
 <script>alert(1)</script>
 
@@ -129,154 +192,596 @@ def f(x):
 
 
 def test_markdown_is_shown_and_can_be_copied(browser: webdriver.Chrome, connect: Connect) -> None:
-    """Code in a fixed width; nothing in the answer runs or is loaded."""
+    """Code, formulas, tables, tasks; nothing in the answer runs or is loaded."""
     question = "What is 12 * 9?"
     api, _ = connect(replying([{"role": "user", "content": question}], MARKDOWN))
     page = Page(browser, api.url)
-    page.until(lambda: page.find("#model").text == MODEL)
+    page.starts()
     page.find("#try button").click()
     page.ends("has ended: stop")
     assert not page.find("#try").is_displayed()
-    assert page.texts("article.user .text:not(.thoughts)") == [question]
+    assert page.texts("article.user .text") == [question]
     shown = page.find(".formatted")
-    assert [page.texts(f".formatted {tag}") for tag in ("h1", "strong", "td")] == [
+    tags = ("h3", "strong", "td", "math msup", "math[display=block] mfrac", ".code .word")
+    assert [page.texts(f".formatted {tag}") for tag in tags] == [
         ["Title"],
         ["Bold"],
         ["1", "2"],
+        ["x2"],
+        ["12"],
+        ["def", "return"],
     ]
+    assert r"a \( alone, $5 or $6" in shown.text
+    boxes = page.browser.find_elements(By.CSS_SELECTOR, ".formatted li input")
+    assert [each.is_selected() for each in boxes] == [True, False]
+    assert all(each.size["width"] < 25 for each in boxes)
     assert "monospace" in page.find("pre code").value_of_css_property("font-family")
     assert "<script>alert(1)</script>" in shown.text and "![picture](https:" in shown.text
     links = page.browser.find_elements(By.CSS_SELECTOR, ".formatted a")
     assert [each.get_dom_attribute("href") for each in links] == [None, "https://example.com/"]
     loaded = "return performance.getEntriesByType('resource').map(e => e.name)"
-    assert all(name.startswith(api.url) for name in page.browser.execute_script(loaded))
+    assert all(name.startswith(api.url) for name in page.script(loaded))
     grant = {"permissions": ["clipboardReadWrite"], "origin": api.url}
     page.browser.execute_cdp_cmd("Browser.grantPermissions", grant)
     read = "navigator.clipboard.readText().then(arguments[0])"
-    way, copy = page.browser.find_elements(By.CSS_SELECTOR, ".under button")
-    copy.click()
-    page.until(lambda: copy.text == "Copied")
+    page.act("Copy", "article:last-child .under")
+    page.until(lambda: page.find("#notice").is_displayed())
     assert page.browser.execute_async_script(read).strip() == MARKDOWN.strip()
-    page.find("pre button").click()
-    page.until(lambda: page.find("pre button").text == "Copied")
+    page.find(".code button").click()
+    page.until(lambda: page.find(".code button").text == "Copied")
     assert page.browser.execute_async_script(read) == "def f(x):\n    return x < 3\n"
-    way.click()
-    assert (
-        not shown.is_displayed() and "**Bold**" in page.find(".assistant .text:not(.thoughts)").text
-    )
-    page.find("#clear").click()
-    assert page.find("#try").is_displayed()
     assert page.complaints() == []
 
 
+SETTINGS = {
+    **{"system": "Be kind.", "temperature": "0.75", "top_p": "0,92", "top_k": "17"},
+    **{"min_p": "0.05", "seed": "7", "repetition_penalty": "1.08", "frequency_penalty": "0.33"},
+    **{"presence_penalty": "-0.25", "logit_bias": '{"5": 1.5}', "bad_words": "foo\nbar baz"},
+    **{"max_tokens": "3", "min_tokens": "2", "ignore_eos": "", "stop": "one\ntwo"},
+    **{"stop_token_ids": "3\n4", "include_stop_str_in_output": "", "skip_special_tokens": "false"},
+    **{"draft_memory": "false", "reasoning_effort": "low", "chat_template_kwargs": '{"a": 1}'},
+    **{"logprobs": "", "top_logprobs": "2", "other": '{"user": "it\'s me"}'},
+}
+SENT = {
+    **{"model": MODEL, "temperature": 0.75, "top_p": 0.92, "top_k": 17, "min_p": 0.05, "seed": 7},
+    **{"repetition_penalty": 1.08, "frequency_penalty": 0.33, "presence_penalty": -0.25},
+    **{"logit_bias": {"5": 1.5}, "bad_words": ["foo", "bar baz"], "max_tokens": 3, "min_tokens": 2},
+    **{"ignore_eos": True, "stop": ["one", "two"], "stop_token_ids": [3, 4]},
+    **{"include_stop_str_in_output": True, "skip_special_tokens": False, "draft_memory": False},
+    **{"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}, "logprobs": True},
+    **{"top_logprobs": 2, "user": "it's me", "stream": True},
+}
+
+
 def test_what_was_said_and_set_is_sent(browser: webdriver.Chrome, connect: Connect) -> None:
-    """System prompt, settings, and the turns so far; a new chat begins without them."""
+    """The turns so far and every setting, also by the curl command that the page shows."""
     engine = endless(0)
     api, _ = connect(engine)
     page = Page(browser, api.url)
-    page.find("summary").send_keys(Keys.ENTER)
-    for field, value in (("system", "Be kind."), ("max_tokens", "3"), ("temperature", "0.5")):
-        page.find(f"#{field}").clear()
-        page.find(f"#{field}").send_keys(value)
-    for message in ("one", "two"):
-        page.find("#message").send_keys(message, Keys.ENTER)
-        page.until(lambda: not page.find("#stop").is_enabled())
+    page.starts()
+    for name, value in SETTINGS.items():
+        page.set(name, value)
+    for message in ("one", "it's"):
+        page.ask(message)
         page.ends("has ended: length")
     first, second = (tokenizer().decode(request.input_ids) for request in engine.requests)
     assert "Be kind." in first and "one" in first
-    assert second.index("Be kind.") < second.index("one") < second.index("two")
+    assert second.index("Be kind.") < second.index("one") < second.index("it's")
     assert engine.requests[0].max_tokens == 3
-    assert engine.requests[0].sampling.temperature == 0.5
-    page.find("#clear").click()
+    sampling = engine.requests[0].sampling
+    assert (sampling.temperature, sampling.top_p) == (0.75, 0.92)
+    assert (sampling.repetition_penalty, sampling.min_tokens) == (1.08, 2)
+    page.act("Request as curl")
+    words = shlex.split(page.find("#reader-text").get_property("textContent"))
+    body = json.loads(words[words.index("-d") + 1])
+    roles = [message["role"] for message in body.pop("messages")]
+    assert body == SENT and roles == ["system", "user", "assistant", "user"]
+    request = urllib.request.Request(
+        words[2],
+        json.dumps(body | {"messages": [{"role": "user", "content": "a"}]}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert reply.status == 200
+    browser.refresh()
+    page.starts()
+    assert page.find("#set-top_p").get_property("value") == "0,92"
+    page.script("$('new').click()")
     assert page.texts("article") == []
-    page.find("#message").send_keys("three", Keys.ENTER)
+    page.ask("three")
+    assert "one" not in tokenizer().decode(engine.requests[-1].input_ids)
+    page.script("$('reset').click()")
+    assert page.find("#set-top_p").get_property("value") == ""
+    assert page.find("#set-temperature").get_property("value") == "0.7"
+    assert page.complaints() == []
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "field", "value"),
+    [
+        ("json_object", "", "response_format", {"type": "json_object"}),
+        (
+            *("json_schema", '{"type": "object"}', "response_format"),
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": {"type": "object"}},
+            },
+        ),
+        ("regex", "a+", "structured_outputs", {"regex": "a+"}),
+        ("choice", "yes\nno", "structured_outputs", {"choice": ["yes", "no"]}),
+        ("grammar", "root ::= 'a'", "structured_outputs", {"grammar": "root ::= 'a'"}),
+    ],
+)
+def test_the_form_of_an_answer(
+    browser: webdriver.Chrome, connect: Connect, form: str, text: str, field: str, value: Any
+) -> None:
+    """As the API takes it."""
+    api, _ = connect(endless(0))
+    page = Page(browser, api.url)
+    page.starts()
+    page.set("form", form)
+    page.set("form_text", text)
+    assert page.script("return requestFields()")[field] == value
+
+
+def test_a_setting_that_cannot_be_read_is_shown(
+    browser: webdriver.Chrome, connect: Connect
+) -> None:
+    """Sending opens the settings at the field, which says what is wrong; nothing is sent."""
+    engine = endless(0)
+    api, _ = connect(engine)
+    page = Page(browser, api.url)
+    page.starts()
+    page.set("tools", "[{]")
+    page.ask("Hi")
+    page.until(lambda: page.find("#settings").is_displayed())
+    assert page.browser.switch_to.active_element.get_dom_attribute("id") == "set-tools"
+    assert page.find("#set-tools").get_dom_attribute("aria-invalid") == "true"
+    assert "not JSON" in page.find("#fields .wrong:not(:empty)").text
+    page.set("tools", "")
+    for wrong in ("warm", "1,000", "Infinity", "9007199254740993"):
+        page.set("temperature", wrong)
+        page.type(Keys.ESCAPE)
+        page.act("Try again")
+        page.until(lambda: page.find("#settings").is_displayed())
+        assert f"“{wrong}” is not a number" in page.texts(".error")[-1]
+    page.set("temperature", "")
+    page.set("other", "[1]")
+    page.type(Keys.ESCAPE)
+    page.act("Try again")
+    page.until(lambda: page.find("#settings").is_displayed())
+    assert "not a JSON object" in page.texts(".error")[-1]
+    page.set("other", "")
+    assert not engine.requests
+    page.set("temperature", "3")
+    page.type(Keys.ESCAPE)
+    page.act("Try again")
+    page.ends("failed")
+    assert "temperature" in page.texts(".error")[-1] and "2" in page.texts(".error")[-1]
+    page.set("temperature", "1")
+    page.set("max_tokens", "3")
+    page.act("Try again")
     page.ends("has ended: length")
-    until(lambda: len(engine.requests) == 3)
-    assert "one" not in tokenizer().decode(engine.requests[2].input_ids)
+    assert len(page.turns()) == 2 and len(engine.requests) == 1
+
+
+def test_conversations_are_kept(
+    browser: webdriver.Chrome, connect: Connect, tmp_path: Path
+) -> None:
+    """Over a reload; a list to open, search, rename, delete with a way back, export and import."""
+    api, _ = connect(speaking(lambda prompt: "Yes, **" + str(len(prompt)) + "**"))
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("The first")
+    page.find("#new").click()
+    page.ask("Another")
+    said = page.turns()
+    browser.refresh()
+    page.until(lambda: page.turns() == said)
+    assert page.texts("#chats .open") == ["Another", "The first"]
+    page.find("#search").send_keys("FIRST")
+    assert page.texts("#chats .open") == ["The first"]
+    page.find("#search").send_keys(Keys.CONTROL, "a", Keys.DELETE, Keys.NULL)
+    page.act("Rename", "#chats .current")
+    page.type("A name <b>", Keys.ENTER)
+    assert page.texts("#chats .open") == ["A name <b>", "The first"]
+    assert page.find("#title").text == "A name <b>"
+    folder = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", folder)
+    page.find("#export").click()
+    file = tmp_path / "trtllm-bls chats.json"
+    until(lambda: file.exists())
+    chats = json.loads(file.read_text())["chats"]
+    assert {chat["title"] for chat in chats} == {"A name <b>", "The first"}
+    page.act("Delete", "#chats .current")
+    assert page.texts("#chats .open") == ["The first"] and page.texts("article") == []
+    page.find("#notice button").click()
+    assert len(page.texts("#chats .open")) == 2 and page.turns() == said
+    for _ in range(2):
+        page.act("Delete", "#chats li:first-child")
+    browser.refresh()
+    page.starts()
+    assert page.texts("#chats .open") == []
+    page.find("#import-file").send_keys(str(file))
+    page.until(lambda: len(page.texts("#chats .open")) == 2)
+    page.act("A name", "#chats")
+    assert page.turns() == said
+    bad = tmp_path / "bad.json"
+    for text in (
+        "{",
+        "[]",
+        '{"kind": "trtllm-bls-chats", "chats": [{"turns": {"a": {"role": "x"}}}]}',
+    ):
+        bad.write_text(text)
+        page.find("#import-file").send_keys(str(bad))
+        page.until(lambda: "cannot be imported" in page.find("#notice").text)
+        page.find("#notice button").click()
+    assert len(page.texts("#chats .open")) == 2
+    assert page.complaints() == []
+
+
+def test_turns_are_edited_answered_again_and_branched(
+    browser: webdriver.Chrome, connect: Connect
+) -> None:
+    """Each version stays, with what followed it; a branch may become a chat of its own."""
+    engine = speaking(lambda prompt: f"Answer {len(engine.prompts)}")
+    api, _ = connect(engine)
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("one")
+    page.act("Answer again")
+    page.rests()
+    assert page.turns() == ["one", "Answer 2"]
+    assert page.texts(".alternative") == ["2 / 2"]
+    page.ask("two")
+    page.act("Edit", "article:nth-child(3)")
+    page.type(" more", Keys.CONTROL + Keys.ENTER + Keys.NULL)
+    page.rests()
+    assert page.turns() == ["one", "Answer 2", "two more", "Answer 4"]
+    page.act("Earlier version", "article:nth-child(3)")
+    assert page.turns() == ["one", "Answer 2", "two", "Answer 3"]
+    page.act("Earlier version", "article:nth-child(2)")
+    assert page.turns() == ["one", "Answer 1"]
+    page.act("Edit", "article:nth-child(2)")
+    page.type("!")
+    page.act("Save", "article .edit")
+    assert page.turns() == ["one", "Answer 1!"] and page.texts(".alternative") == ["3 / 3"]
+    page.ask("go on")
+    assert "Answer 1!" in engine.prompts[-1] and "two" not in engine.prompts[-1]
+    page.act("New chat from here", "article:nth-child(2)")
+    assert page.turns() == ["one", "Answer 1!"] and len(page.texts("#chats .open")) == 2
+    page.act("Delete", "article:nth-child(2)")
+    assert page.turns() == ["one"]
+    page.find("#notice button").click()
+    assert page.turns() == ["one", "Answer 1!"]
+    page.find("#message").send_keys(Keys.ARROW_UP)
+    assert page.browser.switch_to.active_element.get_property("value") == "one"
+    page.type(Keys.ESCAPE)
+    assert page.turns() == ["one", "Answer 1!"]
+
+
+def test_an_answer_that_was_cut_goes_on(browser: webdriver.Chrome, connect: Connect) -> None:
+    """In the same turn, from where it ended; its figures add up."""
+    engine = endless(0)
+    api, _ = connect(engine)
+    page = Page(browser, api.url)
+    page.starts()
+    page.set("max_tokens", "5")
+    page.ask("Hi")
+    page.ends("has ended: length")
+    (before,) = page.texts(ANSWER)
+    page.act("Continue")
+    page.until(lambda: "10 tokens" in "".join(page.texts(".figures")))
+    page.rests()
+    (after,) = page.texts(ANSWER)
+    assert after.startswith(before.strip()) and len(after) > len(before)
+    prompt = tokenizer().decode(engine.requests[1].input_ids, skip_special_tokens=False)
+    assert prompt.endswith(page.script("return arguments[0]", before).strip()[-3:])
 
 
 @pytest.mark.parametrize("way", ["button", "escape"])
 def test_stopping_keeps_the_text_and_frees_the_engine(
     browser: webdriver.Chrome, connect: Connect, way: str
 ) -> None:
-    """And the next message is answered."""
+    """And the next message is answered, in another conversation meanwhile."""
     engine = endless(0.02)
     api, _ = connect(engine)
     page = Page(browser, api.url)
+    page.starts()
     page.find("#message").send_keys("Hi", Keys.ENTER)
-    page.until(lambda: len("".join(page.texts("article.assistant .text:not(.thoughts)"))) > 20)
+    page.until(lambda: len("".join(page.texts(ANSWER))) > 20)
     assert engine.live == 1
+    page.find("#new").click()
+    page.find("#message").send_keys("Aside", Keys.ENTER)
+    until(lambda: engine.live == 2)
+    page.act("Hi", "#chats")
+    page.until(lambda: "Hi" in page.turns()[0])
     if way == "button":
         page.find("#stop").click()
     else:
         page.type(Keys.ESCAPE)
     page.ends("has ended: stopped")
-    until(lambda: engine.live == 0)
-    kept = page.texts("article.assistant .text:not(.thoughts)")[0]
-    assert kept
+    until(lambda: engine.live == 1)
+    kept = page.script("return Object.values(state.chat.turns)[1].content")
+    assert kept and kept in page.texts(ANSWER)[0]
     page.find("#message").send_keys("More", Keys.ENTER)
-    page.until(lambda: len(page.texts("article.assistant .text:not(.thoughts)")) == 2)
-    page.until(lambda: page.texts("article.assistant .text:not(.thoughts)")[1])
+    page.until(lambda: len(page.texts(ANSWER)) == 2 and page.texts(ANSWER)[1])
     assert kept in tokenizer().decode(engine.requests[-1].input_ids)
     page.type(Keys.ESCAPE)
     page.ends("has ended: stopped")
+    page.act("Aside", "#chats")
+    page.find("#stop").click()
+    until(lambda: engine.live == 0)
 
 
-def test_a_server_with_keys_is_asked_with_one(browser: webdriver.Chrome, connect: Connect) -> None:
-    """The field is there only where it is wanted."""
+def test_the_key_is_kept_for_the_tab_alone(browser: webdriver.Chrome, connect: Connect) -> None:
+    """The field is there only where it is wanted; a reload keeps the key, another tab has none."""
     api, _ = connect(endless(0), keys=(sha256(b"secret").digest(),))
     page = Page(browser, api.url)
     page.until(lambda: page.find("#key").is_displayed())
     page.type("secret", Keys.TAB)
-    page.until(lambda: page.find("#model").text == MODEL)
+    page.starts()
+    page.until(lambda: not page.find("#key").is_displayed())
+    page.set("max_tokens", "3")
+    page.ask("Hi")
+    page.ends("has ended: length")
+    page.act("Request as curl")
+    shown = page.find("#reader-text").get_property("textContent")
+    assert "secret" not in shown and "Bearer $API_KEY" in shown
+    browser.refresh()
+    page.starts()
+    assert not page.find("#key").is_displayed()
+    kept = "return [localStorage, sessionStorage].map(area => JSON.stringify({...area}))"
+    local, session = page.script(kept)
+    assert "secret" not in local and "secret" in session
+    first = browser.current_window_handle
+    browser.switch_to.new_window("tab")
+    try:
+        other = Page(browser, api.url)
+        other.until(lambda: other.find("#key").is_displayed())
+        assert other.find("#key").get_property("value") == ""
+    finally:
+        browser.close()
+        browser.switch_to.window(first)
     open_api, _ = connect(endless(0))
     page = Page(browser, open_api.url)
-    page.until(lambda: page.find("#model").text == MODEL)
+    page.starts()
     assert not page.find("#key").is_displayed()
 
 
-def test_a_refusal_is_shown_and_the_message_comes_back(
+def test_the_model_is_chosen(browser: webdriver.Chrome, connect: Connect) -> None:
+    """Also a LoRA adapter; the choice is kept."""
+    engine = endless(0)
+    api, _ = connect(engine, loras={"poet": "7"})
+    page = Page(browser, api.url)
+    page.starts()
+    assert page.texts("#model option") == [MODEL, "poet"]
+    page.script("$('model').value = 'poet'; $('model').dispatchEvent(new Event('change'))")
+    page.set("max_tokens", "3")
+    page.ask("Hi")
+    assert "lora_task_id" in engine.requests[0].extras
+    browser.refresh()
+    page.starts()
+    assert page.find("#model").get_property("value") == "poet"
+
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+TOOL = '{"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}'
+
+
+def test_a_call_is_answered_by_hand_and_thoughts_are_folded(
     browser: webdriver.Chrome, connect: Connect
 ) -> None:
-    """In the server's words."""
-    api, _ = connect(endless(0))
+    """The results go back to the model, which goes on."""
+
+    def answer(prompt: str) -> str:
+        return "It is 21." if "21 degrees" in prompt else f"<think>Look it up.</think>Well. {CALL}"
+
+    engine = speaking(answer)
+    api, _ = connect(engine, tool_parser="hermes", reasoning_parser="think")
     page = Page(browser, api.url)
-    page.find("summary").click()
-    page.browser.execute_script("document.getElementById('temperature').value = 3")
-    page.browser.execute_script("document.getElementById('ask').noValidate = true")
-    page.find("#message").send_keys("Hi", Keys.ENTER)
-    page.ends("failed")
-    assert "temperature" in page.texts(".error")[0]
-    assert page.find("#message").get_property("value") == "Hi"
+    page.starts()
+    page.set("tools", TOOL)
+    page.ask("What is the weather?")
+    page.ends("has ended: tool_calls")
+    assert page.texts(".call h3") == ["weather"]
+    assert json.loads(page.texts(".call pre")[0]) == {"city": "Rome"}
+    assert not page.find(".thoughts .text").is_displayed()
+    page.find(".thoughts summary").click()
+    assert page.find(".thoughts .text").text == "Look it up."
+    page.find(".call textarea").send_keys("21 degrees")
+    page.act("Send the results", "article")
+    page.until(lambda: len(page.texts(ANSWER)) == 2)
+    page.rests()
+    assert page.texts("article.tool .text") == ["21 degrees"]
+    assert page.texts(ANSWER)[1].strip() == "It is 21."
+    assert "21 degrees" in engine.prompts[1]
+    sent = page.script("return branch(state.chat).slice(1, 3).map(messageOf)")
+    assert [message["role"] for message in sent] == ["assistant", "tool"]
+    (call,) = sent[0]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
+    assert call["id"] == sent[1]["tool_call_id"] and sent[0]["reasoning_content"] == "Look it up."
+    assert not page.browser.find_elements(By.CSS_SELECTOR, ".call textarea")
 
 
-def test_every_field_has_a_label_and_both_schemes_can_be_read(
+def test_log_probabilities_are_shown_of_the_token_under_the_pointer(
     browser: webdriver.Chrome, connect: Connect
 ) -> None:
-    """Contrast of text and background is at least 4.5, as WCAG AA asks."""
+    """And by the arrow keys, which a screen reader follows."""
+    api, _ = connect()
+    page = Page(browser, api.url)
+    page.starts()
+    page.set("logprobs", "")
+    page.set("top_logprobs", "3")
+    page.ask("Hi")
+    page.act("Tokens, as written")
+    tokens = page.texts(".raw .token")
+    assert len(tokens) > 5
+    webdriver.ActionChains(browser).move_to_element(page.find(".raw .token")).perform()
+    page.until(lambda: page.find("#likely").is_displayed())
+    assert len(page.texts("#likely tr")) == 3 and "log-probability" in page.find("#likely").text
+    assert json.dumps(tokens[0], ensure_ascii=False) in page.find("#likely").text
+    page.script("document.querySelector('.raw').focus()")
+    page.type(Keys.ARROW_RIGHT)
+    assert tokens[1].strip() in page.find("#status").get_property("textContent")
+
+
+def test_text_files_go_with_a_message(
+    browser: webdriver.Chrome, connect: Connect, tmp_path: Path
+) -> None:
+    """And one that is no text does not."""
+    engine = speaking(lambda prompt: "Read.")
+    api, _ = connect(engine)
+    page = Page(browser, api.url)
+    page.starts()
+    for name, data in (("notes.txt", b"The word is plum."), ("image.png", b"\x89PNG\0")):
+        (tmp_path / name).write_bytes(data)
+        page.find("#attach-files").send_keys(str(tmp_path / name))
+        page.until(lambda: page.texts("#files button") == ["notes.txt"])
+    page.until(lambda: "image.png is not a text" in page.find("#notice").text)
+    page.ask("What is the word?")
+    assert page.texts("article.user summary") == ["notes.txt"]
+    assert "The word is plum." in engine.prompts[0] and page.texts("#files button") == []
+
+
+SCHEMES = ("light", "dark")
+WIDTHS = ((375, 667), (820, 900), (1280, 860))
+QUESTION = "How does speculative decoding gain time?"
+EXPLAINED = r"""Speculative decoding lets a **small draft model** propose several tokens,
+which the large model then checks *in one step*.
+
+### How a round goes
+
+1. The draft proposes `k` tokens.
+2. The target computes the probabilities of all of them at once.
+3. Accepted tokens are kept; with acceptance rate $\alpha$ a round yields
+
+\[ E = \frac{1 - \alpha^{k+1}}{1 - \alpha} \]
+
+tokens on average.
+
+```python
+def accept(draft, target, n=5):
+    # Whether each token is kept.
+    for token, p, q in zip(draft, target, n):
+        if random.random() < min(1, p / q):  # never worse
+            yield token
+```
+
+| drafted | accepted | speed |
+|---|---|---|
+| 3 | 2.1 | 1.8 |
+| 5 | 2.9 | 2.2 |
+
+- [x] exact: the distribution is the target's
+- [ ] faster for *every* text
+
+> A draft that is wrong costs little.
+"""
+AXE_RUN = """
+axe.run(document, { resultTypes: ["violations"] }).then((results) => arguments[0](
+  results.violations.flatMap(({ id, nodes }) => nodes.map(({ html }) => `${id}: ${html}`))));
+"""
+TOO_WIDE = """
+return ["#log", "#fields", "html"].map((each) => document.querySelector(each))
+  .map(({ scrollWidth, clientWidth }) => scrollWidth - clientWidth);
+"""
+SMALL = """
+return [...document.querySelectorAll("input:not([type=checkbox]), select, textarea")]
+  .filter((each) => parseFloat(getComputedStyle(each).fontSize) < 16).map(({ id }) => id);
+"""
+
+
+def test_everybody_can_use_the_page(
+    browser: webdriver.Chrome, connect: Connect, tmp_path: Path
+) -> None:
+    """axe-core finds nothing, in both schemes, at three widths; everything has its place.
+
+    With a folder in ``TRTLLM_BLS_SCREENSHOTS`` the screenshots of the documents are written.
+    """
+    npm_install(tmp_path, AXE)
+    asked = [{"role": "user", "content": QUESTION}]
+    draft = replying(asked, EXPLAINED.replace("model", "modes").replace("one", "two"))
+    api, _ = connect(drafted(replying(asked, EXPLAINED), draft), model_names=("demo",))
+    page = Page(browser, api.url)
+    page.starts()
+    page.script((tmp_path / "node_modules" / "axe-core" / "axe.min.js").read_text())
+    assert browser.execute_async_script(AXE_RUN) == []
+    page.ask(QUESTION)
+    images = os.environ.get("TRTLLM_BLS_SCREENSHOTS")
+    try:
+        for scheme, (width, height) in itertools.product(SCHEMES, WIDTHS):
+            feature = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            page.script("showSide(!narrow.matches)")
+            assert browser.execute_async_script(AXE_RUN) == [], (scheme, width)
+            for each in ("#message", "#send", "#open-settings", "#menu"):
+                box = page.find(each).rect
+                assert box["x"] >= 0 and box["x"] + box["width"] <= width, each
+                assert box["y"] >= 0 and box["y"] + box["height"] <= height, each
+            assert page.find("#log").size["height"] > height * 0.75
+            if images:
+                page.script("$('log').scrollTop = 0")
+                browser.save_screenshot(f"{images}/page-{scheme}-{width}.png")
+            page.script("$('settings').showModal()")
+            assert browser.execute_async_script(AXE_RUN) == [], (scheme, width)
+            assert page.script(TOO_WIDE) == [0, 0, 0] and page.script(SMALL) == []
+            page.script("$('settings').close()")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+GROW = """
+const chat = newChat();
+state.chats.set(chat.id, chat);
+openChat(chat);
+const turn = addTurn(chat, null, "assistant");
+state.runs.set(chat.id, { turn, controller: new AbortController() });
+draw();
+const pieces = arguments[0].match(/\\s*\\S+/g);
+let at = 0;
+window.grown = (count, every) => {
+  const view = state.views.get(turn.id);
+  for (let left = count; left > 0; left--) {
+    const drafted = at % 3 ? [[0, 2]] : undefined;
+    grow(turn, { delta: { content: pieces[at++ % pieces.length] }, drafted }, view);
+    if (left % every === 0) view.draw();
+  }
+};
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [MARKDOWN + "\n\n", "a line without an end "], ids=["blocks", "one line"]
+)
+def test_the_cost_of_a_piece_does_not_grow_with_the_answer(
+    browser: webdriver.Chrome, connect: Connect, text: str
+) -> None:
+    """CPU of the page per piece, each drawn: about the same after 500 and after 8,000."""
     api, _ = connect(endless(0))
     page = Page(browser, api.url)
-    unnamed = "return [...document.querySelectorAll('input, select, textarea')].filter(e => "
-    assert page.browser.execute_script(unnamed + "!e.labels.length).map(e => e.id)") == []
-    seen = set()
-    for scheme in ("light", "dark"):
-        feature = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
-        colours = [
-            page.find("body").value_of_css_property(name) for name in ("color", "background-color")
-        ]
-        light, dark = sorted(map(_luminance, colours), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 4.5
-        seen.add(tuple(colours))
-    assert len(seen) == 2
+    page.starts()
+    browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
 
+    def cpu(pieces: int) -> float:
+        def spent() -> float:
+            metrics = browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+            return float({each["name"]: each["value"] for each in metrics}["TaskDuration"])
 
-def _luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    ]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+        before = spent()
+        page.script("grown(arguments[0], 1)", pieces)
+        return (spent() - before) / pieces
+
+    page.script(GROW, text)
+    page.script("grown(300, 1)")  # the program is compiled
+    early = cpu(400)
+    page.script("grown(7100, 50)")
+    assert cpu(400) < 4 * early
+    # All blocks but the last one have their form for good.
+    assert page.script("return state.views.values().next().value.writing.open.length") < 6000
 
 
 def test_the_page_loads_nothing_else(connect: Connect) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 import ssl
@@ -25,7 +27,8 @@ from tests.helpers.small_tokenizers import directory
 from tests.helpers.waiting import until, until_ended
 from tests.openai.conftest import Connect
 from trtllm_bls.cli import main
-from trtllm_bls.status import StatusDirectory
+from trtllm_bls.openai.sockets import socket_protocol
+from trtllm_bls.orchestrator.status import StatusDirectory
 
 NOWHERE = "localhost:1"
 
@@ -91,6 +94,24 @@ def test_workers_answer_over_https_to_who_has_a_key(
     # One that held another's end of the supervisor's pipe would keep its death from being seen.
     one, other = (set(sockets_of(worker)) for worker in supervisor.children())
     assert len(one & other) == len(supervisor.net_connections())  # they listen at the same ones
+
+
+def test_websockets_come_through_tls_with_a_key(
+    process: tuple[subprocess.Popen[str], str], authority: trustme.CA
+) -> None:
+    """To any worker."""
+    client = pytest.importorskip("websockets.sync.client")
+    if socket_protocol() == "none":
+        pytest.skip("this uvicorn limits no message of a WebSocket")
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    authority.issue_cert("client").configure_cert(context)
+    url = process[1].replace("https://", "wss://") + "/v1/responses"
+    headers = {"authorization": "Bearer mine"}
+    with client.connect(url, ssl=context, additional_headers=headers) as connection:
+        connection.send('{"type": "session.update"}')  # which is no request, and in no log
+        told = json.loads(connection.recv(timeout=60))
+        assert (told["type"], told["status"]) == ("error", 400)
 
 
 def sockets_of(process: psutil.Process) -> Iterator[str]:
@@ -229,19 +250,34 @@ def test_a_certificate_that_cannot_be_read_ends_the_server(tmp_path: Path) -> No
     assert "Traceback" not in done.stderr
 
 
-def test_workers_end_with_a_killed_supervisor() -> None:
-    """Nobody would take connections for them any more."""
+def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
+    """Nobody would take connections for them any more. No file of any of them is left."""
     command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
     command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
         try:
             assert running.stdout
             url = running.stdout.readline().split()[-1].removesuffix("/v1")
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=120):
-                children = psutil.Process(running.pid).children(recursive=True)
+            for path in ("/v1/models", "/metrics"):
+                with urllib.request.urlopen(f"{url}{path}", timeout=120):
+                    children = psutil.Process(running.pid).children(recursive=True)
         finally:
             running.kill()
     until_ended(children)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("allowed", [32, 128, 511])
+def test_too_few_open_files_are_told_before_a_client_comes(allowed: int) -> None:
+    """Each connection would be reset without a word."""
+    command = ["bash", "-c", f'ulimit -n {allowed}; exec "$@"', "-", sys.executable]
+    command += ["-m", "trtllm_bls.cli", "openai", "--port", "0", "--engine-url", NOWHERE]
+    command += ["--tokenizer-dir", str(directory("byte-level"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: only {allowed} files may be open (ulimit -Hn), 512 are needed")
 
 
 def test_a_taken_port_is_one_line(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import urllib.request
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,29 @@ import pytest
 from doubles.scripted import Fault
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, prompt_ids, saying, tokenizer
+from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
-from trtllm_bls.admission import Admission
 from trtllm_bls.errors import (
     EngineError,
     EngineStalled,
     EngineUnavailable,
     InvalidRequest,
     Overloaded,
+    PromptTooLong,
     SettingsError,
+    defects,
 )
-from trtllm_bls.http import guard
-from trtllm_bls.openai import KEYS_VARIABLE, read_keys
+from trtllm_bls.http import limits as guard
+from trtllm_bls.http.keys import KEYS_VARIABLE, read_keys
+from trtllm_bls.openai import app
+from trtllm_bls.openai.schema import CompletionRequest, decode
+from trtllm_bls.orchestrator.orchestrator import Admission, Defaults
+from trtllm_bls.text.json_values import json_value
+from trtllm_bls.types import KEY_SALT
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "Hi"}]
-IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 
 
 def ask(
@@ -63,7 +70,6 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": MODEL}, "prompt"),
-    ({"prompt": "x"}, "model"),
     (completion(temperature=3), "temperature"),
     (completion(temperature="hot"), "temperature"),
     (completion(top_p=1.5), "top_p"),
@@ -103,7 +109,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (chat(messages=[1]), "messages[0]"),
     (chat(messages=[{"role": "king", "content": ""}]), "messages[0].role"),
     (chat(messages=[{"role": "user"}]), "messages[0].content"),
-    (chat(messages=[{"role": "user", "content": [IMAGE]}]), "messages[0].content[0].type"),
+    (chat(messages=[{"role": "user", "content": [{}]}]), "messages[0].content[0].type"),
+    (chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0]"),
+    (completion(grammar="root ::= a"), "grammar"),
+    (completion(regex="a", ebnf='root ::= "a"'), "regex"),
+    (chat(json_schema="{}"), "json_schema"),
+    (chat(stop_sequences=["a"]), "stop_sequences"),
     (chat(top_logprobs=2), "top_logprobs"),
     (chat(functions=[{}]), "functions"),
     (chat(continue_final_message=True), "continue_final_message"),
@@ -134,7 +145,6 @@ def test_wrong_values_are_refused_by_the_callers_names(connect: Connect) -> None
         b"null",
         b'{"model": NaN}',
         b'{"temperature": 1e999, "model": "scripted", "prompt": "x"}',
-        b'{"model": "scripted", "prompt": "\\ud800"}',
         b'{"model": "scripted", "prompt": "\xff"}',
         b'{"model": "scripted", "prompt": "x", "further": ' + b"[" * 100_000,
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
@@ -147,22 +157,19 @@ def test_bodies_that_are_no_json_of_ours_are_refused(connect: Connect, body: byt
     assert ask(api, COMPLETIONS, body)[0] == 400
 
 
-HALF = "is half of a character (a lone surrogate); send both halves, or leave it out"
-
-
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("written", "read"),
     [
-        (rb'{"model": "scripted", "prompt": "a\ud83d"}', r"'\ud83d'"),
-        (rb'{"model": "scripted", "prompt": "\uDC80 \ud83d\ude42"}', r"'\uDC80'"),
-        (rb'{"model": "scripted", "prompt": ["\ud83d\ude42", "\uD83d"]}', r"'\uD83d'"),
-        (rb'{"model": "scripted", "prompt": "x", "\ud83d": 1}', r"'\ud83d'"),
+        (rb"a\ud83d", "a\ufffd"),
+        (rb"\uDC80 \ud83d\ude42", "\ufffd \U0001f642"),
+        (rb"\ud83d\ud83d\ude42\uD83d", "\ufffd\U0001f642\ufffd"),
+        (rb"\\ud83d \\\ud83d", "\\ud83d \\\ufffd"),
     ],
 )
-def test_half_a_character_is_named(connect: Connect, body: bytes, said: str) -> None:
-    """With what to do; beside whole ones."""
-    status, error, _ = ask(connect()[0], COMPLETIONS, body)
-    assert (status, error["param"], error["message"]) == (400, "body", f"body: {said} {HALF}")
+def test_half_a_character_is_read_as_one_that_cannot_be(written: bytes, read: str) -> None:
+    """Node's JSON keeps what a cut within an emoji leaves; whole ones and text stay."""
+    body = rb'{"model": "m", "prompt": ["%b"], "\ud83d": 1}' % written
+    assert decode(body, CompletionRequest).prompt == [read]
 
 
 def test_a_prompt_that_is_too_long_says_so_as_clients_expect(connect: Connect) -> None:
@@ -200,7 +207,7 @@ def test_a_prompt_leaves_room_for_a_token(connect: Connect) -> None:
 @pytest.mark.parametrize(
     ("raised", "status", "kind"),
     [
-        (EngineError("broken"), 500, openai.InternalServerError),
+        (EngineError("broken"), 502, openai.InternalServerError),
         (EngineUnavailable("gone"), 503, openai.InternalServerError),
         (EngineStalled("no token for 30 s"), 503, openai.InternalServerError),
         (Overloaded("full"), 429, openai.RateLimitError),
@@ -230,13 +237,156 @@ def test_an_error_tells_what_the_engine_knows(connect: Connect) -> None:
     """How long a sequence may be, where that was unknown before; when there is room again."""
     engine = saying(SAYS)
     api, _ = connect(engine)
-    engine.fault = Fault(error=InvalidRequest("input_ids", "50 tokens; at most 39 are allowed"))
+    engine.fault = Fault(error=PromptTooLong("input_ids", 50, 39))
     status, error, _ = ask(api, COMPLETIONS, completion())
     assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
     assert "This model's maximum context length is 40 tokens" in error["message"]
-    engine.fault = Fault(error=Overloaded("full; try again in about 7 s"))
+    engine.fault = Fault(error=Overloaded("full", retry_after_s=7))
     status, _, headers = ask(api, COMPLETIONS, completion())
     assert (status, headers["retry-after"]) == (429, "7")
+
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": PROMPT}),
+    (COMPLETIONS, {"prompt": [PROMPT, PROMPT], "n": 2, "echo": True}),
+    (CHAT, {"messages": HELLO}),
+    (RESPONSES, {"input": "Hi"}),
+    (MESSAGES, {"messages": HELLO, "max_tokens": 9}),
+]
+
+
+def post(api: RunningApi, path: str, body: Any) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(api.host, api.port, timeout=60)
+    data = body if isinstance(body, bytes) else json.dumps({"model": MODEL, **body}).encode()
+    connection.request("POST", path, data, JSON)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+@pytest.mark.parametrize("pings", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "asked"), ASKED)
+def test_no_token_before_the_time_limit_is_no_answer(
+    path: str,
+    asked: dict[str, Any],
+    stream: bool,
+    pings: bool,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over every API: 504, or an error event where pings have begun the stream."""
+    if pings:
+        monkeypatch.setattr(app, "_PING_S", 0.01)
+    engine = saying(SAYS, step_seconds=60)
+    api, _ = connect(engine, backend=ScriptedBackend(engine, defaults=Defaults(timeout_s=0.3)))
+    status, text = post(api, path, {**asked, "stream": stream})
+    begun = stream and pings and path in (RESPONSES, MESSAGES)
+    assert status == (200 if begun else 504)
+    assert "the engine gave no token before the time limit" in text
+    assert ("event: error" in text or "response.failed" in text) == begun
+    kinds = {MESSAGES: '"timeout_error"', RESPONSES: '"server_error"'}
+    assert (kinds.get(path, "") if begun or path == MESSAGES else '"code":"timeout"') in text
+    assert '"length"' not in text and "max_tokens" not in text
+
+
+DEEP = {"a": 1}
+for _ in range(99):
+    DEEP = {"a": DEEP}  # type: ignore[dict-item]
+USES = [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES, MESSAGES, "/tokenize"])
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"a":' * 101 + b"1" + b"}" * 101, "more than 100 lists and objects within each other"),
+        (b"[" * 300_000, "more than 100 lists and objects within each other"),
+        (b'{"a":"\\""' + b',"b":[' * 101, "more than 100 lists and objects within each other"),
+        (b'{"a":"\xff"}', "not UTF-8 at byte 6"),
+        (b'{"a":"\xed\xa0\x80"}', "not UTF-8 at byte 6"),
+        (b'{"a":[' + b"[]," * 100_001 + b"1]}", "more than 100000 lists and objects"),
+    ],
+)
+def test_json_is_judged_before_it_is_read(
+    path: str, body: bytes, told: str, connect: Connect
+) -> None:
+    """Of every API alike: no parser and no walk meets what it would take for ever, or fails at."""
+    api, _ = connect()
+    status, text = post(api, path, body)
+    assert (status, told in text) == (400, True), text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HELLO, "metadata": DEEP["a"]}),
+        (CHAT, {"messages": HELLO, "user": '[{"\\' * 200_000}),  # brackets in a text
+        (RESPONSES, {"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}),
+        (RESPONSES, {"input": [{"type": "custom_tool_call", "call_id": "1", "name": "f"}]}),
+        (MESSAGES, {"messages": [*HELLO, *USES, *HELLO], "max_tokens": 9}),
+    ],
+)
+def test_what_is_no_deeper_is_taken(path: str, body: dict[str, Any], connect: Connect) -> None:
+    """Arguments that a client repeats are a text within the body: without a depth of their own."""
+    api, _ = connect()
+    if path == RESPONSES:
+        field = "input" if "custom" in body["input"][0]["type"] else "arguments"
+        body["input"][0][field] = "[" * 100_000
+    assert post(api, path, body)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"input": [1]}', {"input": [1]}),
+        ("[" * 100_000, None),
+        ('{"input": ' * 101 + "1" + "}" * 101, None),
+        ('{"input": 1', None),
+        ('{"input": "\\ud800"}', None),
+        ('{"input": "\\ud83d\\ude00"}', {"input": "\U0001f600"}),
+        ('{"input": NaN}', None),
+        ('{"input": -Infinity}', None),
+        ('{"input": 1e999}', None),
+        ('{"input": 1e-999}', {"input": 0.0}),
+        ('{"input": ' + "9" * 5000 + "}", None),
+    ],
+)
+def test_arguments_of_any_depth_are_a_text(text: str, value: Any) -> None:
+    """Those that a client repeats, and those that a model wrote."""
+    assert json_value(text) == value
+
+
+@pytest.mark.parametrize(
+    "target", ["*", "/nothing", "/v1/models/*", "http://[/x", "/" + "a" * 8000]
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE", "PROPFIND"])
+@pytest.mark.parametrize("host", ["localhost", "["])
+def test_no_url_is_a_defect(method: str, target: str, host: str, connect: Connect) -> None:
+    """Also where the header that names the host makes no URL."""
+    api, _ = connect()
+    defects.clear()
+    with socket.create_connection((api.host, api.port), timeout=60) as raw:
+        raw.sendall(f"{method} {target} HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
+        assert 400 <= int(raw.recv(65536).split()[1]) < 500
+    assert not defects
+
+
+def test_a_defect_is_counted(connect: Connect) -> None:
+    """For Prometheus, and told by its kind alone."""
+    engine = saying(SAYS)
+    engine.fault = Fault(error=RuntimeError("secret"))
+    api, client = connect(engine)
+    with pytest.raises(openai.InternalServerError, match="unexpected RuntimeError"):
+        client.completions.create(model=MODEL, prompt=PROMPT)
+
+    def count() -> bool:
+        with urllib.request.urlopen(f"{api.url}/metrics") as answer:
+            return 'internal_errors_total{model="scripted"} 1' in answer.read().decode()
+
+    until(count)
 
 
 def test_a_stream_that_fails_ends_with_the_error(connect: Connect) -> None:
@@ -378,6 +528,41 @@ def test_a_tenant_is_the_key_that_was_checked(connect: Connect) -> None:
     client.completions.create(model=MODEL, prompt=PROMPT)
     first, second = (key.hex() for key in keys)
     assert [each.tenant for each in engine.requests] == [first] * 3 + [None, second, None]
+
+
+def salt_of(request: Any) -> str | None:
+    """As the engine has it; that of a request's own field must be honoured."""
+    extra = request.extras.get("cache_salt")
+    return request.cache_salt if extra is None else extra[0].decode()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_keys_do_not_share_the_kv_cache_unless_they_may(connect: Connect, shared: bool) -> None:
+    """Also where two clients send the same salt; the salt does not tell the key."""
+    engine = saying(SAYS)
+    keys = tuple(sha256(key).digest() for key in (b"first", b"second"))
+    for key in ("first", "second"):
+        _, client = connect(engine, key=key, keys=keys, share_kv_cache=shared)
+        for body in ({}, {"cache_salt": "mine"}, {"draft_memory": False}):
+            client.completions.create(model=MODEL, prompt=PROMPT, extra_body=body)
+    salts = [salt_of(each) for each in engine.requests]
+    assert salts[:3:2] == [salts[0]] * 2 and salts[3::2] == [salts[3]] * 2
+    if shared:
+        assert salts == [None, "mine", None] * 2
+    else:
+        assert len({*salts} - {None}) == 4
+        assert all(each and each.startswith(KEY_SALT) for each in salts[::3])
+        assert not any(key.hex() in (salt or "") for key in keys for salt in salts)
+    explicit = [each.extras.get("cache_salt") is not None for each in engine.requests]
+    assert explicit == [False, True, False] * 2
+
+
+def test_without_keys_the_salt_is_the_requests_own(connect: Connect) -> None:
+    engine = saying(SAYS)
+    _, client = connect(engine)
+    for body in ({}, {"cache_salt": "mine"}):
+        client.completions.create(model=MODEL, prompt=PROMPT, extra_body=body)
+    assert [salt_of(each) for each in engine.requests] == [None, "mine"]
 
 
 def test_keys_come_from_the_environment_too(

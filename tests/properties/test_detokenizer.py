@@ -13,13 +13,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tests.helpers.loaded_tokenizers import FAMILIES, Counted, loaded, stream
 from tests.helpers.random_cases import CASES, cut_anywhere, run_cases
 from tests.helpers.small_tokenizers import CORPUS
-from trtllm_bls.detokenizer import (
+from trtllm_bls.text.detokenizer import (
     MAX_HELD_IDS,
     ByteTableDetokenizer,
     WindowDetokenizer,
     byte_level,
 )
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.text.tokenizer import Tokenizer
 
 BYTE_FALLBACK = ("sentencepiece", "gemma")
 BROKEN = "\ufffd"
@@ -83,6 +83,7 @@ def test_the_bytes_of_a_first_token_are_those_of_its_text() -> None:
     table = spelled("sentencepiece")
     for tokens, told in (
         (("<0xFF>",), [(BROKEN, b"\xff")]),
+        (("<0xC3>", "<0xA9>"), [("", b"\xc3"), ("é", b"\xa9")]),
         (("\u2581", "<0xC3>", "<0xA9>"), [("", b""), ("", b"\xc3"), ("é", b"\xa9")]),
     ):
         detokenizer = loaded("sentencepiece").detokenizer()

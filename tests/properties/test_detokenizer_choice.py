@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.loaded_tokenizers import FAMILIES, Counted, loaded, stream
-from trtllm_bls.detokenizer import ByteTableDetokenizer, WindowDetokenizer, choose_detokenizer
+from trtllm_bls.text.detokenizer import ByteTableDetokenizer, WindowDetokenizer, choose_detokenizer
 
 # --- the choice at load ---------------------------------------------------------------------
 

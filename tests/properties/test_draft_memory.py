@@ -12,11 +12,11 @@ from doubles.scripted import Script, ScriptedEngine
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.virtual_time import skipping_waits
-from trtllm_bls.contract import MODELS
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.speculative.ngrams import TIME_TO_LIVE_S, DraftMemory
+from trtllm_bls.speculative.ngrams import TIME_TO_LIVE_S, DraftMemories, DraftMemory
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.types import SpeculationRequest
+from trtllm_bls.wire.contract import MODELS
 
 VOCAB, CODED, END = 2000, 1000, 0
 TOKENS = 65536
@@ -109,7 +109,7 @@ async def test_nothing_is_remembered_without_an_identity_or_the_parameter(tokens
     world = World.new(tokens)
     tenant = "known" if tokens == 0 else None
     await world.say(tenant, (80, 81, *INTRODUCTION, *SECRET))
-    assert world.engine.shared.memories == {}
+    assert len(world.engine.shared.memories) == 0
     assert (await world.attack(tenant))[0] != SECRET
 
 
@@ -138,7 +138,8 @@ async def test_an_answer_that_fails_or_is_left_is_not_remembered() -> None:
     await stream.wait()
     await stream.aclose()
     await asyncio.sleep(0)
-    assert world.engine.shared.memories["a"].texts(0.0) == []
+    memory = world.engine.shared.memories.of("a", TOKENS)
+    assert memory is not None and memory.texts(0.0) == []
 
 
 def remembered(memory: DraftMemory, now: float) -> list[int]:
@@ -164,6 +165,47 @@ def test_answers_are_forgotten_with_time() -> None:
     assert remembered(memory, TIME_TO_LIVE_S - 1) == [1, 2, 3]
     assert remembered(memory, TIME_TO_LIVE_S) == [3]
     assert remembered(memory, 1.5 * TIME_TO_LIVE_S) == []
+
+
+@pytest.mark.parametrize("tokens", range(1, 20))
+def test_no_more_than_the_parameter_is_kept(tokens: int) -> None:
+    """However small it is."""
+    memory = DraftMemory(tokens)
+    for _ in range(5):
+        memory.add(range(100), 0.0)
+        assert len(remembered(memory, 0.0)) <= tokens
+
+
+def test_memories_are_bounded_by_bytes() -> None:
+    """Those unused for longest go first; a memory that is used stays."""
+    one = DraftMemory(TOKENS)
+    one.add(range(TOKENS), 0.0)
+    ((_, ids, index),) = one._generations
+    arrays = [ids, *index._heads.values(), *index._before.values()]
+    assert one.num_bytes == sum(4 * len(each) for each in arrays)
+    memories = DraftMemories(4 * one.num_bytes)
+    for number in range(50):
+        for tenant in ("used", str(number)):
+            memory = memories.of(tenant, TOKENS)
+            assert memory is not None
+            memories.add(memory, range(TOKENS), float(number))
+            assert memories._bytes == sum(m.num_bytes for m in memories._memories.values())
+            assert memories._bytes <= 4 * one.num_bytes
+    assert 1 < len(memories) <= 4 and "used" in memories._memories
+
+
+def test_the_memory_of_a_key_that_is_not_used_goes_with_time() -> None:
+    """With the next answer of any key; a request that still runs may add to its own."""
+    memories = DraftMemories()
+    idle = [memories.of(str(number), TOKENS) for number in range(5)]
+    for memory in filter(None, idle):
+        memories.add(memory, (1, 2, 3), 0.0)
+    assert len(memories) == 5
+    for memory in (memories.of("another", TOKENS), idle[0]):
+        assert memory is not None
+        memories.add(memory, (1, 2, 3), 2 * TIME_TO_LIVE_S)
+    assert [*memories._memories] == ["another"]
+    assert memories._bytes == sum(memory.num_bytes for memory in memories._memories.values())
 
 
 def test_no_tensor_names_a_tenant() -> None:

@@ -12,10 +12,10 @@ from doubles.scripted import Script, _ScriptedSequence
 from doubles.scripted_tokens import Choice
 from tests.helpers.random_cases import cut_anywhere, run_cases
 from tests.helpers.scripted_text import asking
-from trtllm_bls.answer import SequenceText, TextRules
-from trtllm_bls.engines.embedded.engine import Sequence as EmbeddedSequence
+from trtllm_bls.engines.embedded.batching import Sequence as EmbeddedSequence
 from trtllm_bls.engines.trtllm_fields import sequence_ends
 from trtllm_bls.speculative.progress import Progress
+from trtllm_bls.text.answer import SequenceText, TextRules
 from trtllm_bls.types import (
     EngineCapacity,
     EngineChunk,
@@ -79,7 +79,7 @@ def by_answer(request: EngineRequest, pieces: Sequence[TokenIds]) -> END:
         stop = request.stop_sequences[place]
         assert ids[: ending.completion_tokens][-len(stop) :] == stop
     reason = None if ending is None else ending.finish_reason
-    return ids[: sequence.completion_tokens], reason
+    return ids[: sequence.criteria.generated], reason
 
 
 def by_speculation(request: EngineRequest, pieces: Sequence[TokenIds]) -> END:

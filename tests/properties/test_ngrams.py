@@ -13,9 +13,9 @@ from tests.helpers.scripted_pairs import hashed_pair, ids, pair, read, told
 from tests.helpers.virtual_time import skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import Unsupported
+from trtllm_bls.speculative.learned import SpeculationShared
 from trtllm_bls.speculative.ngrams import NgramAcceptance, NgramDrafts, NgramIndex
 from trtllm_bls.speculative.options import DraftSource
-from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import EngineRequest, Sampling, SpeculationRequest, SpeculationStats
 
 TEXT = tuple(range(10, 90))

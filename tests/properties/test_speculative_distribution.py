@@ -15,8 +15,8 @@ from tests.helpers.scripted_pairs import Pair, RedrawingEngine, ids, pair, read
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
 from tests.helpers.virtual_time import skipping_waits
+from trtllm_bls.speculative.learned import SpeculationShared
 from trtllm_bls.speculative.options import DraftSource
-from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import Sampling
 
 TARGET = ((0.5, 0.3, 0.2), (0.1, 0.6, 0.3), (0.3, 0.3, 0.4))

@@ -35,10 +35,10 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
+from trtllm_bls.speculative.learned import SpeculationShared
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.speculative.rounds import AskDraft, Decode, DraftFailure, SpeculativeRounds, Verify
-from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import (
     Draft,
     EngineCapacity,

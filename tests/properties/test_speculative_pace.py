@@ -15,12 +15,9 @@ from tests.helpers.scripted_pairs import VOCAB, Pair, ids, pair, read
 from tests.helpers.scripted_pairs import engine_request as ask
 from tests.helpers.virtual_time import run_skipping_waits as run
 from tests.helpers.virtual_time import skipping_waits
-from trtllm_bls.contract import BLS
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.speculative.ngrams import Acceptance
-from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
-from trtllm_bls.speculative.shared import (
+from trtllm_bls.speculative.learned import (
     EARLY_INTERVAL,
     EARLY_PAUSE,
     FIRST_PAUSE,
@@ -30,7 +27,10 @@ from trtllm_bls.speculative.shared import (
     RunningTimes,
     SpeculationShared,
 )
+from trtllm_bls.speculative.ngrams import Acceptance
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.types import EngineChunk, EngineRequest
+from trtllm_bls.wire.contract import BLS
 
 
 def times(*samples: tuple[int, float], proportional: bool = False) -> RunningTimes:

@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.random_cases import CASES, cut_anywhere, run_cases
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.stopping import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    Cut,
-    StopMatcher,
-    StoppingCriteria,
-)
+from trtllm_bls.text.stopping import MAX_STOP_CHARS, MAX_STOPS, Cut, StopMatcher, StoppingCriteria
 from trtllm_bls.types import FinishReason
 
 

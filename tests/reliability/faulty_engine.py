@@ -19,7 +19,7 @@ import grpc
 from tests.helpers import fake_grpc_server as wire
 from tests.helpers.fake_grpc_server import Step, inputs_of
 from trtllm_bls.configure.pbtxt import model_config
-from trtllm_bls.contract import ENGINE
+from trtllm_bls.wire.contract import ENGINE
 
 TARGET, DRAFT = ENGINE.name, "tensorrt_llm_draft"
 HOLD = wire.Hold()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import socket
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ import psutil
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.helpers.triton_front import in_front_of
 from tests.live.conftest import echo_settings
-from tests.reliability.fuzz_cases import TEXT, Case, base_fields, cases, packed
+from tests.reliability.fuzz_cases import LAST_PING, TEXT, Case, base_fields, cases, packed
 from tests.reliability.processes import memory_mb, named
-from trtllm_bls.contract import BLS, MODELS
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.settings import Override
+from trtllm_bls.errors import defects
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.settings.command_options import Override
+from trtllm_bls.wire.contract import BLS, MODELS
 
 PATIENCE_S = 30.0  # a case without an end by then hangs; answers end after LIMIT_S
 LIMIT_S = 5
@@ -149,14 +152,16 @@ class Fuzzer:
         self.memory: list[tuple[int, dict[str, float]]] = []
         self.slowest: list[tuple[float, int, Case]] = []
         self.steady = SteadyUser(server.grpc_url)
-        self._server = server
+        self._server, self._url = server, server.grpc_url
         self._prefix = server.region_prefix
         self._processes = named(server)
         self._number = -1
         self._channel = grpc.insecure_channel(server.grpc_url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        host, _, port = server.http_url.removeprefix("http://").rpartition(":")
-        self._http = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+        self._in_front = ExitStack()
+        self._front = self._in_front.enter_context(in_front_of(server.grpc_url, server.http_url))
+        defects.clear()
+        self._http = http.client.HTTPConnection("127.0.0.1", self._front.port, timeout=PATIENCE_S)
         self.steady.start()
 
     def run(self, count: int, first_seed: int, only: int | None = None) -> None:
@@ -185,7 +190,11 @@ class Fuzzer:
             return
         self.steady.case = self._number
         began = time.monotonic()
-        problem = self._send(case) if case.over_grpc else self._post(case)
+        self._front.forwarded.clear()
+        send = {"frames": self._connect}.get(case.endpoint, self._post)
+        problem = self._send(case) if case.over_grpc else send(case)
+        if defects:
+            problem = f"a defect: {defects.popleft()}"
         took = time.monotonic() - began
         self.slowest = sorted([*self.slowest, (took, self._number, case)], key=lambda x: -x[0])[:5]
         problem = problem or self._next_request(case)
@@ -202,6 +211,7 @@ class Fuzzer:
         self.steady.close()
         self._channel.close()
         self._http.close()
+        self._in_front.close()
         self.memory.append((self._number, memory_mb(self._processes)))
         if self.steady.wrong:
             self.findings.append((-1, f"the steady user: {self.steady.wrong[:5]}", None))
@@ -249,8 +259,28 @@ class Fuzzer:
                 return f"no end within {PATIENCE_S:g} s"
             return f"HTTP broke: {type(error).__name__}: {error}"
         self.answers[f"HTTP {status}"] += 1
+        if status == 500:
+            return f"status 500: {body[:300]}"
         refused = status != 200 or '"error"' in body[:200]
         return self._unclear(body.strip()) if refused else None
+
+    def _connect(self, case: Case) -> str | None:
+        """The bytes of a connection: the server reads them to the last, or closes it."""
+        host, _, port = self._url.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
+            got = b""
+            try:
+                raw.sendall(case.body)
+                raw.shutdown(socket.SHUT_WR)
+                while LAST_PING not in got[-100_000:] and (part := raw.recv(65536)):
+                    got += part
+            except TimeoutError:
+                return f"no end within {PATIENCE_S:g} s"
+            except OSError:
+                self.answers["HTTP/2 broken off"] += 1
+                return None
+        self.answers["HTTP/2 read" if LAST_PING in got else "HTTP/2 closed"] += 1
+        return None
 
     def _unclear(self, problem: str) -> str | None:
         """Why an error's text is not what a caller may see; ``None`` if it is."""
@@ -259,6 +289,8 @@ class Fuzzer:
         self.answers["refused by a model" if ours else "refused by Triton"] += 1
         if self._prefix in problem:
             return f"an error names a shared-memory region: {shown}"
+        if "INTERNAL: unexpected" in problem:
+            return f"a defect: {shown}"
         if "Traceback" in problem or "site-packages" in problem:
             return f"an error with a traceback: {shown}"
         # Triton's own errors repeat the request's id and names as they were sent.

@@ -1,9 +1,8 @@
 """What the fuzzer sends: requests to the five models, made from the contract and then spoiled.
 
-A case is a finished message; nothing here talks to a server. Left out, because no model sees them
-and no model can mend them (docs/reliability.md): the metadata ``triton_grpc_error``, the parameter
-``classification`` of an output, a batch of no rows, form bodies of megabytes, JSON objects of more
-than some hundred unknown keys.
+A case is a finished message, or the bytes of a connection; nothing here talks to a server. Left
+out, because no model sees them and no model can mend them (docs/security.md): the metadata
+``triton_grpc_error``, over gRPC the parameter ``classification`` of an output, a batch of no rows.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hpack import Encoder
 from hypothesis import assume
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.contract import (
+from trtllm_bls.wire.contract import (
     BLS,
     ENGINE,
     ENSEMBLE,
@@ -59,16 +59,18 @@ STRINGS = (
     *('{"type": "object"}', "(a+)+$", "json_schema", "regex", "ngram", "prediction", "\ud7ff"),
 )
 IDS = ("", "x", "../x", "a b", "x\n[error] forged", "\x1b[31m", "1/2", "0", "é" * 40, "i" * 5000)
+FORMS = ("application/x-www-form-urlencoded", "application/jsonX", "", "text/plain", "*/*")
+MANY_KEYS = {f"k{number}": 1 for number in range(50_000)}
 _TYPES = {"STRING": "BYTES"}
 _DATATYPES = (*NUMPY_TYPES, "BF16", "FP64", "INT8", "", "int32", "x" * 99)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request: a gRPC message, or the body of a POST to ``endpoint``."""
+    """One request: a gRPC message, the body of a POST to ``endpoint``, or frames of HTTP/2."""
 
     model: str
-    endpoint: str  # stream, unary; generate, generate_stream, infer
+    endpoint: str  # stream, unary; generate, generate_stream, infer; frames
     body: bytes
     content_type: str = "application/json"
     header_length: str | None = None
@@ -256,6 +258,7 @@ def http_cases(draw: st.DrawFn, model: Model) -> Case:
     """A POST to ``generate``, ``generate_stream`` or ``infer``, whose JSON may be broken."""
     endpoint = draw(st.sampled_from(("generate", "generate_stream", "generate_stream", "infer")))
     header = None
+    form = draw(st.sampled_from(("application/json",) * 20 + FORMS))
     if endpoint == "infer":
         document: dict[str, Any] = {"id": draw(st.sampled_from(IDS)), "inputs": []}
         for name, array in draw(_fields(model)).items():
@@ -272,7 +275,8 @@ def http_cases(draw: st.DrawFn, model: Model) -> Case:
             document.setdefault(name, value[0][0] if draw(st.booleans()) else value)
         scale = draw(st.sampled_from(SCALES))
         document |= {f"unknown{number}": "x" * scale for number in range(scale * 3)}
-    return Case(model.name, endpoint, draw(_spelled(document)), header_length=header)
+        document |= draw(st.sampled_from(({},) * 20 + (MANY_KEYS,)))
+    return Case(model.name, endpoint, draw(_spelled(document)), form, header)
 
 
 def _names(model: Model) -> st.SearchStrategy[list[str]]:
@@ -305,11 +309,105 @@ def _spelled(draw: st.DrawFn, document: dict[str, Any]) -> bytes:
         place = draw(st.integers(0, len(text)))
         return text[:place] + draw(st.binary(min_size=1, max_size=9)) + text[place:]
     if how == 3:
-        depth = draw(st.sampled_from((10, 100, 1000)))
+        depth = draw(st.sampled_from((10, 100, 1000, 200_000)))
         return b'{"text_input": ' + b"[" * depth + b"]" * depth + b"}"
     return text
 
 
+# --- HTTP/2 as no client sends it -----------------------------------------------------------------
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+LAST_PING = b"the last"  # its answer shows that all before it was read
+DATA, HEADERS, PRIORITY, RST, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
+_SERVICE = "/inference.GRPCInferenceService/"
+PATHS = (
+    *(_SERVICE + name for name in ("ModelStreamInfer", "ModelInfer", "ServerReady", "ModelConfig")),
+    *(_SERVICE + "RepositoryIndex", _SERVICE + "SystemSharedMemoryRegister", _SERVICE, "/", "*"),
+    *("", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", "/" + "x" * 9000),
+)
+METADATA = (
+    *(("grpc-timeout", value) for value in ("1n", "99999999H", "-1S", "x", "")),
+    *(("grpc-encoding", value) for value in ("gzip", "deflate", "x")),
+    *(("te", "gzip"), ("content-type", "application/grpc+json"), ("content-type", "text/plain")),
+    *(("traceparent", "\xff"), ("traceparent", "x" * 20_000), (":path", "/"), ("host", "a")),
+    *(("a-bin", "!!"), ("connection", "close"), ("content-length", "5"), ("A", "b"), ("", "")),
+)
+
+
+def frame(kind: int, payload: bytes, flags: int = 0, stream: int = 0) -> bytes:
+    head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
+    return head + payload
+
+
+@st.composite
+def _calls(draw: st.DrawFn, model: Model, stream: int) -> list[bytes]:
+    """The frames of a call, whose metadata and messages are odd."""
+    path = draw(st.sampled_from(PATHS[:2]) | st.sampled_from(PATHS))
+    method = draw(st.sampled_from(("POST",) * 9 + ("GET", "PUT", "")))
+    named = [(":method", method), (":scheme", "http"), (":path", path), (":authority", "x")]
+    named += [("te", "trailers"), ("content-type", "application/grpc")]
+    named += draw(st.lists(st.sampled_from(METADATA), max_size=2))
+    block = Encoder().encode([(key.encode(), value.encode("latin-1")) for key, value in named])
+    if draw(st.integers(0, 19)) == 0:
+        block = draw(st.binary(max_size=40))
+    cut = draw(st.sampled_from((len(block),) * 5 + (0, len(block) // 2)))
+    frames = [frame(HEADERS, block[:cut], 4 * (cut == len(block)), stream)]
+    if cut < len(block):
+        frames.append(frame(CONTINUATION, block[cut:], 4, stream))
+    body = draw(grpc_cases(model) if draw(st.booleans()) else st.none())
+    message = body.body if body is not None else draw(st.binary(max_size=60))
+    if draw(st.integers(0, 3)) == 0:
+        at = draw(st.integers(0, len(message)))
+        message = message[:at] + draw(st.binary(max_size=4)) + message[at + 2 :]
+    size = draw(st.sampled_from((len(message),) * 9 + (0, len(message) + 9, 2**32 - 1)))
+    packed_flag = draw(st.sampled_from((0,) * 9 + (1, 255)))
+    sent = bytes((packed_flag,)) + size.to_bytes(4, "big") + message
+    parts = [sent[at : at + 16_384] for at in range(0, len(sent), 16_384)]
+    frames += [frame(DATA, part, int(part is parts[-1]), stream) for part in parts]
+    return frames
+
+
+_ODD_FRAMES = (
+    *(frame(PING, b"12345678") * 200, frame(PING, b"short"), frame(PING, b"12345678", 1)),
+    *(frame(SETTINGS, b"\0\4\0\0\0\0") * 200, frame(SETTINGS, b"\0\1\xff\xff\xff\xff" * 2000)),
+    *(frame(SETTINGS, b"\0\5\0\0\0\0"), frame(SETTINGS, b"x"), frame(SETTINGS, b"", 1, 1)),
+    *(
+        frame(WINDOW, b"\0\0\0\0"),
+        frame(WINDOW, b"\x7f\xff\xff\xff"),
+        frame(WINDOW, b"\0" * 4, 0, 1),
+    ),
+    *(frame(RST, b"\0\0\0\x08", 0, 1) * 50, frame(GOAWAY, b"\0" * 8), frame(PUSH, b"\0" * 9, 4, 1)),
+    *(frame(PRIORITY, b"\0\0\0\1\0", 0, 1), frame(CONTINUATION, b"x", 4, 1), frame(99, b"x" * 99)),
+    *(frame(DATA, b"x" * 20_000, 0, 1), b"\xff\xff\xff\0\0\0\0\0\1", frame(HEADERS, b"", 0, 2)),
+    *(
+        frame(CONTINUATION, b"x" * 16_000, 0, 1) * 30,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\0\xff",
+    ),
+)
+
+
+@st.composite
+def frame_cases(draw: st.DrawFn, model: Model) -> Case:
+    """A connection to the gRPC port: calls whose frames are dropped, repeated, cut and mixed."""
+    frames = [frame(SETTINGS, b"")]
+    for number in range(draw(st.integers(1, 4))):
+        frames += draw(_calls(model, 2 * number + 1))
+    for _ in range(draw(st.sampled_from((0, 0, 1, 2, 4)))):
+        at = draw(st.integers(0, len(frames)))
+        how = draw(st.integers(0, 4))
+        if how == 0 and at < len(frames):
+            del frames[at]
+        elif how == 1 and at < len(frames):
+            frames[at] = frames[at][: draw(st.integers(0, len(frames[at])))]
+        else:
+            frames.insert(at, draw(st.sampled_from(_ODD_FRAMES) | st.binary(max_size=20)))
+    preface = draw(st.sampled_from((PREFACE,) * 20 + (b"", PREFACE[:9])))
+    return Case(model.name, "frames", preface + b"".join(frames) + frame(PING, LAST_PING))
+
+
 def cases() -> st.SearchStrategy[Case]:
-    """Of all five models, over both protocols."""
-    return st.sampled_from(MODELS).flatmap(lambda m: grpc_cases(m) | grpc_cases(m) | http_cases(m))
+    """Of all five models, over both protocols, and below them."""
+    return st.sampled_from(MODELS).flatmap(
+        lambda m: grpc_cases(m) | grpc_cases(m) | http_cases(m) | frame_cases(m)
+    )

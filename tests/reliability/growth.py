@@ -16,7 +16,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.reliability.fuzz import PATIENCE_S, SteadyUser, serving, valid
-from trtllm_bls.contract import MODELS, NUMPY_TYPES, Tensor
+from trtllm_bls.wire.contract import MODELS, NUMPY_TYPES, Tensor
 
 SIZES = (9_000, 90_000, 900_000)  # bytes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from trtllm_bls.launcher import TritonServer
+from trtllm_bls.operate.tritonserver import TritonServer
 
 SHARED = Path("/dev/shm")
 

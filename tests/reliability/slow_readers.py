@@ -24,9 +24,9 @@ from tritonclient.grpc import service_pb2_grpc
 from tests.live.conftest import echo_settings
 from tests.reliability.fuzz import text_of, valid
 from tests.reliability.processes import memory_mb, named
-from trtllm_bls.contract import BLS
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.settings import Override
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.settings.command_options import Override
+from trtllm_bls.wire.contract import BLS
 
 # A small window, which is full soon: whoever does not read is not read for by gRPC either.
 _OPTIONS = (

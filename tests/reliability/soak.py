@@ -24,7 +24,7 @@ from tests.reliability.fuzz import serving
 from tests.reliability.processes import held
 from trtllm_bls.client import Client
 from trtllm_bls.errors import TrtllmBlsError
-from trtllm_bls.launcher import TritonServer
+from trtllm_bls.operate.tritonserver import TritonServer
 
 SAMPLE_S = 5.0
 WORDS = [f"word{number}" for number in range(60)]

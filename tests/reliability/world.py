@@ -13,9 +13,9 @@ from pathlib import Path
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from tests.reliability.faulty_engine import DRAFT, FaultyEngine, Proxy
 from trtllm_bls.client import Client
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.settings import Override
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.settings.command_options import Override
+from trtllm_bls.text.tokenizer import load_tokenizer
 
 MAX_RUNNING = 64
 SENTENCES = (

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 
 from tests.helpers.tools import ping_and_set_tree
-from trtllm_bls.chat_parsing.formats import (
+from trtllm_bls.text.chat_formats import (
     FORCED,
     REASONING_TAGS,
     TOOL_FORMATS,
     forced_calls,
     formats_of,
 )
-from trtllm_bls.chat_parsing.parser import (
+from trtllm_bls.text.chat_parser import (
     Arguments,
     ChatEvent,
     ChatParser,
@@ -26,6 +26,7 @@ from trtllm_bls.chat_parsing.parser import (
     Reasoning,
     ToolCall,
 )
+from trtllm_bls.text.json_values import JsonStrings, json_value
 
 ARGS = '{"city": "Oslo \\"{\\" é", "days": [1, {"a": null}]}'
 CALL = '{"name": "weather", "arguments": ' + ARGS + "}"
@@ -57,12 +58,23 @@ KIMI = "<|tool_call_begin|>functions.weather:{}<|tool_call_argument_begin|>" + (
     ARGS.replace("{", "{{").replace("}", "}}") + "<|tool_call_end|>"
 )
 SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+KIMI_F = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>%s<|tool_call_end|>"
 GEMMA = '<|tool_call>call:weather{city:<|"|>Oslo "{" é<|"|>,days:[1,{a:null}]}<tool_call|>'
 # Harmony: the recipient of a call stands behind the channel or before it.
 START, CHANNEL, MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
 HARMONY = f"{CHANNEL}commentary to=functions.weather <|constrain|>json{MESSAGE}{ARGS}"
 ROLE_FIRST = f" to=functions.weather{CHANNEL}commentary json{MESSAGE}{ARGS}<|call|>"
 ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
+
+SCHEMA = {
+    "properties": {
+        "path": {"type": "string"},
+        "name": {"type": ["string", "null"]},
+        "line": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "force": {"type": ["boolean", "null"]},
+        "lines": {"type": "array"},
+    }
+}
 
 # format, text; each calls weather(ARGS) as often as the number says, with or without content.
 TEXTS = [
@@ -164,16 +176,66 @@ def test_white_space_after_reasoning_is_no_content() -> None:
 
 
 def joined(events: list[ChatEvent]) -> list[ChatEvent]:
-    """Neighbours of one kind as one."""
+    """Neighbours of one kind as one; an empty line is before each further part of a kind."""
     whole: list[ChatEvent] = []
     for key, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", 0))):
         several = list(group)
         if key[0] is ToolCall:
             whole += several
-        else:
-            text = "".join(event.text for event in several)  # type: ignore[union-attr]
-            whole.append(Arguments(key[1], text) if key[0] is Arguments else key[0](text))
+            continue
+        text = ""
+        for event in several:
+            text += getattr(event, "separator", "") + event.text  # type: ignore[union-attr]
+        whole.append(Arguments(key[1], text) if key[0] is Arguments else key[0](text))
     return whole
+
+
+def test_every_event_of_text_is_a_part_of_the_answer() -> None:
+    """Its span says which; spans follow one another, however the answer is cut."""
+    for family, text, _ in TEXTS:
+        answer = f"<think> Why? </think>\n{text} \nDone. "
+        for piece in (1, 3, len(answer)):
+            spans = []
+            for event in parse(answer, list(range(0, len(answer), piece)), family, "think"):
+                if isinstance(event, (Content, Reasoning)):
+                    assert answer[slice(*event.span)] == event.text
+                    spans.append(event.span)
+            assert spans == sorted(spans) and all(a[1] <= b[0] for a, b in pairwise(spans))
+            assert spans
+
+
+@pytest.mark.parametrize("cuts", [[], list(range(400))])
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('{"a": "x\ny\t"}', {"a": "x\ny\t"}),
+        (r'{"a": "\ud83d", "b": "\ude00\ud83d\ude00\ud83d\n"}', {"a": "�", "b": "�😀�\n"}),
+        (r'{"a": "\\ud83d\"\\"}', {"a": '\\ud83d"\\'}),
+        (r'{"\ud83d": {"b": [1, "\u00e9"]}}', {"�": {"b": [1, "é"]}}),
+    ],
+)
+def test_strings_of_arguments_are_json(written: str, read: object, cuts: list[int]) -> None:
+    """Raw line ends become escapes, half of a character U+FFFD, however the text is cut."""
+    quoted = json.dumps(written)
+    for arguments in (written, quoted):
+        text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        events = joined(parse(text, cuts, "hermes"))
+        assert json.loads(events[1].text) == read  # type: ignore[union-attr]
+
+
+@given(
+    st.recursive(
+        st.text() | st.none() | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    ),
+    st.lists(st.integers(0, 400)),
+    st.booleans(),
+)
+def test_valid_json_stays_as_it_is(value: object, cuts: list[int], is_ascii: bool) -> None:
+    """Not a character of it changes; nor is any held back at its end."""
+    text = json.dumps(value, ensure_ascii=is_ascii)
+    strings, places = JsonStrings(), sorted({0, len(text), *(c % (len(text) + 1) for c in cuts)})
+    assert "".join(strings.feed(text[a:b]) for a, b in pairwise(places)) == text
 
 
 @pytest.mark.parametrize(("tools", "text", "calls"), TEXTS)
@@ -308,11 +370,128 @@ def test_texts_of_gemma_leave_while_they_are_written() -> None:
     assert parser.feed("b") == [Arguments(0, "<|b")]
 
 
-@pytest.mark.parametrize("wrong", ["{a:1]", "{a:<b", '{a:<|"|>b'])
-def test_a_call_of_gemma_that_breaks_off_keeps_what_there_is(wrong: str) -> None:
-    """As any other; the client sees which call it was."""
-    events = joined(parse(f"<|tool_call>call:f{wrong}", [], "gemma4"))
-    assert events[0] == ToolCall(0, "id0", "f") and isinstance(events[1], Arguments)
+@pytest.mark.parametrize(
+    ("tools", "cut", "kept"),
+    [
+        *(
+            ("gemma4", f"<|tool_call>call:f{cut}", kept)
+            for cut, kept in [
+                ("{a:1]", '{"a": 1'),
+                ("{a:<b", '{"a": '),
+                ('{a:<|"|>b', '{"a": "b'),
+                ("{a:hello wor", '{"a": "hello wor'),
+                ("{a:tru", '{"a": "tru'),
+                ("{a:true", '{"a": true'),
+                ("{a:[1, 2", '{"a": [1, 2'),
+                ("{a:1,b c", '{"a": 1, "b c'),
+            ]
+        ),
+        *(
+            ("qwen3_coder", f"<tool_call>\n<function=f>\n<parameter={cut}", kept)
+            for cut, kept in [
+                ("line>\n12", '{"line": 12'),
+                ("line>\n12\n</param", '{"line": 12'),
+                ("name>\nnul", '{"name": "nul'),
+                ("lines>\n[1, 2", '{"lines": "[1, 2'),
+                ("other>\nwords he", '{"other": "words he'),
+                ("path>\na/b", '{"path": "a/b'),
+            ]
+        ),
+        ("glm", "<tool_call>f<arg_key>line</arg_key><arg_value>12", '{"line": 12'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": 12', "12"),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\u00', '{"a": "'),
+    ],
+)
+@pytest.mark.parametrize("cuts", [[], list(range(100))])
+def test_a_call_that_breaks_off_keeps_what_there_is(
+    tools: str, cut: str, kept: str, cuts: list[int]
+) -> None:
+    """Also of a value that is read as a whole; the client sees which call it was."""
+    events = joined(parse(cut, cuts, tools, schemas={"f": SCHEMA}))
+    assert events[:2] == [ToolCall(0, "id0", "f"), Arguments(0, kept)]
+    assert not isinstance(json_value(kept), dict)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_read"),
+    [
+        ("[1.5, 1e308]", True),
+        ("NaN", False),
+        ("1e999", False),
+        ("[" * 100 + "]" * 100, False),
+        ("[" * 99 + "]" * 99, True),
+        ("9" * 5000, False),
+    ],
+)
+def test_arguments_that_no_client_is_sure_to_read_are_noted(value: str, is_read: bool) -> None:
+    """Those for which the Messages API has the text in place of the object."""
+    noted: list[None] = []
+    parser = ChatParser(TOOL_FORMATS["hermes"], note_unreadable=lambda: noted.append(None))
+    call = f'{{"name": "f", "arguments": {{"a": {value}}}}}'
+    parser.feed(f"<tool_call>{call}</tool_call>", end=True)
+    assert bool(noted) is not is_read
+
+
+@pytest.mark.parametrize("cuts", [[], list(range(300))])
+@pytest.mark.parametrize(
+    ("tools", "call", "between", "end"),
+    [
+        ("kimi_k2", KIMI_F, "", SECTION[1]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": %s</tool_call>', "\n", ""),
+        ("mistral", "[TOOL_CALLS]f%s", "", ""),
+        ("deepseek", f"{BEGIN}function{SEP}f\n```json\n%s```{END}", "\n", ""),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": %s', "", "<|eom_id|>"),
+    ],
+)
+def test_a_marker_ends_a_call_whose_braces_are_forgotten(
+    tools: str, call: str, between: str, end: str, cuts: list[int]
+) -> None:
+    """It is no part of the arguments, and a further call is read as ever."""
+    written = between.join([call % '{"a": {"b": "</tool_call>"}', call % '{"a": [2]}'])
+    events = joined(parse(written + end, cuts, tools))
+    first, second = [event.text for event in events if isinstance(event, Arguments)]
+    assert (first, second) == ('{"a": {"b": "</tool_call>"}', '{"a": [2]}')
+    assert [type(event) for event in events] == [ToolCall, Arguments] * 2
+
+
+@pytest.mark.parametrize("cuts", [[], list(range(300))])
+@pytest.mark.parametrize(
+    ("tools", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}}\n}\n</tool_call>'),
+        ("kimi_k2", KIMI_F % '{"a": 1}}'),
+        ("llama3_json", '{"name": "f", "parameters": {"a": 1}}}'),
+        ("gemma4", "<|tool_call>call:f{a:1}}<tool_call|>"),
+    ],
+)
+def test_a_brace_too_many_is_no_content(tools: str, call: str, cuts: list[int]) -> None:
+    events = joined(parse(call, cuts, tools))
+    assert [type(event) for event in events] == [ToolCall, Arguments]
+    assert json_value(events[1].text) == {"a": 1}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "ended"),
+    [
+        ("", True),
+        ("<think>Hm", False),
+        ("<think>Hm</think>", True),
+        ("<think>Hm</think>\n", True),
+        ("<think>Hm</think>So", False),
+        ("<think>Hm</think><to", False),
+        (f"<tool_call>{CALL[:-1]}", False),
+        (f"<tool_call>{CALL}", True),
+        (f"<tool_call>{CALL}</tool_", True),
+        (f"<tool_call>{CALL}</tool_call>\n", True),
+        (f"<tool_call>{CALL}</tool_call>\nSo", False),
+        ("So <tool_call>", False),  # which is content, as no call follows
+    ],
+)
+def test_the_end_of_the_last_part_is_known(text: str, ended: bool) -> None:
+    """By it an API tells a part that was cut from one that had ended."""
+    parser = ChatParser(TOOL_FORMATS["hermes"], REASONING_TAGS["think"])
+    parser.feed(text, end=True)
+    assert parser.ended is ended
 
 
 def test_what_follows_a_call_that_breaks_off_is_content() -> None:
@@ -324,6 +503,17 @@ def test_what_follows_a_call_that_breaks_off_is_content() -> None:
     ]
     events = joined(parse(f"{broken}<tool_call>{CALL}", [], "hermes"))
     assert events[1:] == [ToolCall(1, "id1", "weather"), Arguments(1, ARGS)]
+
+
+@pytest.mark.parametrize("cuts", [[], list(range(400))])
+def test_a_forgotten_brace_costs_nothing_of_what_follows(cuts: list[int]) -> None:
+    """The end of the call is read as ever, and so are a further call and text."""
+    one, two = '<tool_call>{"name": "f", "arguments": {"a": 1}', "</tool_call>"
+    events = joined(parse(f"{one}{two}x", cuts, "hermes"))
+    assert [type(event) for event in events] == [ToolCall, Arguments, Content]
+    assert (events[1].text, events[2].text) == ('{"a": 1}', "x")  # type: ignore[union-attr]
+    events = joined(parse(f"{one}\n{two}\n{one}}}{two}", cuts, "hermes"))
+    assert [type(event) for event in events] == [ToolCall, Arguments] * 2
 
 
 def test_ids_are_what_the_templates_take() -> None:
@@ -390,17 +580,6 @@ def test_a_call_without_arguments_has_none() -> None:
     ):
         events = parse(f"<tool_call>{text}</tool_call>", [], "hermes")
         assert joined(events) == [ToolCall(0, "id0", "f"), Arguments(0, "{}")]
-
-
-SCHEMA = {
-    "properties": {
-        "path": {"type": "string"},
-        "name": {"type": ["string", "null"]},
-        "line": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-        "force": {"type": ["boolean", "null"]},
-        "lines": {"type": "array"},
-    }
-}
 
 
 MARKED = "a </parameter> </arg_value> &amp; <arg_key>"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import subprocess
 import threading
 from collections.abc import Callable
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,16 +20,15 @@ from click.testing import CliRunner
 from tests.helpers.request_servers import ONE, number, opened
 from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
 from tests.helpers.waiting import until
-from trtllm_bls.admission import Admission
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineUnavailable, Overloaded, SettingsError
-from trtllm_bls.launcher.preparation import Scratch
 from trtllm_bls.openai.exchange import RunningRequests
-from trtllm_bls.orchestrator import Load
-from trtllm_bls.python_backend.request_server import Call
-from trtllm_bls.services.lifecycle import Lifecycle
-from trtllm_bls.services.testing import SECONDS, FakeTriton
-from trtllm_bls.status import ProcessStatus, StatusDirectory, common_problem
+from trtllm_bls.operate.preparation import Scratch
+from trtllm_bls.orchestrator.lifecycle import Lifecycle
+from trtllm_bls.orchestrator.orchestrator import Admission, Load
+from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory, common_problem, start_of
+from trtllm_bls.pipeline.testing import SECONDS, FakeTriton
+from trtllm_bls.triton.request_server import Call
 
 # --- speculation ----------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ async def test_what_waits_for_a_place_is_refused() -> None:
 @pytest.fixture
 def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A status is written at every tick. Once a second, as users have it, tests would wait for."""
-    monkeypatch.setattr("trtllm_bls.services.lifecycle.WRITE_SECONDS", 0.0)
+    monkeypatch.setattr("trtllm_bls.orchestrator.lifecycle.WRITE_SECONDS", 0.0)
 
 
 class StubbornEngine:
@@ -228,7 +228,7 @@ def test_a_drain_can_be_asked_for_again_on_a_full_disk(
     files = StatusDirectory(tmp_path)
     files.forget_drain()
     files.ask_to_drain(7.5)
-    monkeypatch.setattr(Path, "touch", full)
+    monkeypatch.setattr(StatusDirectory, "_create", full)
     files.ask_to_drain(9.5)
     assert files.drain_deadline() == 9.5
 
@@ -273,6 +273,18 @@ def test_the_command_waits_until_nothing_runs(tmp_path: Path) -> None:
         lifecycle.close()
 
 
+def test_a_link_among_the_regions_is_not_followed(tmp_path: Path) -> None:
+    """Another user can put one there once a region has told the name that they begin with."""
+    theirs, scratch = tmp_path / "theirs", Scratch()
+    theirs.touch(0o644)
+    planted = Path(f"{scratch.regions}planted")
+    planted.symlink_to(theirs)
+    scratch.hide_regions()
+    assert theirs.stat().st_mode & 0o777 == 0o644
+    scratch.remove()
+    assert theirs.exists() and not os.path.lexists(planted)
+
+
 def test_a_directory_without_a_server_is_no_drained_server(tmp_path: Path) -> None:
     """It may be another one than the server's."""
     told = CliRunner().invoke(main, ["drain", "--dir", str(tmp_path)])
@@ -301,10 +313,70 @@ def test_a_full_disk_does_not_make_a_process_look_stuck(tmp_path: Path) -> None:
     first = ProcessStatus(pid=os.getpid(), written_at=1, loop_at=1.5, responses=7, running=3)
     files.write(first)
     assert files.read() == [first]
-    (tmp_path / f"{os.getpid()}.new").mkdir()  # cannot be written to
+    (file,) = tmp_path.iterdir()
+    file.with_suffix(".new").mkdir()  # cannot be written to
     with pytest.raises(OSError, match="directory"):
         files.write(replace(first, written_at=60, loop_at=61.5, responses=9))
     assert files.read() == [replace(first, loop_at=61.5)]
+
+
+def test_a_dead_process_is_not_taken_for_another_one_of_its_number(tmp_path: Path) -> None:
+    """Linux uses the numbers again: what a dead one left is removed, whoever has its number now."""
+    files = StatusDirectory(tmp_path)
+    first = ProcessStatus(pid=os.getpid(), written_at=1, loop_at=1.5, responses=7, running=3)
+    files.write(first)
+    (mine,) = tmp_path.iterdir()
+    dead = mine.with_stem(f"{os.getpid()}-{start_of(os.getpid()) - 1}")
+    ended = subprocess.Popen(["true"])
+    until(lambda: start_of(ended.pid) is None)  # a zombie, whose number is still its own
+    for each in (dead, mine.with_stem(f"{ended.pid}-1"), mine.with_stem("none-1")):
+        each.write_text(mine.read_text())
+    assert files.read() == [first]
+    assert sorted(tmp_path.iterdir()) == sorted([mine, mine.with_stem("none-1")])
+    ended.wait()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", '{"pid": 1', "\0", "[1]", '{"more": 1}'])
+def test_a_status_that_cannot_be_read_counts_as_absent(tmp_path: Path, text: str) -> None:
+    """Whatever is in it."""
+    files = StatusDirectory(tmp_path)
+    files.write(ProcessStatus(os.getpid(), 1, 1, 0, 0))
+    (file,) = tmp_path.iterdir()
+    file.write_text(text)
+    assert files.read() == []
+
+
+def test_no_link_in_the_directory_is_followed(tmp_path: Path) -> None:
+    """Another user who may write there could have this process change any file of its own."""
+    theirs, directory = tmp_path / "theirs", tmp_path / "status"
+    theirs.write_text("as it was")
+    os.utime(theirs, (5, 5))
+    directory.mkdir()
+    files, status = StatusDirectory(directory), ProcessStatus(os.getpid(), 1, 1, 0, 0)
+    name = f"{os.getpid()}-{start_of(os.getpid())}"
+    links = [*(f"{name}.{end}" for end in ("json", "new")), "drain.new", "drain", "leaving"]
+    links += ["model.longest", "model.new"]
+    acts: list[Callable[[], object]] = [
+        files.read,
+        lambda: files.write(status),
+        lambda: files.write(replace(status, handed_over=True)),
+        files.give_notice,
+        lambda: files.ask_to_drain(7.0),
+        lambda: files.tell_longest("model", 3),
+        files.forget_drain,
+        files.clear,
+    ]
+    for act in acts:
+        for name in links:
+            with suppress(FileExistsError):
+                (directory / name).symlink_to(theirs)
+        act()
+        state = theirs.stat()
+        assert (theirs.read_text(), state.st_mtime, state.st_mode & 0o777) == (
+            "as it was",
+            5,
+            0o644,
+        )
 
 
 class Looked(RunningRequests):

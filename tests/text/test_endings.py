@@ -26,9 +26,9 @@ from tests.helpers.scripted_text import (
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
 from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.errors import EngineUnavailable
-from trtllm_bls.orchestrator import Defaults
-from trtllm_bls.services.testing import SECONDS
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.orchestrator.orchestrator import Defaults
+from trtllm_bls.pipeline.testing import SECONDS
+from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, FinishReason
 
 

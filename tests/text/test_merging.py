@@ -16,7 +16,7 @@ from tests.helpers.random_cases import cut_anywhere, run_cases
 from tests.helpers.scripted_text import Collected, asking, orchestrator, tokenizer
 from tests.helpers.virtual_time import run_skipping_waits
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
-from trtllm_bls.orchestrator import Defaults
+from trtllm_bls.orchestrator.orchestrator import Defaults
 from trtllm_bls.types import (
     EngineCapacity,
     EngineChunk,

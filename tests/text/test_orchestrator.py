@@ -29,7 +29,7 @@ from tests.helpers.scripted_text import (
 )
 from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.errors import EngineError, EngineUnavailable
-from trtllm_bls.orchestrator import Defaults
+from trtllm_bls.orchestrator.orchestrator import Defaults
 from trtllm_bls.types import (
     EngineCapacity,
     EngineChunk,

@@ -24,7 +24,7 @@ from tests.helpers.scripted_text import (
 from tests.helpers.virtual_time import run_skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.orchestrator import Defaults
+from trtllm_bls.orchestrator.orchestrator import Defaults
 from trtllm_bls.types import FinishReason, Sampling, SpeculationRequest
 
 # --- refused --------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ import pytest
 
 from tests.helpers.published import pip_download, templates_of_llama_cpp
 from tests.models.test_chat_templates import TOOL, tokenizer_of
-from trtllm_bls.chat_parsing.formats import REASONING_TAGS, TOOL_FORMATS, formats_of
-from trtllm_bls.chat_parsing.parser import Arguments, ChatParser, Content, Reasoning, ToolCall
+from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS, formats_of
+from trtllm_bls.text.chat_parser import Arguments, ChatParser, Content, Reasoning, ToolCall
 
 INSTALLS = pytest.mark.skipif(
     "TRTLLM_BLS_INSTALL_CLIENTS" not in os.environ,

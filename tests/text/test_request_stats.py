@@ -11,7 +11,6 @@ import pytest
 from doubles.scripted import Fault
 from tests.helpers.scripted_text import PROMPT, Collected, asking, prompt_ids, saying, tokenizer
 from tests.helpers.virtual_time import run_skipping_waits, skipping_waits
-from trtllm_bls.admission import Admission, RequestLimits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import (
     CancelCause,
@@ -20,8 +19,9 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
-from trtllm_bls.orchestrator import Defaults, Orchestrator, run_rows
-from trtllm_bls.orchestrator import stats_of as stats_of_error
+from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Orchestrator, run_rows
+from trtllm_bls.orchestrator.orchestrator import stats_of as stats_of_error
+from trtllm_bls.settings.request_limits import RequestLimits
 from trtllm_bls.types import Outcome, RequestStats, SpeculationRequest, TextRequest
 
 TEXT = "one two three four"

@@ -13,8 +13,8 @@ from tests.helpers.fake_metrics import Registry
 from tests.helpers.scripted_text import saying, tokenizer
 from tests.helpers.services_on_fake_backend import STREAM, Bench, serving
 from trtllm_bls.errors import EngineError, InvalidRequest
-from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.services.request_reports import (
+from trtllm_bls.orchestrator.orchestrator import Defaults, Orchestrator
+from trtllm_bls.orchestrator.reports import (
     DURATION,
     FIRST_TOKEN,
     GENERATION_TOKENS,
@@ -23,7 +23,7 @@ from trtllm_bls.services.request_reports import (
     RESPONSES,
     TritonMetrics,
 )
-from trtllm_bls.services.text_service import TextService
+from trtllm_bls.triton.text_service import TextService
 from trtllm_bls.types import RequestStats, TextRequest
 
 TEXT = "one two three four"

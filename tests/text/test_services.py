@@ -22,13 +22,12 @@ from tests.helpers.scripted_text import (
     tokenizer,
 )
 from tests.helpers.services_on_fake_backend import SILENT, STREAM, serving, text_service, words
-from trtllm_bls.admission import Admission
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.errors import EngineError, InvalidRequest
-from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.services.testing import SECONDS
-from trtllm_bls.services.text_service import TextService
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Orchestrator
+from trtllm_bls.pipeline.testing import SECONDS
+from trtllm_bls.text.tokenizer import Tokenizer
+from trtllm_bls.triton.text_service import TextService
 from trtllm_bls.types import EngineChunk, EngineRequest
 
 # --- tensorrt_llm_bls -----------------------------------------------------------------------
@@ -159,14 +158,15 @@ def test_a_slow_caller_gets_fewer_and_larger_responses() -> None:
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 50])
 def test_a_streamed_response_has_so_many_tokens(interval: int) -> None:
-    """All but the last, which has what is left and the end."""
+    """All but the first, which waits for none, and the last, with what is left and the end."""
     text = "one two three four five six"
     count = len(tokenizer().encode_word(text))
     with text_service(saying(text)) as bench:
         ask = bench.text(PROMPT, stream_interval=np.array([[interval]], np.int32), **STREAM)
         bench.accept(ask).wait()
     assert words(ask) == text
-    assert len(ask.responses) == count // interval + 1
+    assert len(ask.responses) == 1 + (count - 1) // interval + 1
+    assert ask.said("text_output")[0][0]
 
 
 def test_log_probs_of_a_whole_answer_are_sent_once() -> None:

@@ -17,9 +17,9 @@ from tests.helpers.scripted_text import (
 )
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.prompts import MAX_WORD_CHARS, MAX_WORDS, PromptMaker
-from trtllm_bls.services.text_service import Postprocessor, Preprocessor
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.text.prompts import MAX_WORD_CHARS, MAX_WORDS, PromptMaker
+from trtllm_bls.text.tokenizer import load_tokenizer
+from trtllm_bls.triton.text_service import Postprocessor, Preprocessor
 
 
 def test_preprocessing_makes_the_orchestrators_prompt() -> None:
@@ -89,7 +89,7 @@ def test_the_longest_lists_are_taken() -> None:
 
 @pytest.mark.parametrize("tokens", [3, 2])
 def test_a_prompt_too_long_is_refused(tokens: int) -> None:
-    maker, taken = PromptMaker(tokenizer(), True), "so that one new token fits"
+    maker, taken = PromptMaker(tokenizer(), True), "are allowed so that one new token fits"
     assert len(maker.make(asking("The"), len(prompt_ids("The"))).asked.input_ids) == len(
         prompt_ids("The")
     )

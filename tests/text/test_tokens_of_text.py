@@ -24,10 +24,10 @@ from tests.helpers.scripted_text import (
     tokenizer,
 )
 from tests.helpers.small_tokenizers import MAKERS, directory
-from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
-from trtllm_bls.orchestrator import Defaults
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.orchestrator.orchestrator import Defaults
+from trtllm_bls.settings.request_limits import RequestLimits
+from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, TokenText, Wants
 
 SAYS = "jumped over 🙂 and 你好, twice."

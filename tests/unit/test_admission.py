@@ -12,8 +12,8 @@ from tests.helpers.virtual_time import (
     settle,
     skipping_waits,
 )
-from trtllm_bls.admission import Admission
 from trtllm_bls.errors import InvalidRequest, Overloaded
+from trtllm_bls.orchestrator.orchestrator import Admission
 
 
 async def hold(admission: Admission, seconds: float = 10, sequences: int = 1) -> None:

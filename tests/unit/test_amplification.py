@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from tests.helpers.scripted_text import Collected, orchestrator, saying, tokenizer
-from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import TrtllmBlsError
-from trtllm_bls.orchestrator import Defaults
-from trtllm_bls.services.text_service import Postprocessor, Preprocessor
+from trtllm_bls.orchestrator.orchestrator import Defaults
+from trtllm_bls.settings.request_limits import RequestLimits
+from trtllm_bls.triton.tensors import engine_requests, text_requests
+from trtllm_bls.triton.text_service import Postprocessor, Preprocessor
 from trtllm_bls.types import EngineCapacity
-from trtllm_bls.wire.server import engine_requests, text_requests
 
 LEAST = 200_000
 LIMITS = RequestLimits(max_request_bytes=8 * 2**20)

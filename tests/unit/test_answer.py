@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.random_cases import cut_anywhere, run_cases
 from tests.helpers.scripted_text import asking
-from trtllm_bls.answer import Answer, SequenceText, TextRules
+from trtllm_bls.text.answer import Answer, SequenceText, TextRules
 from trtllm_bls.types import (
     EngineChunk,
     EngineMetrics,

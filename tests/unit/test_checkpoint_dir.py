@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_bls.checkpoint_dir import DEMO, check_checkpoint, check_tokenizer
+from trtllm_bls.bundled import DEMO
 from trtllm_bls.errors import CheckpointError, TokenizerError
+from trtllm_bls.text.checkpoint_dir import check_checkpoint, check_tokenizer
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 13910360\n"
 WEIGHTS = "model.safetensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import re
 import shlex
 import subprocess
 import sys
@@ -17,10 +18,10 @@ from rich.console import Console
 
 from trtllm_bls import __version__
 from trtllm_bls.cli import main, show_error
-from trtllm_bls.launcher import ServerFailed
-from trtllm_bls.launcher.logs import parse
-from trtllm_bls.launcher.serve import Terminal
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.operate.logs import parse
+from trtllm_bls.operate.serve import Terminal
+from trtllm_bls.operate.tritonserver import ServerFailed
+from trtllm_bls.settings.command_options import ServeSettings
 
 COMMANDS = main.list_commands(click.Context(main))
 
@@ -104,7 +105,10 @@ def test_help_lists_every_command() -> None:
 
 def test_version() -> None:
     """The package's own."""
-    assert run("--version") == (0, f"trtllm-bls, version {__version__}\n")
+    code, told = run("--version")
+    assert code == 0 and re.fullmatch(
+        rf"trtllm-bls, version {re.escape(__version__)}( \(commit [0-9a-f]{{12}}\))?\n", told
+    )
 
 
 def test_a_malformed_override_shows_the_form() -> None:

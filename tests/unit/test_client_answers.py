@@ -11,10 +11,11 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
-from trtllm_bls.client import Event, read_event
-from trtllm_bls.commands.shared import ClientReply
-from trtllm_bls.commands.streaming import JsonDisplay, TextDisplay
-from trtllm_bls.commands.token_ids import TokenAnswer, agrees
+from trtllm_bls.client import Event
+from trtllm_bls.client.client import read_event
+from trtllm_bls.client.terminal import ClientReply
+from trtllm_bls.client.terminal_generate import JsonDisplay, TextDisplay
+from trtllm_bls.client.terminal_tokens import TokenAnswer, agrees
 
 
 def said(*texts: str, at: float = 0.0, **more: Any) -> Event:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtllm_bls.client import infer_request
-from trtllm_bls.contract import BLS, ENGINE
+from trtllm_bls.client.client import infer_request
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.wire.contract import BLS, ENGINE
 
 
 def text_request(**fields: Any) -> Any:

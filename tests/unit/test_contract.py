@@ -9,9 +9,9 @@ import pytest
 
 from tests.helpers import upstream_tensors
 from tests.helpers.model_configurations import check_wires, parsed, rows_of_config, rows_of_table
-from trtllm_bls.configure.pbtxt import PARAMETERS, model_config
-from trtllm_bls.contract import BLS, MODELS, Model
-from trtllm_bls.parameters import parameters_of
+from trtllm_bls.configure.pbtxt import FORMAT, PARAMETERS, model_config
+from trtllm_bls.settings.parameters import parameters_of
+from trtllm_bls.wire.contract import BLS, MODELS, Model
 
 REPOSITORY = Path(__file__).parents[2] / "models"
 NAMES = [model.name for model in MODELS]
@@ -133,11 +133,11 @@ def test_options_reach_the_engine_under_the_engines_name() -> None:
 def test_a_configuration_lists_exactly_the_models_parameters(model: Model) -> None:
     """What can be set is seen in the file; Triton's own switch stands where Triton looks."""
     keys = parameters_of(model.name).keys() - {"decoupled"}
-    assert parsed(REPOSITORY, model.name).parameters.keys() == keys
+    assert parsed(REPOSITORY, model.name).parameters.keys() == keys | FORMAT.keys()
 
 
 def test_a_model_of_unary_requests_is_not_decoupled() -> None:
     """``decoupled`` is no parameter of the file but Triton's transaction policy."""
     config = model_config(BLS, {"decoupled": "false", "max_streams": "3"})
     assert not config.model_transaction_policy.decoupled
-    assert list(config.parameters) == ["max_streams"]
+    assert config.parameters.keys() == {"max_streams", *FORMAT}

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from trtllm_bls.errors import CancelCause
-from trtllm_bls.launcher.watch import SERVER_METRICS
-from trtllm_bls.services.request_reports import METRICS
+from trtllm_bls.operate.watch import SERVER_METRICS
+from trtllm_bls.orchestrator.reports import METRICS
 from trtllm_bls.types import Outcome
 
 ROOT = Path(__file__).parents[2]

@@ -21,10 +21,10 @@ from tests.helpers.small_tokenizers import directory
 from tests.helpers.waiting import eventually
 from trtllm_bls import __version__
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
-from trtllm_bls.parameters import BlsParameters, parse_engine
-from trtllm_bls.services.deployment import Deployment
+from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.orchestrator.status import common_problem
+from trtllm_bls.settings.parameters import BlsParameters, parse_engine
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
-from trtllm_bls.status import common_problem
 from trtllm_bls.types import TextChunk, TextRequest
 
 
@@ -54,12 +54,6 @@ def deployed(**more: Any) -> Deployment:
     return asyncio.run(make())
 
 
-def test_ids_of_long_texts_are_kept_unless_that_is_turned_off() -> None:
-    """By default, since agents send the same conversation again and again."""
-    assert deployed().tokenizer._cache is not None
-    assert deployed(token_cache_bytes=0).tokenizer._cache is None
-
-
 @pytest.mark.parametrize(
     ("default", "longest", "limit"),
     [(0, None, None), (0, 5, 5), (9, None, 9), (9, 5, 5), (4, 5, 4)],
@@ -82,7 +76,7 @@ async def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not(
 ) -> None:
     """By whoever tells of readiness; both addresses must be ill, where there are two."""
     # An answer is believed for a second, which this test would wait for three times.
-    monkeypatch.setattr("trtllm_bls.engines.trtllm_service._HEALTH_SECONDS", 0.02)
+    monkeypatch.setattr("trtllm_bls.engines.trtllm_service.service_engine._HEALTH_SECONDS", 0.02)
 
     async def problem_of(deployment: Deployment, ill: bool) -> str | None:
         async def known() -> bool:

@@ -40,3 +40,12 @@ def test_the_page_has_every_action_of_a_speculative_request() -> None:
     table = page.partition("| action | what")[2].partition("\n\n")[0]
     told = re.findall(r"^\| `(\w+)` \|", table, re.M)
     assert sorted(told) == sorted(action.__name__ for action in get_args(Action))
+
+
+def test_the_drawings_name_files_that_exist() -> None:
+    """A reader goes from a box of the drawing to its code."""
+    package = ROOT / "trtllm_bls"
+    for drawing in (ROOT / "docs" / "drawings").glob("*.dot"):
+        named = re.findall(r"(?:\\n|\s)(\w+/\w+\.py)", drawing.read_text(encoding="utf-8"))
+        assert all((package / name).is_file() for name in named), (drawing.name, named)
+        assert (len(named) > 5) is (drawing.stem == "request")

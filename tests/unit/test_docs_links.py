@@ -50,3 +50,20 @@ def test_paths_that_are_named_exist(page: Path) -> None:
     """A file that is renamed is renamed in the pages, too."""
     named = {path.rstrip("/.") for path in PATH.findall(prose(page))}
     assert sorted(path for path in named if not (ROOT / path).exists()) == []
+
+
+ROW = re.compile(r"\|(?:[^|\\]|\\.)*(?=\|)")  # a cell, with the line before it
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_whole(page: Path) -> None:
+    """Each has a heading and a line below it, and every row as many cells: no row stands alone."""
+    lines = [line.strip() for line in prose(page).split("\n")]
+    for number, line in enumerate(lines):
+        if not line.startswith("|"):
+            continue
+        begins = not lines[number - 1].startswith("|")
+        if begins:
+            assert re.fullmatch(r"\|(\s*:?-+:?\s*\|)+", lines[number + 1]), line
+            cells = len(ROW.findall(line))
+        assert len(ROW.findall(line)) == cells, line

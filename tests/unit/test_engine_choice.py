@@ -14,16 +14,16 @@ from doubles.scripted_tokens import reciting
 from tests.helpers.fake_engine_server import ASK, Say, Triton
 from tests.helpers.scripted_services import playing
 from tests.unit.test_deployment import deployed, parameters
-from trtllm_bls.checkpoint_dir import DEMO, REPOSITORY
+from trtllm_bls.bundled import DEMO, REPOSITORY
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.engines.triton.grpc import GrpcEngine
-from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
+from trtllm_bls.engines.triton_model import GrpcEngine
+from trtllm_bls.engines.trtllm_service.service_engine import TrtllmServiceEngine
 from trtllm_bls.errors import SettingsError, SetupError, Unsupported
-from trtllm_bls.launcher import preparation
-from trtllm_bls.parameters import EngineKind, check, parse_engine
-from trtllm_bls.services.deployment import Deployment
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.operate import preparation
+from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.settings.command_options import ServeSettings
+from trtllm_bls.settings.parameters import EngineKind, check, parse_engine
 from trtllm_bls.types import SpeculationRequest
 
 ELSEWHERE = "trtllm://gpu:50051"

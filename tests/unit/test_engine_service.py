@@ -14,10 +14,10 @@ from doubles.scripted_tokens import reciting
 from tests.helpers.fake_metrics import Registry
 from tests.helpers.services_on_fake_backend import END, SILENT, TRUE, engine_service, ids, serving
 from tests.helpers.waiting import until
-from trtllm_bls.admission import RequestLimits
 from trtllm_bls.errors import EngineError
-from trtllm_bls.services.engine_service import EngineService, EngineSteps
-from trtllm_bls.status import ENGINE_REQUESTS, ENGINE_STEPS
+from trtllm_bls.orchestrator.status import ENGINE_REQUESTS, ENGINE_STEPS
+from trtllm_bls.settings.request_limits import RequestLimits
+from trtllm_bls.triton.engine_service import EngineService, EngineSteps
 
 
 def test_tokens_stream_and_the_end_may_bring_none() -> None:
@@ -250,7 +250,7 @@ def test_steps_and_requests_are_told_as_the_cpp_backend_tells_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each process adds what is new, since Triton adds up the series of several."""
-    monkeypatch.setattr("trtllm_bls.services.engine_service.EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("trtllm_bls.triton.engine_service.EVERY_SECONDS", 0.01)
     registry, figures = Registry(), {"iteration_counter": 0, "scheduled": 0, "waiting": 0}
     of = {"model": "m", "version": "1"}
 

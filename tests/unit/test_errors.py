@@ -19,7 +19,7 @@ from trtllm_bls.errors import (
     printable,
     to_wire,
 )
-from trtllm_bls.services.testing import TritonError
+from trtllm_bls.pipeline.testing import TritonError
 
 EVERY = [
     found
@@ -77,6 +77,18 @@ def test_text_of_other_engines_is_an_engine_error(text: str, message: str) -> No
     """Its first line: what is below belongs to the engine's log."""
     back = from_wire(text)
     assert type(back) is EngineError and str(back) == message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "UNAVAILABLE: full; try again in about ² s",
+        "INVALID_ARG: input_ids: ² tokens; at most ⑤ are allowed",
+    ],
+)
+def test_what_looks_like_a_number_and_is_none_is_text(text: str) -> None:
+    """Python calls such characters digits, and reads no number from them."""
+    assert str(from_wire(text)) == text.partition(": ")[2]
 
 
 def test_a_message_of_many_lines_leaves_as_one() -> None:

@@ -18,7 +18,7 @@ from h2.settings import SettingCodes, Settings
 from hpack import Decoder, Encoder
 from hyperframe.frame import ContinuationFrame, HeadersFrame
 
-from trtllm_bls.grpc_client.protocol import (
+from trtllm_bls.wire.http2 import (
     CONTINUATION,
     DATA,
     END_HEADERS,
@@ -33,6 +33,7 @@ from trtllm_bls.grpc_client.protocol import (
     UPDATE,
     Http2Client,
     Received,
+    State,
     frame,
     packed_headers,
 )
@@ -59,7 +60,7 @@ def connected(**settings: int) -> tuple[Http2Client, H2Connection]:
     server.local_settings = Settings(client=False, initial_values=values)
     server.initiate_connection()
     exchange(client, server)
-    assert client.ready
+    assert client.state is State.OPEN
     return client, server
 
 
@@ -195,7 +196,7 @@ def test_after_the_last_stream_id_a_connection_takes_no_more_requests() -> None:
     client._next_id = (1 << 31) - 1
     assert client.can_open
     stream = client.open(headers())
-    assert client.draining and not client.can_open
+    assert client.state is State.DRAINING and not client.can_open
     exchange(client, server)
     fields = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-status", "0")]
     server.send_headers(stream, fields, end_stream=True)
@@ -289,3 +290,30 @@ def test_frames_of_unknown_types_are_skipped() -> None:
     client, _ = connected()
     assert client.receive(frame(0xEE, 0xFF, 3, b"anything")).failure is None
     assert not client.output
+
+
+def test_a_held_stream_keeps_its_window_and_others_go_on() -> None:
+    """The server may fill the window that it has; after the release it may send as much again."""
+    client, server = connected()
+    held, other = client.open(headers()), client.open(headers())
+    exchange(client, server)
+    for stream in (held, other):
+        server.send_headers(stream, [(":status", "200"), ("content-type", "application/grpc")])
+    client.hold(held)
+    window = server.local_flow_control_window(held)
+
+    def send(stream: int, size: int) -> None:
+        for _ in range(size // 2**14):
+            server.send_data(stream, bytes(2**14))
+            client.receive(server.data_to_send())
+            server.receive_data(client.bytes_to_send() or b"")
+
+    send(held, window)
+    assert server.local_flow_control_window(held) < 2**14
+    send(other, 4 * window)
+    assert server.local_flow_control_window(other) >= window // 2
+    client.release(held)
+    server.receive_data(client.bytes_to_send())
+    assert server.local_flow_control_window(held) >= window - 2**14
+    client.release(held)
+    assert client.bytes_to_send() == b""

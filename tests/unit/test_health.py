@@ -26,17 +26,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
-from trtllm_bls.health import Observed, ServerProcesses, Verdict, evaluate, server_process
-from trtllm_bls.launcher import ServerFailed, ServerStopped, next_delay, serve
-from trtllm_bls.launcher import watch as watch_module
-from trtllm_bls.launcher.watch import (
-    HealthEndpoint,
-    HealthState,
-    ProblemLog,
-    Watch,
-    engine_load,
-)
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.operate import serve
+from trtllm_bls.operate import watch as watch_module
+from trtllm_bls.operate.health import Observed, ServerProcesses, Verdict, evaluate, server_process
+from trtllm_bls.operate.tritonserver import ServerFailed, ServerStopped, next_delay
+from trtllm_bls.operate.watch import HealthEndpoint, HealthState, ProblemLog, Watch, engine_load
+from trtllm_bls.settings.command_options import ServeSettings
 
 SECONDS = 20
 STALL_S = 10.0
@@ -62,7 +57,9 @@ GOOD = Observed(progress_at=99.0, loop_at=99.5, shared_memory=2**30)
         (Observed(progress_at=89.0), "no response has left for 11 s", False),
         (Observed(progress_at=79.0), "no response has left for 21 s", True),
         (Observed(loop_at=89.0), "has been stuck for 11 s", False),
-        (Observed(loop_at=79.0), "has been stuck for 21 s", True),
+        (Observed(loop_at=79.0), "has been stuck for 21 s", False),
+        (Observed(loop_at=79.0, server_loop_at=81.0), "has been stuck for 21 s", False),
+        (Observed(loop_at=79.0, server_loop_at=79.0), "has been stuck for 21 s", True),
         (Observed(loop_at=96.0, missed_turns=59), None, False),
         (Observed(loop_at=96.0, missed_turns=60), "has been stuck for 4 s", False),
         (Observed(shared_memory=4096), "/dev/shm is full: 4 KiB are free", False),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,14 @@ import pytest
 
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
-from trtllm_bls.checkpoint_dir import REPOSITORY
+from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.launcher import TritonServer, http_process
-from trtllm_bls.launcher.http_process import HttpProcess, check
-from trtllm_bls.launcher.ports import listen
-from trtllm_bls.settings import ServeSettings
+from trtllm_bls.operate import http_process
+from trtllm_bls.operate.http_process import HttpProcess, check
+from trtllm_bls.operate.ports import listen
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory, start_of
+from trtllm_bls.settings.command_options import ServeSettings
 
 
 def server_beside(tmp_path: Path, **more: Any) -> Any:
@@ -45,6 +48,8 @@ def server_beside(tmp_path: Path, **more: Any) -> Any:
         http_url="http://127.0.0.1:1",
         metrics_url="http://127.0.0.1:1/metrics",
         repository=REPOSITORY,
+        workdir=tmp_path,
+        status_dir=tmp_path,
         environment=dict(os.environ)
         | {"TRTLLM_BLS_STATUS_DIR": str(tmp_path), "TRTLLM_BLS_MODEL_DIR": str(DEMO / "target")},
         stop_requested=False,
@@ -136,6 +141,33 @@ def test_a_program_that_two_looks_in_a_row_find_stopped_is_killed(
     assert told == [(f"process {running.pid} of the HTTP program was stopped: killed it", 0)]
 
 
+def test_a_worker_whose_event_loop_is_stuck_is_killed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other threads still answer. A stuck process of the server is not this program's."""
+    monkeypatch.setattr(http_process, "_LOOK_S", 0.01)
+    script = "sleep 60 & echo $!; sleep 60 & echo $!; trap 'kill 0' TERM; wait"
+    words = ["sh", "-c", script]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as running:
+        assert running.stdout
+        stuck, well = (int(running.stdout.readline()) for _ in range(2))
+        monkeypatch.setattr(http_process, "start_child", lambda *_, **__: (running, None))
+        server, told = server_beside(tmp_path), list[str]()
+        api = HttpProcess(server, True, lambda _: None, told.append)
+        files, now = StatusDirectory(tmp_path), time.monotonic()
+        late = now - server.settings.stall_timeout - 1
+        for pid, loop_at in ((stuck, late), (well, now + 60), (os.getpid(), late)):
+            files.write(ProcessStatus(pid, now, loop_at, 0, 0))
+        try:
+            api.keep()
+            until(lambda: start_of(stuck) is None)
+            until(lambda: {status.pid for status in files.read()} == {well, os.getpid()})
+        finally:
+            api.close()
+    reason = f"had its event loop stuck for {server.settings.stall_timeout} s"
+    assert set(told) == {f"process {stuck} of the HTTP program {reason}: killed it"}
+
+
 def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> None:
     """``serve`` then tells of the server at once, rather than of an API that found no engine."""
     with (
@@ -150,6 +182,7 @@ def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> No
         http_url="http://127.0.0.1:1",
         metrics_url="http://127.0.0.1:1/metrics",
         repository=REPOSITORY,
+        workdir=tmp_path,
         environment=dict(os.environ) | {"TRTLLM_BLS_STATUS_DIR": str(tmp_path)},
         stop_requested=False,
         running=True,

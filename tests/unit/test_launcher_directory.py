@@ -11,11 +11,11 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.checkpoint_dir import REPOSITORY
+from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher import preparation
-from trtllm_bls.launcher.checks import PYTHON, Installation
-from trtllm_bls.settings import Override, ServeSettings, auto_processes
+from trtllm_bls.operate import preparation
+from trtllm_bls.operate.checks import PYTHON, Installation
+from trtllm_bls.settings.command_options import Override, ServeSettings, auto_processes
 
 # --- the working directory ------------------------------------------------------------------
 
@@ -82,6 +82,16 @@ def test_overrides_change_a_copy(repository: Path, tmp_path: Path) -> None:
     assert parameters(served, "bls") == {"old": 'with "quotes"', "new": ""}
     assert parameters(served, "ensemble") == before == parameters(repository, "bls")
     assert (served / "bls" / "1" / "model.py").read_text() == "# code\n"
+
+
+@pytest.mark.parametrize("target", [".", "..", "../.."])
+def test_a_link_to_a_directory_around_it_is_refused(
+    repository: Path, tmp_path: Path, target: str
+) -> None:
+    """A copy would follow it without an end."""
+    (repository / "bls" / "again").symlink_to(target)
+    with pytest.raises(SettingsError, match=r"bls/again: a link to a directory that it is in"):
+        override(tmp_path, repository, Override("bls", "a", "b"))
 
 
 def test_relative_paths_keep_their_meaning_in_a_copy(repository: Path, tmp_path: Path) -> None:

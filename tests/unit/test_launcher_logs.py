@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trtllm_bls.launcher.logs import LogBook, parse
+from trtllm_bls.operate.logs import LogBook, parse
 
 LOADED = """I1121 01:56:47.026953 6110 model_lifecycle.cc:839] "successfully loaded 'echo'\""""
 FAILED = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import sys
@@ -10,10 +11,15 @@ from pathlib import Path
 import pytest
 
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.launcher import checks
-from trtllm_bls.launcher.checks import Installation, find_server
-from trtllm_bls.launcher.ports import choose, reachable
-from trtllm_bls.settings import AMPLE_OPEN_FILES, Override, ServeSettings
+from trtllm_bls.operate import checks
+from trtllm_bls.operate.checks import Installation, find_server
+from trtllm_bls.operate.ports import choose, reachable
+from trtllm_bls.settings.command_options import (
+    AMPLE_OPEN_FILES,
+    Override,
+    ServeSettings,
+    usable_cores,
+)
 
 
 def installation(root: Path, version: str | None = None) -> Installation:
@@ -139,7 +145,7 @@ def test_each_stream_needs_two_open_files(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
     checks.check_open_files(1000)
     assert limits[-1] == (2256, 2256)
-    with pytest.raises(SetupError, match=r"--max-streams 1001 needs 2258: .*nofile=2258"):
+    with pytest.raises(SetupError, match=r"2258 are needed: .*nofile=2258.*1001"):
         checks.check_open_files(1001)
     limits.append((100, resource.RLIM_INFINITY))
     checks.check_open_files(10**6)
@@ -177,7 +183,7 @@ def test_a_server_without_our_stub_lists_those_it_has(tmp_path: Path) -> None:
     server = installation(tmp_path)
     for version in ("3.11", "3.8", "3.10"):
         (tmp_path / "python_backend_stubs" / version).mkdir(parents=True)
-    with pytest.raises(SetupError, match=r"use one of 3\.8, 3\.10, 3\.11"):
+    with pytest.raises(SetupError, match=r"its container: 3\.8 or 3\.10 or 3\.11"):
         checks.check_server(server, {})
 
 
@@ -202,7 +208,7 @@ def test_one_port_cannot_serve_twice() -> None:
     """The same number for two services is as good as busy."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    with pytest.raises(SetupError, match=rf"port {port} on .*--grpc-port"):
+    with pytest.raises(SetupError, match=rf"--grpc-port {port}: --http-port has it"):
         choose(ServeSettings(http_port=port, grpc_port=port, metrics_port=0))
 
 
@@ -248,3 +254,20 @@ def test_an_incomplete_override_shows_the_form(text: str) -> None:
     """Every other form is refused."""
     with pytest.raises(SettingsError, match=r"write it as MODEL\.PARAMETER=VALUE"):
         Override.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("told", "cores"),
+    [
+        *(("max 100000\n", 16), ("400000 100000\n", 4), ("150000 100000\n", 2)),
+        *(("1 100000\n", 1), ("9900000 100000\n", 16), ("no such form", 16)),
+    ],
+)
+def test_a_quota_of_cpu_time_counts_as_cores(
+    told: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the container, whose processes see all cores of the machine; whole ones, at least one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert usable_cores(tmp_path / "none") == 16
+    (tmp_path / "cpu.max").write_text(told)
+    assert usable_cores(tmp_path / "cpu.max") == cores

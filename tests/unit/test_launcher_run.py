@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from trtllm_bls.checkpoint_dir import DEMO, REPOSITORY
+from trtllm_bls.bundled import DEMO, REPOSITORY
 from trtllm_bls.errors import SetupError
-from trtllm_bls.launcher import preparation
-from trtllm_bls.launcher.checks import Installation
-from trtllm_bls.launcher.ports import Ports
-from trtllm_bls.parameters import TEXT, Parameters, parameters_of
-from trtllm_bls.python_backend.request_server import SENDERS
-from trtllm_bls.settings import Override, ServeSettings
+from trtllm_bls.operate import preparation
+from trtllm_bls.operate.checks import Installation
+from trtllm_bls.operate.ports import Ports
+from trtllm_bls.settings.command_options import Override, ServeSettings
+from trtllm_bls.settings.parameters import TEXT, Parameters, parameters_of
+from trtllm_bls.triton.request_server import SENDERS
 
 BLS = preparation.BLS
 PORTS = Ports("127.0.0.1", "127.0.0.1", "127.0.0.1", 8000, 8001, 8002)

@@ -25,21 +25,31 @@ import trustme
 from click.testing import CliRunner
 
 from tests.helpers.fake_tritonserver import HANGS, LOCKED, installation, starts
+from tests.helpers.processes import unused_ports
 from tests.helpers.served import Served, good
 from tests.helpers.server_settings import DEMO, free_ports
 from tests.helpers.waiting import until, until_ended
 from trtllm_bls.cli import main
-from trtllm_bls.launcher import GuardedProcess, Listener, ServerFailed, TritonServer, is_ready
-from trtllm_bls.launcher.logs import LogBook
-from trtllm_bls.launcher.ports import Ports, choose
-from trtllm_bls.launcher.preparation import Scratch
-from trtllm_bls.settings import ServeSettings
-from trtllm_bls.status import ProcessStatus, StatusDirectory
+from trtllm_bls.operate.logs import LogBook
+from trtllm_bls.operate.ports import Ports, choose
+from trtllm_bls.operate.preparation import Scratch
+from trtllm_bls.operate.tritonserver import (
+    GuardedProcess,
+    Listener,
+    ServerFailed,
+    TritonServer,
+    is_ready,
+)
+from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory
+from trtllm_bls.settings.command_options import ServeSettings
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    (tmp_path / "models" / "m" / "1").mkdir(parents=True)
+    version = tmp_path / "models" / "m" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text("class TritonPythonModel: pass\n")
+    (version.parent / "config.pbtxt").write_text('backend: "python"\n')
     return tmp_path / "models"
 
 
@@ -116,8 +126,7 @@ def test_a_server_is_ready_when_all_three_ports_answer(
             "metrics": int(server.metrics_url.split(":")[2].partition("/")[0]),
         }
         assert is_ready(Ports(host, host, host, **numbers), list(server.models))
-        with socket.create_server((host, 0)) as free:
-            numbers[closed] = free.getsockname()[1]
+        (numbers[closed],) = unused_ports(1)
         assert not is_ready(Ports(host, host, host, **numbers), list(server.models))
 
 
@@ -203,6 +212,20 @@ def test_a_model_that_does_not_unload_is_no_request_that_was_cut_off(
     cut_off = bool(in_flight) or requests == 2
     assert server.wait() is cut_off
     assert any("did not unload in time" in line for line in told.warnings) is not cut_off
+    server.stop()
+
+
+def test_a_crash_at_the_end_is_told_as_one(tmp_path: Path, repository: Path) -> None:
+    """Nobody waited for a model, and no request was lost."""
+    crashes = "signal.signal(signal.SIGTERM, lambda *_: os.abort())\nserve()"
+    line = "Found 0 model versions that have in-flight inferences"
+    root = installation(tmp_path / "triton", f"print({line!r}, flush=True)\n{crashes}")
+    told = Told()
+    server = TritonServer(free_ports(server=root, model_repository=repository), told)
+    server.start()
+    server.request_stop()
+    assert server.wait() is False
+    assert told.warnings == ["all requests had ended; tritonserver crashed as it ended (SIGABRT)"]
     server.stop()
 
 
@@ -344,7 +367,8 @@ def test_a_server_that_has_died_meanwhile_did_not_fail_for_its_silence(
 
 def test_a_guard_that_is_stopped_can_be_told_to_kill() -> None:
     """It would not hear it otherwise."""
-    process = GuardedProcess(["sleep", "1000"], dict(os.environ), Scratch(), 30, lambda _: None)
+    process = GuardedProcess(Scratch(), 30, lambda _: None)
+    process.run(["sleep", "1000"], os.environ)
     server = until(lambda: process.server)
     guard = server.parent()
     assert guard
@@ -362,7 +386,8 @@ def test_models_that_do_not_hand_over_have_half_of_the_time() -> None:
     scratch.keep_status("")
     now = time.monotonic()
     StatusDirectory(scratch.status).write(ProcessStatus(os.getpid(), now, now, 0, 0))
-    process = GuardedProcess(["sleep", "1000"], dict(os.environ), scratch, 2, lambda _: None)
+    process = GuardedProcess(scratch, 2, lambda _: None)
+    process.run(["sleep", "1000"], os.environ)
     until(lambda: process.server)
     stopped_at = time.monotonic()
     process.stop()
@@ -373,9 +398,10 @@ def test_models_that_do_not_hand_over_have_half_of_the_time() -> None:
 
 LAUNCHER = """
 import os, sys, time
-from trtllm_bls.launcher.preparation import Scratch
-from trtllm_bls.launcher import GuardedProcess
-process = GuardedProcess(["sleep", "1000"], dict(os.environ), Scratch(), 1, lambda line: None)
+from trtllm_bls.operate.preparation import Scratch
+from trtllm_bls.operate.tritonserver import GuardedProcess
+process = GuardedProcess(Scratch(), 1, lambda line: None)
+process.run(["sleep", "1000"], os.environ)
 while process.server is None:
     time.sleep(0.01)
 print(process.server.ppid(), process.server.pid, flush=True)
@@ -403,8 +429,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
         tmp_path / "triton",
         "stub = start_stub()\nserve()",
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = unused_ports(1)
     running = Served(
         None,
         *("--server", str(root), "--engine", "trtllm://127.0.0.1:1"),

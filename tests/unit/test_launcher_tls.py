@@ -15,14 +15,15 @@ import trustme
 from click.testing import CliRunner
 
 from tests.helpers.fake_grpc_server import FakeGrpcServer, text
+from tests.helpers.processes import unused_ports
 from trtllm_bls.cli import main
 from trtllm_bls.client import Tls
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.health import Probe, look
-from trtllm_bls.launcher import TritonServer
-from trtllm_bls.launcher.ports import choose, own_tls
-from trtllm_bls.parameters.engine_tls import trusting
-from trtllm_bls.settings import Override, ServeSettings
+from trtllm_bls.operate.health import Probe, look
+from trtllm_bls.operate.ports import choose, own_tls
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.settings.command_options import Override, ServeSettings
+from trtllm_bls.settings.engine_tls import trusting
 
 SECONDS = 20
 TOKEN = text("x", final=True)
@@ -123,8 +124,7 @@ def test_files_that_are_no_pair_are_refused_at_start(tmp_path: Path) -> None:
 
 def test_tritons_own_http_port_is_for_this_machine_alone() -> None:
     """At a port of its own: a program of ours answers at the one that was asked for."""
-    with socket.create_server(("0.0.0.0", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = unused_ports(1)
     settings = ServeSettings(host="0.0.0.0", expose=True, http_port=port, grpc_port=0)
     settings = replace(settings, metrics_port=0)
     ports = choose(settings, behind_http=True)

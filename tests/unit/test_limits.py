@@ -10,11 +10,12 @@ import pytest
 
 from tests.helpers.scripted_text import Collected, asking, saying, tokenizer
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
-from trtllm_bls.admission import Admission, RequestLimits
-from trtllm_bls.contract import BLS, ENGINE, POSTPROCESSING
 from trtllm_bls.errors import InvalidRequest, Overloaded
-from trtllm_bls.orchestrator import Defaults, Orchestrator
-from trtllm_bls.parameters import BlsParameters
+from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Orchestrator
+from trtllm_bls.settings.parameters import BlsParameters
+from trtllm_bls.settings.request_limits import RequestLimits
+from trtllm_bls.text.prompts import MAX_PREDICTION_CHARS
+from trtllm_bls.triton.tensors import read_rows
 from trtllm_bls.types import (
     EngineCapacity,
     EngineMetrics,
@@ -24,7 +25,7 @@ from trtllm_bls.types import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.wire.server import read_rows
+from trtllm_bls.wire.contract import BLS, ENGINE, POSTPROCESSING
 
 SMALL = RequestLimits(max_prompt_bytes=10, max_request_bytes=100)
 
@@ -142,7 +143,17 @@ def test_a_guide_that_is_costly_to_compile_is_refused(guide: bytes, problem: str
     extras = {"guided_decoding_guide": np.array([guide], np.object_)}
     with pytest.raises(InvalidRequest, match=f"^guided_decoding_guide: {problem}"):
         run(asking(extras=extras), limits=limits)
-    limits.check_guide({"guided_decoding_guide": np.array([b'["[[[[[[,,,,,,,,,,,"]'], np.object_)})
+    for taken in (b'["[[[[[[,,,,,,,,,,,"]', b"[]" * 5):  # depth is of what is open
+        limits.check_guide({"guided_decoding_guide": np.array([taken], np.object_)})
+    flat = RequestLimits(max_guide_bytes=1000, max_guide_depth=1, max_guide_nodes=1000)
+    flat.check_guide({"guided_decoding_guide": np.array([b"[],{},()," * 30], np.object_)})
+
+
+def test_a_prediction_has_a_limit() -> None:
+    """Before it is tokenised."""
+    too_long = "a" * (MAX_PREDICTION_CHARS + 1)
+    with pytest.raises(InvalidRequest, match=rf"^prediction: .* at most {MAX_PREDICTION_CHARS} "):
+        run(asking(prediction=too_long))
 
 
 def test_who_sets_no_limits_has_those_of_the_parameters() -> None:

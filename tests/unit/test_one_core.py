@@ -13,8 +13,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from trtllm_bls.python_backend import one_core as module
-from trtllm_bls.python_backend.one_core import OneCore, core_ticks
+from trtllm_bls.triton import one_core as module
+from trtllm_bls.triton.one_core import OneCore, core_ticks
 
 CORES = sorted(os.sched_getaffinity(0))
 SECOND = os.sysconf("SC_CLK_TCK")
@@ -220,7 +220,7 @@ def test_a_process_that_is_killed_leaves_its_core(machine: Machine, processes: P
     """Nothing of it stays on the disk, so nobody has to clean up."""
     idle = dict.fromkeys(CORES, 0.0)
     code = (
-        "import sys, time; from trtllm_bls.python_backend import one_core\n"
+        "import sys, time; from trtllm_bls.triton import one_core\n"
         "ticks = iter([{core: (0, all_) for core in eval(sys.argv[1])} for all_ in (0, 100)])\n"
         "one_core.core_ticks = lambda: next(ticks); one_core._CLAIM = '\\0' + sys.argv[2]\n"
         "taken = one_core.OneCore([]); taken.check()\n"

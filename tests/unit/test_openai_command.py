@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.openai.command import AS_OF_SERVE, places_of, read_parameters
-from trtllm_bls.parameters import GRPC_URL, MODEL_DIR
-from trtllm_bls.settings import ServeSettings, options_of, words_of
+from trtllm_bls.openai.openai_command import AS_OF_SERVE, places_of, read_parameters
+from trtllm_bls.settings.command_options import ServeSettings, options_of, words_of
+from trtllm_bls.settings.parameters import GRPC_URL, MODEL_DIR
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_each_worker_has_twice_its_share_of_what_may_run_at_once(
     pytest.importorskip("uvicorn")
     served = []
     monkeypatch.setattr(
-        "trtllm_bls.openai.server.serve", lambda *given, **more: served.append((*given, more))
+        "trtllm_bls.openai.workers.serve", lambda *given, **more: served.append((*given, more))
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     words = ["--model-repository", str(repository), *words]
@@ -88,21 +88,23 @@ def test_places_are_those_of_all_processes_of_the_model(repository: Path) -> Non
     config = repository / "tensorrt_llm_bls" / "config.pbtxt"
     text = config.read_text()
     config.write_text(text + "instance_group { count: 4 kind: KIND_CPU }")
-    assert places_of(repository) == 4 * (50 + 200)
+    assert places_of(repository) == (4 * 50, 4 * 200)
     for groups in ("", "instance_group { count: 4 }"):
         config.write_text(text + groups)
-        assert places_of(repository) == 0
+        assert places_of(repository) == (0, 0)
 
 
-@pytest.mark.parametrize(("workers", "places"), [("1", 1000), ("2", 1000), ("4", 500)])
+@pytest.mark.parametrize(
+    ("workers", "places"), [("1", (200, 800)), ("2", (200, 800)), ("4", (100, 400))]
+)
 def test_each_worker_in_front_of_the_model_has_twice_its_share_of_the_places(
-    workers: str, places: int, repository: Path, monkeypatch: pytest.MonkeyPatch
+    workers: str, places: tuple[int, int], repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All together send Triton at most twice what it takes, where each could have sent all."""
     pytest.importorskip("uvicorn")
     served = []
     monkeypatch.setattr(
-        "trtllm_bls.openai.server.serve", lambda *given, **more: served.append((*given, more))
+        "trtllm_bls.openai.workers.serve", lambda *given, **more: served.append((*given, more))
     )
     config = repository / "tensorrt_llm_bls" / "config.pbtxt"
     config.write_text(config.read_text() + "instance_group { count: 4 kind: KIND_CPU }")

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from trtllm_bls.admission import RequestLimits
 from trtllm_bls.configure.pbtxt import PARAMETERS
-from trtllm_bls.contract import MODELS
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters import (
+from trtllm_bls.settings.parameters import (
     DIRECTORY,
     DRAFT_MODEL_DIR,
     FILE,
@@ -38,6 +36,8 @@ from trtllm_bls.parameters import (
     none_if_zero,
     parameters_of,
 )
+from trtllm_bls.settings.request_limits import RequestLimits
+from trtllm_bls.wire.contract import MODELS
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import math
 import runpy
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,15 +22,16 @@ from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
+from tests.helpers.virtual_time import Clock
 from tests.helpers.waiting import eventually, until
 from trtllm_bls.configure.new import command as new
 from trtllm_bls.configure.new import config_of
-from trtllm_bls.engines.triton.grpc import OtherModels, as_array
-from trtllm_bls.errors import EngineError, TrtllmBlsError
-from trtllm_bls.parameters.model_config import read_config, values_of
+from trtllm_bls.errors import EngineError, SettingsError
 from trtllm_bls.pipeline import InvalidRequest, Request, Response, StreamingModel, Tensor, connect
-from trtllm_bls.services.testing import serving
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.pipeline.testing import Double, load, serving
+from trtllm_bls.settings.model_config import read_config, values_of
+from trtllm_bls.text.tokenizer import load_tokenizer
+from trtllm_bls.triton.request_server import Outbox
 
 
 class Upper(StreamingModel):
@@ -100,12 +104,17 @@ def test_only_outputs_that_were_asked_for_are_sent() -> None:
 
 
 def test_a_mistake_is_the_callers_error() -> None:
-    with serving(Upper) as model:
+    class Any_(Upper):
+        inputs = (Tensor("prompt", "STRING", (-1,), required=True),)
+
+    with serving(Any_) as model:
         ask = model.ask(prompt=["a", "b"]).wait()
-        with pytest.raises(AssertionError, match="refuse the request: \\['prompt'\\]"):
+        with pytest.raises(AssertionError, match="refuse the request: prompt: is missing"):
             model.ask()
-        with pytest.raises(AssertionError, match="'promt'"):
+        with pytest.raises(AssertionError, match="promt: there is no such input"):
             model.ask(prompt="a", promt="b")
+        with pytest.raises(AssertionError, match="prompt: 5 is not STRING"):
+            model.ask(prompt=5)
     assert ask.error is not None
     assert ask.error.code() == "INVALID_ARG"
     assert ask.error.message() == "INVALID_ARG: prompt: 2 texts; send one"
@@ -168,7 +177,7 @@ class Others(Upper):
 def test_other_models_are_called() -> None:
     models = {
         "double": lambda inputs: {"y": inputs["x"] * 2},
-        "letters": lambda inputs: [{"letter": letter} for letter in str(inputs["word"])],
+        "letters": lambda inputs: [{"letter": chr(each)} for each in inputs["word"][0]],
     }
     with serving(Others, models=models) as model:
         ask = model.ask(prompt="x").wait()
@@ -239,7 +248,7 @@ class Wrong(Upper):
         ("large", "INTERNAL: output count: 1099511627776 is not INT32"),
         ("fraction", "INTERNAL: output count: 1.5 is not INT32"),
         ("word", "INTERNAL: output count: 'five' is not INT32"),
-        ("nothing", "INTERNAL: text: holds objects"),
+        ("nothing", "INTERNAL: output text: holds a NoneType"),
         ("number", "INTERNAL: output text: 5 is not STRING"),
         ("absent", "INVALID_ARG: absent: is missing"),
         ("unknown", "INTERNAL: nobody: Request for unknown model"),
@@ -337,6 +346,64 @@ def test_a_new_model_passes_its_own_test_and_keeps_what_was_configured(tmp_path:
     assert str(refused.exception).endswith("model.py: has no class TritonPythonModel")
 
 
+CONFIG = """# Mine: input { stays
+name: "old"  # a name
+input [ { name: "a]" data_type: TYPE_INT32 dims: [ 1 ] } , { name: "b" } ]
+parameters { key: "input" value { string_value: "output {" } }  # kept
+output {
+  name: "gone"  # with its comment
+}
+output { name: "gone, too" }
+# the end
+max_queue_delay: 1
+"""
+
+
+def test_a_configuration_keeps_its_comments(tmp_path: Path) -> None:
+    """Names, texts and comments that look like tensors are none."""
+    made = tmp_path / "mine"
+    CliRunner().invoke(new, [str(made)])
+    (made / "config.pbtxt").write_text(CONFIG.replace("max_queue_delay: 1", "max_batch_size: 1"))
+    assert CliRunner().invoke(new, [str(made)]).exit_code == 0
+    text = (made / "config.pbtxt").read_text()
+    for line in ("# Mine: input { stays\n", "  # a name\n", "  # kept\n", "# the end\n"):
+        assert line in text
+    assert "gone" not in text and "old" not in text
+    config = read_config(made / "config.pbtxt")
+    assert [tensor.name for tensor in (*config.input, *config.output)] == ["prompt", "text"]
+    assert (config.name, config.max_batch_size) == ("mine", 1)
+    assert values_of(config) == {"input": "output {"}
+    assert CliRunner().invoke(new, [str(made)]).exit_code == 0
+    assert (made / "config.pbtxt").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "words", [["file/mine"], ["mine", "--input", "n:FP32"], ["m", "--output", "n:INT32"]]
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert isinstance(CliRunner().invoke(new, words).exception, SettingsError)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_model_is_named_as_its_directory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by ``.``; and one that imports Triton's utilities is read."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert CliRunner().invoke(new, ["."]).exit_code == 0
+    model = tmp_path / "mine" / "1" / "model.py"
+    text = model.read_text()
+    model.write_text("import triton_python_backend_utils as pb_utils\n\nE = pb_utils.Any\n" + text)
+    assert CliRunner().invoke(new, ["."]).exit_code == 0
+    assert read_config(tmp_path / "mine" / "config.pbtxt").name == "mine"
+    assert load(model) is not None and "triton_python_backend_utils" not in sys.modules
+
+
 @pytest.mark.parametrize(
     ("option", "error"),
     [
@@ -352,10 +419,10 @@ def test_a_tensor_that_is_none_is_refused(tmp_path: Path, option: str, error: st
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["speech", "retrieval", "guard"])
+@pytest.mark.parametrize("name", ["speech", "retrieval", "guard", "agent", "best_of_n", "cosy"])
 def test_the_examples_are_short_and_their_configurations_current(name: str) -> None:
     model = ROOT / "examples" / name / "1" / "model.py"
-    assert len(model.read_text().splitlines()) <= 60
+    assert len(model.read_text().splitlines()) <= 70
     assert config_of(model, {}) == (model.parents[1] / "config.pbtxt").read_text()
 
 
@@ -366,37 +433,24 @@ class Careless(Upper):
         await asyncio.gather(request.infer("slow", {}), request.infer("wrong", {}))
 
 
-async def test_calls_that_are_left_behind_end_with_the_request() -> None:
+def test_calls_that_are_left_behind_end_with_the_request() -> None:
     ended = threading.Event()
 
-    class Models(OtherModels):
-        def __init__(self) -> None:
-            pass
+    async def slow(inputs: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
 
-        async def infer(self, model: str, *_: Any) -> Any:
-            if model == "wrong":
-                raise EngineError("wrong: no such model")
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
+    async def wrong(inputs: Any) -> Any:
+        await asyncio.sleep(0)
+        raise EngineError("no such model")
 
-        async def close(self) -> None:
-            pass
-
-    with serving(Careless) as model:
-        model.model.other_models = Models()
+    with serving(Careless, models={"slow": slow, "wrong": wrong}) as model:
         ask = model.ask(prompt="x").wait()
         assert ask.error is not None and ask.error.message() == "INTERNAL: wrong: no such model"
         assert ended.wait(20)
-
-
-def test_values_become_tensors() -> None:
-    assert as_array("x", 3).tolist() == [3]
-    assert as_array("x", "é").tolist() == ["é".encode()]
-    assert as_array("x", [["a", b"b"]]).tolist() == [[b"a", b"b"]]
-    with pytest.raises(TrtllmBlsError, match="x: holds objects"):
-        as_array("x", [{}])
+    assert any("ended with 1 calls of other models" in line for _, line in model.triton.lines)
 
 
 @pytest.mark.parametrize(
@@ -438,3 +492,200 @@ def test_a_request_leaves_nothing_to_the_garbage_collector(
             until(gone)
     finally:
         gc.enable()
+
+
+class Asks(Upper):
+    """Asks another model, whose types the test changes, and sends at the pace of playing."""
+
+    inputs = (Tensor("prompt", "STRING", required=True),)
+    outputs = (Tensor("count", "FP64"),)
+
+    async def answer(self, request: Request, response: Response) -> None:
+        if request.text("prompt") == "stream":
+            async for part in request.stream("other", {"x": 3}, timeout_s=20):
+                await response.send({"count": part["y"]})
+            assert not request.streams, "an ended stream is kept"
+        else:
+            found = await request.infer("other", {"x": 3}, version="1", parameters={"a": 5})
+            await response.send({"count": found["y"]})
+
+
+@pytest.mark.parametrize("way", ["infer", "stream"])
+def test_a_model_that_is_loaded_anew_is_asked_for_its_types_again(way: str) -> None:
+    seen: list[Any] = []
+
+    def other(*types: str) -> Double:
+        def play(inputs: Any) -> Any:
+            array = inputs["x"]
+            if array.dtype != Tensor("x", types[0]).numpy_type:
+                raise EngineError(f"inference input 'x' data-type is {array.dtype}")
+            seen.append(array.dtype)
+            return {"y": array}
+
+        return Double(play, inputs=[Tensor("x", types[0])], outputs=[Tensor("y", types[0])])
+
+    doubles = {"other": other("INT32")}
+    with serving(Asks, models=doubles) as model:
+        server: Any = model.model.deployment.other_models.channel
+        assert model.ask(prompt=way).wait().said("count") == [[3.0]]
+        server.doubles["other"] = other("FP32")
+        assert model.ask(prompt=way).wait().said("count") == [[3.0]]
+    assert seen == [np.int32, np.float32]
+    if way == "infer":
+        assert (model.calls[0].version, model.calls[0].parameters) == ("1", {"a": 5})
+
+
+def test_a_call_ends_at_its_time_limit_and_with_its_stream() -> None:
+    class Late(Asks):
+        async def answer(self, request: Request, response: Response) -> None:
+            calls = {
+                "infer": lambda: request.infer("other", {"x": 3}, timeout_s=0.05),
+                "stream": lambda: anext(request.stream("other", {"x": 3}, timeout_s=0.05)),
+            }
+            await calls[request.text("prompt")]()
+
+    async def hangs(inputs: Any) -> Any:
+        await asyncio.Event().wait()
+
+    with serving(Late, models={"other": hangs}) as model:
+        told = [model.ask(prompt=way).wait().error for way in ("infer", "stream")]
+        until(lambda: all(call.over for call in model.calls))
+    texts = [error.message() for error in told if error is not None]
+    assert "did not answer in time" in texts[0] and "did not end within 0.05 s" in texts[1]
+
+
+def test_a_response_that_is_played_waits_for_its_time() -> None:
+    """The caller has at most 2 s in advance, and what is to come beyond."""
+    sent: list[tuple[float, int]] = []
+
+    class Call_:
+        decoupled, outbox = True, Outbox()
+
+        async def ready(self) -> None:
+            pass
+
+        def send(self, arrays: Any, final: bool) -> None:
+            sent.append((clock.now, int(arrays["count"][0])))
+
+    async def played() -> None:
+        call: Any = Call_()
+        response = Response(call, {"count": Tensor("count", "INT32")})
+        for number in range(6):
+            await response.send({"count": number}, seconds=1.0)
+
+    clock = Clock(skips_waits=True)
+    clock.run_until_complete(played())
+    clock.close()
+    assert sent == [(0.0, 0), (0.0, 1), (0.0, 2), (1.0, 3), (2.0, 4), (3.0, 5)]
+
+
+@pytest.mark.parametrize(
+    ("configured", "wrong"),
+    [({"nearest": 5, "voice": "b"}, None), ({"nearest": "many"}, "nearest = 'many'")],
+)
+def test_a_pipelines_own_parameters_have_the_types_of_their_defaults(
+    configured: dict[str, Any], wrong: str | None
+) -> None:
+    class Own(Upper):
+        parameters: ClassVar[dict[str, Any]] = {"nearest": 2, "voice": "anna", "limit": 0.5}
+
+    if wrong:
+        with pytest.raises(SettingsError, match=wrong), serving(Own, **configured):
+            pass
+        return
+    with serving(Own, llm=["a"], nothing=1, **configured) as model:
+        assert model.model.deployment.parameters == {"nearest": 5, "voice": "b", "limit": 0.5}
+    assert any("parameter nothing is not declared" in line for _, line in model.triton.lines)
+
+
+def test_rows_are_one_or_refused_at_load() -> None:
+    with serving(Upper, llm=["a"], rows=True) as model:
+        ask = model.ask(prompt=[["hello"]]).wait()
+    assert [response["text"].tolist() for response in ask.responses] == [[[b"A"]]]
+    config = json.dumps({"name": "m", "max_batch_size": 4, "parameters": {}})
+    arguments = {"model_config": config, "model_name": "m", "model_repository": "."}
+    with pytest.raises(SettingsError, match="max_batch_size: 4: a pipeline answers one row"):
+        Upper().initialize(arguments, object())
+
+
+def test_several_failures_of_a_group_are_told_by_their_own_words() -> None:
+    class Group(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            group: Any = group_of(EngineError("one"))
+            group.exceptions = (*group.exceptions, InvalidRequest("two", "is wrong"))
+            raise group
+
+    with serving(Group) as model:
+        ask = model.ask(prompt="x").wait()
+    assert ask.error is not None and ask.error.message() == "INTERNAL: one; two: is wrong"
+
+
+def test_several_mistakes_of_the_caller_are_the_callers() -> None:
+    class Group(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            group: Any = group_of(InvalidRequest("one", "is wrong"))
+            group.exceptions = (*group.exceptions, InvalidRequest("two", "is wrong"))
+            raise group
+
+    with serving(Group) as model:
+        ask = model.ask(prompt="x").wait()
+    assert ask.error is not None
+    assert ask.error.message() == "INVALID_ARG: one: is wrong; two: is wrong"
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_a_time_that_nobody_can_play_is_refused(seconds: float) -> None:
+    """It would never end."""
+
+    class Plays(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            await response.send({"text": "a"}, seconds=seconds)
+
+    with serving(Plays) as model:
+        ask = model.ask(prompt="x").wait()
+    assert ask.error is not None and "no time that a caller can play" in ask.error.message()
+
+
+def test_an_option_of_a_call_that_does_not_exist_is_refused() -> None:
+    """It would be a parameter of the request, which no model looks at."""
+
+    class Asks(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            wrong: Any = {"sequnce_id": 5}
+            await request.infer("other", {"x": 4}, **wrong)
+
+    with serving(Asks, models={"other": lambda inputs: {"y": inputs["x"]}}) as model:
+        ask = model.ask(prompt="x").wait()
+    assert ask.error is not None
+    assert "sequnce_id is no option of a call; there are: version, " in ask.error.message()
+
+
+def test_a_server_that_does_not_get_ready_for_a_warm_up_fails_no_request() -> None:
+    """Warming up is told to have failed, once; requests are answered."""
+
+    class Warm(Upper):
+        async def load(self, deployment: Any) -> None:
+            await super().load(deployment)
+
+            async def ready() -> None:
+                raise EngineError("not ready")
+
+            deployment.other_models.ready = ready
+
+        async def warm_up(self, deployment: Any) -> None:
+            raise AssertionError("the server is not ready")
+
+    with serving(Warm, llm=["a"]) as model:
+        assert model.ask(prompt="x").wait().error is None
+
+
+def test_requests_wait_for_a_warm_up() -> None:
+    class Warm(Asks):
+        async def warm_up(self, deployment: Any) -> None:
+            self.warm = (await deployment.infer("other", {"x": 4}))["y"]
+
+        async def answer(self, request: Request, response: Response) -> None:
+            await response.send({"count": self.warm})
+
+    with serving(Warm, models={"other": lambda inputs: {"y": inputs["x"]}}) as model:
+        assert model.ask(prompt="x").wait().said("count") == [[4.0]]

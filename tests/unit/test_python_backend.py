@@ -30,9 +30,9 @@ from trtllm_bls.errors import (
     Overloaded,
     Unsupported,
 )
-from trtllm_bls.python_backend.request_server import Call, SenderThreads, answering
-from trtllm_bls.services.testing import SECONDS, Ask, FakeTriton, TritonModelError
-from trtllm_bls.services.triton_log import TritonLogHandler, log_to_triton
+from trtllm_bls.orchestrator.log_lines import TritonLogHandler, log_to_triton
+from trtllm_bls.pipeline.testing import SECONDS, Ask, FakeTriton, TritonModelError
+from trtllm_bls.triton.request_server import Call, SenderThreads
 
 
 def test_chunks_arrive_in_order_and_the_last_is_final() -> None:
@@ -348,9 +348,12 @@ def test_each_request_of_a_batch_has_its_own_answer() -> None:
             raise InvalidRequest("number", "2 is odd enough")
         return {"number": arrays["number"] + 1, "more": arrays["number"]}
 
+    async def handle(call: Call) -> None:
+        call.send(answer(call.arrays), final=True)
+
     triton = FakeTriton()
     asks = [triton.ask(number(value), "number") for value in (1, 2, 3)]
-    with opened(triton, answering(answer), decoupled=False) as server:
+    with opened(triton, handle, decoupled=False) as server:
         server.accept(asks)
         first, second, third = (ask.wait() for ask in asks)
     assert first.said("number") == [[2]] and third.said("number") == [[4]]

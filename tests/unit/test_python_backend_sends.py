@@ -22,8 +22,8 @@ from tests.helpers.request_servers import (
 )
 from tests.helpers.waiting import until
 from trtllm_bls.errors import EngineError, Overloaded
-from trtllm_bls.python_backend.request_server import SENDERS, WATCHED_AT_ONCE, Call
-from trtllm_bls.services.testing import SECONDS, FakeTriton, TritonModelError
+from trtllm_bls.pipeline.testing import SECONDS, FakeTriton, TritonModelError
+from trtllm_bls.triton.request_server import SENDERS, WATCHED_AT_ONCE, Call
 
 
 def test_a_slow_send_holds_up_neither_other_calls_nor_the_loop() -> None:

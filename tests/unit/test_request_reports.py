@@ -14,8 +14,8 @@ import pytest
 from tests.helpers.fake_metrics import Registry
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import printable
-from trtllm_bls.orchestrator import stats_of
-from trtllm_bls.services.request_reports import (
+from trtllm_bls.orchestrator.orchestrator import stats_of
+from trtllm_bls.orchestrator.reports import (
     API_REQUESTS,
     DURATION,
     ENGINE_SEQUENCES,
@@ -29,13 +29,15 @@ from trtllm_bls.services.request_reports import (
     RESPONSES,
     RUNNING,
     SPECULATION,
+    UNREADABLE_ARGUMENTS,
+    UNREADABLE_CONTENT,
     WAITING,
     RequestLog,
     RequestMetrics,
     RequestReports,
     TritonMetrics,
 )
-from trtllm_bls.status import CANARY_ID
+from trtllm_bls.orchestrator.status import CANARY_ID
 from trtllm_bls.types import Outcome, RequestStats, SpeculationStats
 
 GOOD = RequestStats(
@@ -91,7 +93,9 @@ def test_every_metric_is_there_before_the_first_request() -> None:
     registry = Registry()
     TritonMetrics(registry, MODEL)
     assert set(registry.kinds) == {metric.name for metric in METRICS if metric.known}
-    assert {each for each in METRICS if not each.known} == {API_REQUESTS, ENGINE_SEQUENCES}
+    assert {each for each in METRICS if not each.known} == {
+        *(API_REQUESTS, ENGINE_SEQUENCES, UNREADABLE_ARGUMENTS, UNREADABLE_CONTENT)
+    }
     assert registry.of(REQUESTS.name, outcome="cancelled", reason="deadline", model=MODEL) == 0
 
 

@@ -186,6 +186,16 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_targets_own_words() -> None
         assert refusal.value.field == "input_ids"
 
 
+def test_a_full_target_refuses_a_new_request_at_once() -> None:
+    """Only an answer that has begun waits for room."""
+    engines = hashed_pair()
+    routed = Routed(engines, engines.draft)
+    engines.target.fault = Fault(error=Overloaded("full"))
+    with pytest.raises(Overloaded, match="full"):
+        run(routed.read(asking(2)))
+    assert len(engines.target.requests) == 1
+
+
 @pytest.mark.parametrize("missing", [True, False])
 def test_a_draft_model_that_is_not_there_fails_no_request(
     missing: bool, caplog: pytest.LogCaptureFixture

@@ -10,8 +10,8 @@ import pytest
 from tests.helpers.request_servers import ONE, Gate, number, opened
 from tests.helpers.virtual_time import settle
 from tests.helpers.waiting import eventually
-from trtllm_bls.python_backend.request_server import MAX_QUEUED, Call, SenderThreads
-from trtllm_bls.services.testing import SECONDS, FakeTriton
+from trtllm_bls.pipeline.testing import SECONDS, FakeTriton
+from trtllm_bls.triton.request_server import MAX_QUEUED, Call, SenderThreads
 
 MANY = 3 * MAX_QUEUED
 
@@ -60,7 +60,7 @@ def test_turns_come_in_the_order_of_asking_and_none_is_lost() -> None:
         for ask in asks:
             Call(triton, ask, senders, decoupled=True).send(number(0), final=True)
         await asyncio.to_thread(gate.begun.wait, SECONDS)
-        assert not senders.has_room()
+        assert not senders.take_reports()
 
         async def turn(number: int, call: Call) -> None:
             await call.ready()
@@ -134,20 +134,31 @@ async def test_a_call_is_ready_for_what_would_leave_soon() -> None:
         return [Call(triton, ask, senders, decoupled=True) for ask in asks]
 
     sending, begun, fresh, *others = made(MAX_QUEUED + 3)
+
+    def is_ready(call: Call) -> bool:
+        """Whether ``ready`` would not suspend."""
+        asking = call.ready()
+        try:
+            asking.send(None)
+        except StopIteration:
+            return True
+        asking.close()
+        return False
+
     begun.send(number(0))
-    await eventually(begun.is_ready)
+    await eventually(lambda: is_ready(begun))
     sending.send(number(0))
     await asyncio.to_thread(gate.begun.wait, SECONDS)
-    assert begun.is_ready() and not sending.is_ready()
+    assert is_ready(begun) and not is_ready(sending)
     with pytest.raises(StopIteration):  # it does not suspend
         begun.ready().send(None)
     for each in others:
         each.send(number(0), final=True)
-    assert [each.is_ready() for each in (sending, begun, fresh)] == [False, False, True]
+    assert [is_ready(each) for each in (sending, begun, fresh)] == [False, False, True]
     waiting = asyncio.create_task(begun.ready())
     await settle()
     assert not waiting.done()
     gate.open.set()
     await asyncio.gather(waiting, sending.ready())
-    assert sending.is_ready() and begun.is_ready()
+    assert is_ready(sending) and is_ready(begun)
     await senders.close()

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import pytest
 
 from tests.helpers.request_servers import ONE
-from trtllm_bls.python_backend import request_server
-from trtllm_bls.python_backend.one_core import OneCore
-from trtllm_bls.python_backend.request_server import Call, RequestServer
-from trtllm_bls.services.testing import SECONDS, FakeTriton
+from trtllm_bls.pipeline.testing import SECONDS, FakeTriton
+from trtllm_bls.triton import request_server
+from trtllm_bls.triton.one_core import OneCore
+from trtllm_bls.triton.request_server import Call, RequestServer
 
 
 def test_a_server_keeps_its_threads_together_and_lets_workers_go(

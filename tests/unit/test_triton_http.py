@@ -9,11 +9,12 @@ from typing import Any, cast
 import pytest
 from tritonclient.grpc import service_pb2
 
-from trtllm_bls.errors import Overloaded
-from trtllm_bls.grpc_client import GrpcChannel, GrpcError
-from trtllm_bls.http import triton
-from trtllm_bls.http.guard import ClientGone
-from trtllm_bls.http.triton import Room, TritonHttp, _Exchange
+from trtllm_bls.errors import Overloaded, defects
+from trtllm_bls.http import generate as triton
+from trtllm_bls.http.generate import TritonHttp, _Exchange
+from trtllm_bls.http.limits import ClientGone
+from trtllm_bls.orchestrator.orchestrator import Admission
+from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 
 
 class Channel:
@@ -52,7 +53,7 @@ def test_a_response_that_cannot_be_written_is_an_error() -> None:
             cast(GrpcChannel, channel), b"", asyncio.Event().wait, send, stream, None
         )
         await asyncio.wait_for(answering, 20)
-        assert channel.ended == "in order"
+        assert channel.ended == "cancelled"
 
     for stream in (False, True):
         sent.clear()
@@ -134,9 +135,9 @@ def test_a_version_is_asked_for_in_one_spelling() -> None:
     async def run() -> None:
         program = TritonHttp("localhost:1", "http://localhost:1")
         program._grpc = cast(GrpcChannel, Metadata())
-        path = "/v2/models/m/versions/001/generate"
+        path = b"/v2/models/m/versions/001/generate"
         headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        scope = {"type": "http", "method": "POST", "raw_path": path, "headers": headers}
         await program(scope, receive, send)
 
     asyncio.run(run())
@@ -172,8 +173,12 @@ class Callers:
     def __init__(self, places: int) -> None:
         self.opened: list[Channel] = []
         self.refused: list[Overloaded] = []
-        room = Room(places, self.refused.append)
-        self._program = TritonHttp("localhost:1", "http://localhost:1", room=room)
+        self._program = TritonHttp(
+            "localhost:1",
+            "http://localhost:1",
+            places=Admission(places, 0, None),
+            on_refused=self.refused.append,
+        )
         self._program._grpc = cast(GrpcChannel, self)
 
     async def unary(self, method: str, message: bytes, timeout: float) -> bytes:
@@ -202,8 +207,8 @@ class Callers:
             await asyncio.sleep(20 if message.get("status") == 200 else 0)
 
         headers = [(b"content-type", b"application/json")]
-        path = f"/v2/models/{model}/generate_stream"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        path = f"/v2/models/{model}/generate_stream".encode()
+        scope = {"type": "http", "method": "POST", "raw_path": path, "headers": headers}
         await self._program(scope, receive, send)
         return heads[0] if heads else {}
 
@@ -267,80 +272,136 @@ def test_a_place_is_free_once_the_models_work_ends() -> None:
     asyncio.run(run())
 
 
+JSON = (b"content-type", b"application/json")
+INFER = b"/v2/models/m/infer"
+BODY = b'{"inputs": [{"name": "x", "datatype": "INT32", "shape": [1]}]}'
+
+
+class Triton:
+    """Its HTTP port, played: it keeps what it was sent, and says ``answer`` or hangs up."""
+
+    def __init__(self, answer: bytes = b"") -> None:
+        self._answer = answer
+        self.sent = b""
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.sent = await reader.readuntil(b"\r\n\r\n")
+        length = self.sent.lower().partition(b"\r\ncontent-length: ")[2].partition(b"\r\n")[0]
+        self.sent += await reader.readexactly(int(length or 0))
+        writer.write(self._answer)
+        writer.close()
+
+    async def ask(
+        self,
+        method: str,
+        path: bytes,
+        headers: list[tuple[bytes, bytes]],
+        *parts: bytes | None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """How the answer to a client begins, with its body; ``None`` is a client that leaves."""
+        told: dict[str, Any] = {"body": b""}
+        events = list(parts) or [b""]
+
+        async def send(message: Any) -> None:
+            told.update({**message, "body": told["body"] + message.get("body", b"")})
+
+        async def receive() -> Any:
+            if not events:
+                return await asyncio.Event().wait()
+            part = events.pop(0)
+            if part is None:
+                return {"type": "http.disconnect"}
+            return {"type": "http.request", "body": part, "more_body": bool(events)}
+
+        async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            program = TritonHttp("", f"http://127.0.0.1:{port}", **options)
+            scope = {"type": "http", "method": method, "raw_path": path, "headers": headers}
+            await asyncio.wait_for(program({**scope, "query_string": b"a=b"}, receive, send), 20)
+            await program.close()
+        return told
+
+
 @pytest.mark.parametrize(
     ("headers", "parts", "status"),
     [
-        ({b"content-length": b"8"}, [b"12345678"], 503),  # passed on: this Triton hangs up
-        ({b"content-length": b"9"}, [], 413),
-        ({b"transfer-encoding": b"chunked"}, [b"1234", b"56789"], 413),
+        ({b"content-length": b"62"}, [BODY], 503),  # forwarded: this Triton hangs up
+        ({b"content-length": b"99"}, [], 413),
+        ({b"transfer-encoding": b"chunked"}, [BODY, b" " * 40], 413),
         ({b"content-length": b"2", b"content-type": b"text/plain; x"}, [b"{}"], 415),
-        ({b"content-length": b"8"}, [b"1234", None], None),  # the caller leaves
+        ({b"content-length": b"2", b"content-type": JSON[1] + b"X"}, [b"{}"], 415),
+        ({b"content-length": b"62"}, [BODY[:4], None], None),  # the caller leaves
     ],
 )
-def test_a_body_that_is_passed_on_has_limits(
+def test_a_body_that_is_forwarded_has_limits(
     headers: dict[bytes, bytes],
     parts: list[bytes | None],
     status: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Told before it is read where its length says so; also of a body that Triton would ignore."""
-    monkeypatch.setattr(triton, "_MOST_OTHER_BYTES", 8)
-    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(triton, "_MOST_OTHER_BYTES", 90)
+    told = asyncio.run(Triton().ask("POST", INFER, list(headers.items()), *parts))
+    assert told.get("status") == status
+    if status is not None:
+        assert list(json.loads(told["body"])) == ["error"]
 
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(100)
-        writer.close()
 
-    async def send(message: Any) -> None:
-        sent.append(message)
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nserver: x\r\n\r\n{}"
 
-    async def receive() -> Any:
-        if not parts:
-            return await asyncio.Event().wait()
-        part = parts.pop(0)
-        if part is None:
-            return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": part, "more_body": bool(parts)}
+
+def test_triton_sees_nothing_that_this_program_did_not_write() -> None:
+    """No query, and of the headers the trace alone; the JSON, its type and length are ours."""
+    trace = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
+    headers = [
+        (b"host", b"evil.example"),
+        (b"content-type", b"Application/JSON ; charset=x"),
+        (b"content-length", b"%d" % (len(BODY) + 3)),
+        (b"content-encoding", b"identity"),
+        (b"accept-encoding", b"br"),
+        (b"authorization", b"Bearer secret"),
+        (b"cookie", b"secret"),
+        (b"traceparent", trace),
+        (b"inference-header-content-length", b"%d" % len(BODY)),
+        (b"triton_grpc_error", b"true"),
+        (b"closed by serve", b"closed by serve"),
+    ]
 
     async def run() -> None:
-        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            program = TritonHttp("", f"http://127.0.0.1:{port}")
-            scope = {"type": "http", "method": "POST", "path": "/v2/x", "raw_path": b"/v2/x"}
-            asked = {**scope, "query_string": b"", "headers": list(headers.items())}
-            await asyncio.wait_for(program(asked, receive, send), 20)
-            await program.close()
+        server = Triton(ANSWER)
+        told = await server.ask("POST", INFER, headers, BODY[:9], BODY[9:] + b"\0\1\2")
+        assert (told["status"], told["body"]) == (200, b"{}")
+        assert told["headers"] == [(b"content-length", b"2")]
+        head, _, body = server.sent.partition(b"\r\n\r\n")
+        line, *fields = head.split(b"\r\n")
+        assert line == b"POST /v2/models/m/infer HTTP/1.1"
+        size = len(body) - 3
+        assert {*map(bytes.lower, fields)} == {
+            *(b"accept-encoding: identity", b"traceparent: " + trace),
+            *(b"content-type: application/octet-stream", b"content-length: %d" % len(body)),
+            b"inference-header-content-length: %d" % size,
+            next(each.lower() for each in fields if each.lower().startswith(b"host: 127.0.0.1:")),
+        }
+        assert json.loads(body[:size]) == json.loads(BODY) and body[size:] == b"\0\1\2"
 
     asyncio.run(run())
-    assert [message["status"] for message in sent[:1]] == ([] if status is None else [status])
 
 
-@pytest.mark.parametrize(("body", "status"), [(None, 500), (b"[]", 400)])
-def test_a_failure_of_triton_is_the_callers_only_where_the_body_is(
-    body: bytes | None, status: int
+def test_an_invalid_trace_is_left_out() -> None:
+    """As W3C's text asks for; Triton would give its bytes to a model."""
+    server = Triton(ANSWER)
+    asyncio.run(server.ask("POST", INFER, [(b"traceparent", b"\xff")], BODY))
+    assert b"traceparent" not in server.sent
+
+
+def test_a_defect_is_told_as_500_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Triton answers 500 to JSON of wrong types, and so it does to what it cannot do."""
-
-    async def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(100)
-        writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n")
-        writer.close()
-
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        return await asyncio.Event().wait()
-
-    async def run() -> None:
-        async with await asyncio.start_server(fail, "127.0.0.1", 0) as server:
-            program = TritonHttp("", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-            scope = {"type": "http", "method": "POST", "path": "/v2/x", "raw_path": b"/v2/x"}
-            asked = {**scope, "query_string": b"", "headers": []}
-            await asyncio.wait_for(program._pass_on(asked, receive, send, body), 20)
-            await program.close()
-
-    asyncio.run(run())
-    assert sent[0]["status"] == status
+    """Without its text, which the log has."""
+    monkeypatch.setattr(triton, "judged", lambda *given: 1 / 0)
+    defects.clear()
+    told = asyncio.run(Triton().ask("GET", b"/v2", []))
+    assert told["status"] == 500 and b"unexpected ZeroDivisionError" in told["body"]
+    assert list(defects) == ["ZeroDivisionError"] and "division by zero" in caplog.text
+    defects.clear()

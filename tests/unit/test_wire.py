@@ -17,14 +17,14 @@ from tests.helpers.wire_tensors import (
     text_inputs,
     words,
 )
-from trtllm_bls.contract import BLS
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.triton.tensors import engine_requests, is_stop, read_rows, text_requests
 from trtllm_bls.types import (
     EngineRequest,
     Sampling,
     TextRequest,
 )
-from trtllm_bls.wire.server import engine_requests, is_stop, read_rows, text_requests
+from trtllm_bls.wire.contract import BLS
 from trtllm_bls.wire.words import pack_words
 
 

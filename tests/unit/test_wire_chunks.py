@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.wire_tensors import LAST_FORM
-from trtllm_bls.contract import BLS, ENGINE
 from trtllm_bls.engines.base import join_chunks
+from trtllm_bls.engines.triton_model import ResponseReader, request_inputs
 from trtllm_bls.errors import EngineError
+from trtllm_bls.triton.tensors import ChunkWriter, text_arrays
 from trtllm_bls.types import (
     Ending,
     EngineChunk,
@@ -25,8 +26,7 @@ from trtllm_bls.types import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.wire.engine_client import ResponseReader, request_inputs
-from trtllm_bls.wire.server import ChunkWriter, text_arrays
+from trtllm_bls.wire.contract import BLS, ENGINE
 
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
 ids = st.integers(0, 49)
@@ -291,6 +291,17 @@ def test_the_likeliest_ids_survive_the_wire(engine: str) -> None:
     arrays, _ = sent(request, [EngineChunk((5, 6), log_probs=(-1.5, -0.25), top_log_probs=best)])
     (chunk,) = ResponseReader(request, model).chunks(arrays[0], last=True)
     assert chunk.top_log_probs == best
+
+
+@pytest.mark.parametrize("engine", ["llm_api", "trtllm://host:1", "embedded", ""])
+def test_the_salt_of_a_key_goes_to_engines_that_tell_salts_apart(engine: str) -> None:
+    """Others are sent none, and do not refuse the request; one of its own goes to any."""
+    model = replace(LAST_FORM, parameters={"engine": engine})
+    own = {"cache_salt": np.array([b"own"], np.object_)}
+    for extras, wanted in (({}, b"key:1" if engine == "llm_api" else None), (own, b"own")):
+        request = replace(ASK, cache_salt="key:1", extras=extras)
+        inputs = {name: array for name, _, array in request_inputs(request, model, 100)}
+        assert inputs.get("cache_salt", np.array([[None]])).tolist() == [[wanted]]
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,17 @@ from tests.helpers.wire_tensors import (
     text,
     words,
 )
-from trtllm_bls.contract import ENGINE
+from trtllm_bls.engines.triton_model import request_inputs
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.triton.tensors import engine_requests
 from trtllm_bls.types import (
     Draft,
     EngineRequest,
     Sampling,
     Wants,
 )
-from trtllm_bls.wire.engine_client import packed_infer_message, request_inputs
-from trtllm_bls.wire.server import engine_requests
+from trtllm_bls.wire.contract import ENGINE
+from trtllm_bls.wire.kserve import packed_infer_message
 
 # --- requests, there and back ---------------------------------------------------------------
 

@@ -13,9 +13,10 @@ from tritonclient.grpc import service_pb2
 
 from tests.helpers.random_cases import run_cases
 from tests.helpers.wire_tensors import LAST_FORM
+from trtllm_bls.engines.base import wire_id
+from trtllm_bls.engines.triton_model import ResponseReader
 from trtllm_bls.errors import EngineError
 from trtllm_bls.types import EngineChunk, EngineRequest, Wants
-from trtllm_bls.wire.engine_client import ResponseReader, wire_id
 
 ASK = EngineRequest(request_id="r", input_ids=(7, 8), max_tokens=4)
 

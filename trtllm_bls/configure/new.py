@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import runpy
+import os
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import click
 from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.configure.pbtxt import TEMPLATES, model_config
-from trtllm_bls.contract import NUMPY_TYPES, Model, Tensor
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.model_config import read_config
+from trtllm_bls.settings.model_config import model_class, read_config
+from trtllm_bls.wire.contract import NUMPY_TYPES, Model, Tensor
 
 _NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and outputs there.\n"
 # What such a model needs of the parameters of ``tensorrt_llm_bls``; the others have defaults.
@@ -38,11 +41,16 @@ def command(
       trtllm-bls new models/speech --input text:STRING --output codes:STRING --output pcm:FP32[-1]
       trtllm-bls new models/speech
     """
+    directory = Path(os.path.abspath(directory))
     model = directory / "1" / "model.py"
     if not model.is_file():
         tensors = [[_tensor(text) for text in texts] for texts in (inputs, outputs)]
         if any(len({tensor.name for tensor in each}) < len(each) for each in tensors):
             raise SettingsError("two inputs, or two outputs, have one name; give each its own")
+        for tensor in (tensors[0][0], tensors[1][0]):
+            if (tensor.dtype, tensor.dims) != ("STRING", (1,)):
+                problem = "the first input and the first output are texts; write NAME:STRING"
+                raise SettingsError(f"{tensor.name}:{tensor.dtype}: {problem}")
         words = {"name": directory.name}
         for side, declared in zip(("input", "output"), tensors, strict=True):
             spelled = []
@@ -51,7 +59,10 @@ def command(
                 dims += ", required=True" if side == "input" else ""
                 spelled.append(f'Tensor("{tensor.name}", "{tensor.dtype}"{dims})')
             words |= {side: declared[0].name, f"{side}s": ", ".join(spelled)}
-        model.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            model.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"{model.parent}: cannot be made: {error.strerror}") from error
         test = directory / f"test_{directory.name}.py"
         for path, template in ((model, "model.py.txt"), (test, "test.py.txt")):
             text = (TEMPLATES / template).read_text(encoding="utf-8")
@@ -70,22 +81,47 @@ def config_of(model: Path, parameters: dict[str, str]) -> str:
     """
     name, file = model.parents[1].name, model.parents[1] / "config.pbtxt"
     try:
-        declared: Any = runpy.run_path(str(model)).get("TritonPythonModel")
+        declared: Any = model_class(model)
         if declared is None:
             raise SettingsError("has no class TritonPythonModel")
-        tensors = Model(name, declared.inputs, declared.outputs, decoupled=True)
+        inputs, outputs = declared.tensors()  # of a ``StreamingModel``
+        tensors = Model(name, inputs, outputs, decoupled=True)
     except Exception as error:  # whatever the user's file raises
         kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
         raise SettingsError(f"{model}: {kind}{error}") from error
-    config = model_config(tensors, parameters, max_batch_size=0)
-    if file.is_file():
-        present = read_config(file)
-        present.name = name  # the directory may be a copy of another model's
-        for field in ("input", "output"):
-            present.ClearField(field)
-            getattr(present, field).extend(getattr(config, field))
-        config = present
-    return _NOTE + str(text_format.MessageToString(config))
+    own = {key: str(value) for key, value in declared.parameters.items()}
+    config = model_config(tensors, {**parameters, **own}, max_batch_size=0)
+    if not file.is_file():
+        return _NOTE + str(text_format.MessageToString(config))
+    read_config(file)  # raises where it cannot be read
+    text = file.read_text(encoding="utf-8")
+    kept, at = _without(text, ("input", "output", "name"))
+    made = model_config_pb2.ModelConfig(name=name, input=config.input, output=config.output)
+    changed = kept[:at] + str(text_format.MessageToString(made)) + kept[at:]
+    return changed if text.startswith(_NOTE) else _NOTE + changed
+
+
+# What a configuration is made of: comments, texts, brackets, and names of fields.
+_PIECES = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?|[{}\[\]]|\w+|\n""")
+
+
+def _without(text: str, fields: Collection[str]) -> tuple[str, int]:
+    """The text of a configuration without these fields, and where the first of them was."""
+    kept, depth, begins, last = list[str](), 0, -1, 0
+    at, opened = -1, False
+    for piece in _PIECES.finditer(text):
+        word = piece[0]
+        if begins < 0 and not depth and word in fields:
+            begins, opened = piece.start(), False
+            kept.append(text[last:begins])
+            at = sum(map(len, kept)) if at < 0 else at
+        elif begins < 0 or opened or word in "{[":
+            depth += (word in ("{", "[")) - (word in ("}", "]"))
+            opened = opened or word in ("{", "[")
+        if begins >= 0 and not depth and (opened or word[0] in "\"'") and piece.start() > begins:
+            last = piece.end() + text[piece.end() :].startswith("\n")
+            begins = -1
+    return "".join([*kept, text[last:]]), max(at, 0)
 
 
 def _tensor(text: str) -> Tensor:

@@ -7,21 +7,33 @@ generate``): the checked-in configurations, and docs/parameters.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model
-from trtllm_bls.parameters import EngineFacts, Parameter, is_true, parameters_in, parameters_of
+from trtllm_bls import __version__
+from trtllm_bls.settings.parameters import (
+    FORMAT_VERSION,
+    WRITTEN_BY,
+    EngineFacts,
+    Parameter,
+    is_true,
+    parameters_in,
+    parameters_of,
+)
+from trtllm_bls.wire.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model
 
 MAX_BATCH_SIZE = 64
 PREFERRED_BATCH_SIZE = 16  # requests to the orchestrator in one ``execute``, while more wait
 TEMPLATES = Path(__file__).with_name("templates")
 STEPS = (PREPROCESSING, ENGINE, POSTPROCESSING)  # of the ensemble
 
+# In every configuration: the version of its form, which ``upgrade`` brings to this one, and the
+# version of the package that wrote it.
+FORMAT = {FORMAT_VERSION: "1", WRITTEN_BY: f"trtllm-bls {__version__}"}
 # The checked-in configurations: they work as they stand.
 PARAMETERS: Mapping[str, Mapping[str, str]] = {
     model.name: {key: row.in_file for key, row in parameters_of(model.name).items()}
@@ -32,7 +44,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
 def model_config(
     model: Model,
     parameters: Mapping[str, str],
-    steps: tuple[Model, Model, Model] = STEPS,
+    steps: Sequence[Model] = STEPS,
     max_batch_size: int = MAX_BATCH_SIZE,
 ) -> Any:
     """The model's configuration as Triton's own protobuf message (``ModelConfig``).
@@ -67,7 +79,7 @@ def model_config(
         # most this many in a call; the others go to the model's other processes.
         size = min(PREFERRED_BATCH_SIZE, max_batch_size)
         config.dynamic_batching.preferred_batch_size.append(size)
-    for key, value in values.items():
+    for key, value in (values | FORMAT).items():
         if key != "decoupled":
             config.parameters[key].string_value = value
     return config
@@ -89,7 +101,7 @@ _TO_ENGINE = {
 _TO_POSTPROCESSING = {"output_ids": "TOKENS_BATCH", "sequence_length": "SEQUENCE_LENGTH"}
 
 
-def _add_steps(config: Any, ensemble: Model, steps: tuple[Model, Model, Model]) -> None:
+def _add_steps(config: Any, ensemble: Model, steps: Sequence[Model]) -> None:
     """The three steps; an input of a step is joined to the ensemble's input of the same field.
 
     A step after a decoupled model can read only that model's outputs. So postprocessing cannot know
@@ -129,7 +141,7 @@ _INTRODUCTION = """\
 # Parameters
 
 For people who look up what a model can be told at load. `make generate` writes this page from
-`trtllm_bls/parameters/__init__.py`; do not edit it.
+`trtllm_bls/settings/parameters.py`; do not edit it.
 
 A parameter stands in its model's `config.pbtxt`. There are three ways to set it. The first that
 applies wins:

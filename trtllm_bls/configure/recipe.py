@@ -16,10 +16,10 @@ from typing import Any
 import click
 import yaml
 
-from trtllm_bls.configure.engine import EXTERNAL_DRAFTS, LOOKAHEAD_SIZES, MANY_STEPS_SINCE
+from trtllm_bls.configure.engine_dir import EXTERNAL_DRAFTS, LOOKAHEAD_SIZES, MANY_STEPS_SINCE
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.parameters.cpp_backend import OLDEST, Version, keys_of, parse_version
-from trtllm_bls.settings import Positive, options_of, setting
+from trtllm_bls.settings.command_options import Positive, options_of, setting
+from trtllm_bls.settings.cpp_backend import OLDEST, Version, keys_of, parse_version
 
 CONVERT, QUANTIZE, BUILD = "convert_checkpoint.py", "quantize.py", "trtllm-build"
 NEWEST = Version(1, 2)  # the last release whose notes speak of engines; they were removed later
@@ -196,7 +196,7 @@ def _family(options: RecipeOptions, precision: str) -> Family | None:
         return None
     try:
         model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise SettingsError(f"--checkpoint: {config} cannot be read: {error}") from error
     family = FAMILIES.get(model_type)
     if family is None and precision in _QUANTIZED:

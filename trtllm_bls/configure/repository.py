@@ -16,18 +16,18 @@ from typing import Any, Literal
 import click
 from google.protobuf import text_format
 
-from trtllm_bls.checkpoint_dir import REPOSITORY
-from trtllm_bls.configure import engine as cpp
-from trtllm_bls.configure.engine import EngineDir
+from trtllm_bls.bundled import REPOSITORY
+from trtllm_bls.configure import engine_dir as cpp
+from trtllm_bls.configure.engine_dir import EngineDir
 from trtllm_bls.configure.pbtxt import MAX_BATCH_SIZE, PARAMETERS, TEMPLATES, model_config
-from trtllm_bls.contract import BLS, ENGINE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.parameters import BlsParameters, check
-from trtllm_bls.parameters.cpp_backend import LAST, Version, check_backend, parse_version
-from trtllm_bls.parameters.model_config import instances_of, values_of
-from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
-from trtllm_bls.settings import NotNegative, Override, Positive, option, setting
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.settings.command_options import NotNegative, Override, Positive, option, setting
+from trtllm_bls.settings.cpp_backend import LAST, Version, check_backend, parse_version
+from trtllm_bls.settings.model_config import instances_of, values_of
+from trtllm_bls.settings.model_yaml import ModelYaml, gpus_of
+from trtllm_bls.settings.parameters import BlsParameters, check
+from trtllm_bls.text.tokenizer import load_tokenizer
+from trtllm_bls.wire.contract import BLS, ENGINE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING
 
 DRAFT = "tensorrt_llm_draft"
 _FRACTION = "kv_cache_free_gpu_mem_fraction"
@@ -230,6 +230,7 @@ class Repository:
     launch: Launch
     warnings: tuple[str, ...] = ()
     code: Mapping[str, str] = field(default_factory=dict)  # of our models, under another name
+    copies: Mapping[str, Path] = field(default_factory=dict)  # by their place in the repository
 
 
 def plan(options: ConfigureOptions) -> Repository:
@@ -296,8 +297,8 @@ def plan_llm_api(options: ConfigureOptions, upstreams: Any = None) -> Repository
     tokenizer = str(options.tokenizer_dir.absolute())
     engine = dict(PARAMETERS[ENGINE.name]) | {"engine": "llm_api", "model_dir": tokenizer}
     engine |= {"gpu_device_ids": gpus, "max_batch": "0"}
-    if options.model_yaml:
-        engine["model_yaml"] = str(options.model_yaml.absolute())
+    copies = {f"{name}/1/model.yaml": options.model_yaml} if options.model_yaml else {}
+    engine["model_yaml"] = next(iter(copies), "")
     for key, argument in (("max_batch", "max_batch_size"), ("max_sequence_tokens", "max_seq_len")):
         engine[key] = str(config.arguments.get(argument) or engine[key])
     text = dict(PARAMETERS[BLS.name]) | {
@@ -308,7 +309,12 @@ def plan_llm_api(options: ConfigureOptions, upstreams: Any = None) -> Repository
     parameters = {name: engine, BLS.name: text}
     if upstreams:
         streams = str(config.decoupled).lower()
-        parameters[LLMAPI.name] = text | {"tensors": "llmapi", "decoupled": streams}
+        parameters[LLMAPI.name] = text | {
+            "tensors": "llmapi",
+            "decoupled": streams,
+            "accumulate_tokens": "true",  # each response has the text so far
+            "exclude_input_in_output": "false",  # an answer in one piece begins with the prompt
+        }
     for override in options.overrides:
         model, key = override.model, override.parameter
         if model == ENGINE.name and key in engine:
@@ -340,7 +346,7 @@ def plan_llm_api(options: ConfigureOptions, upstreams: Any = None) -> Repository
         if ranks > 1:
             each = "srun -N MACHINES --ntasks-per-node=GPUS_OF_EACH --mpi=pmix"
             lines.append(f"on several machines: {each} trtllm-llmapi-launch {serve}")
-    return Repository(configs, Launch((name,)), tuple(lines), code)
+    return Repository(configs, Launch((name,)), tuple(lines), code, copies)
 
 
 # --- the files -------------------------------------------------------------------------------
@@ -359,9 +365,9 @@ def write(repository: Repository, out: Path, force: bool) -> None:
     replaced = {out / name for name in names}
     deleted = {directory.resolve() for directory in replaced}
     for config in repository.configs.values():
-        for key in ("gpt_model_path", "tokenizer_dir", "model_yaml"):
-            used = values_of(config).get(key)
-            if used and any(Path(used).resolve().is_relative_to(each) for each in deleted):
+        named = [values_of(config).get(key, "") for key in ("gpt_model_path", "tokenizer_dir")]
+        for used in filter(None, (*named, *map(str, repository.copies.values()))):
+            if any(Path(used).resolve().is_relative_to(each) for each in deleted):
                 raise SettingsError(f"--force: would delete {used}; choose another --out")
     for directory in replaced:
         shutil.rmtree(directory, ignore_errors=True)
@@ -373,6 +379,8 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         if config.backend == "python":
             ours = repository.code.get(name, name)
             shutil.copyfile(REPOSITORY / ours / "1" / "model.py", version / "model.py")
+    for place, source in repository.copies.items():
+        shutil.copyfile(source, out / place)
 
 
 # --- parameters -----------------------------------------------------------------------------

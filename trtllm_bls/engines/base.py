@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from trtllm_bls.errors import EngineError, EngineStalled, Overloaded, TrtllmBlsError
+from trtllm_bls.errors import EngineError, EngineStalled
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
+from trtllm_bls.wire.kserve import Arrivals, ResponseStream
 
-MAX_WAITING_CHUNKS = 16_384  # of one stream; a reader that far behind is given up
 LOOKS_PER_STALL = 4  # how often silence is looked at within the time of a stall
 
 log = logging.getLogger(__name__)
@@ -76,65 +77,8 @@ class ChunkStream(ABC):
             await self.wait()
 
 
-class QueuedChunks(ChunkStream):
+class QueuedChunks(Arrivals[EngineChunk], ChunkStream):
     """A ``ChunkStream`` that is filled on the event loop while it is read; filling never waits."""
-
-    def __init__(self) -> None:
-        self._arrived: list[EngineChunk] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
-        self._error: Exception | None = None
-
-    def put(self, chunks: Iterable[EngineChunk]) -> None:
-        """More chunks; ignored once the stream has ended."""
-        if self._ended:
-            return
-        self._arrived.extend(chunks)
-        if len(self._arrived) > MAX_WAITING_CHUNKS:
-            self._arrived.clear()
-            self._leave()
-            self.fail(Overloaded(f"its reader is more than {MAX_WAITING_CHUNKS} tokens behind"))
-        elif self._arrived:
-            self._wake()
-
-    def end(self) -> None:
-        """No more chunks."""
-        self._ended = True
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """No more chunks: ``wait`` raises ``error`` once those that have arrived are taken."""
-        if not self._ended:
-            self._error = error
-            self.end()
-
-    async def wait(self) -> None:
-        if not self._arrived and not self._ended:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self._error is not None and not self._arrived:
-            error, self._error = self._error, None
-            raise error
-
-    def take(self) -> list[EngineChunk]:
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    async def aclose(self) -> None:
-        if not self._ended:
-            self._leave()
-            self._ended = True
-
-    def _leave(self) -> None:
-        """End the engine's work: the reader leaves before the end, or is too far behind."""
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
 
 
 class TaskChunks(QueuedChunks):
@@ -158,58 +102,32 @@ class TaskChunks(QueuedChunks):
         await asyncio.wait({self._task})
 
 
-class CallChunks(QueuedChunks):
-    """The answer of one request that a server sends over a call; the rule of such a call's life.
-
-    The request runs from the beginning until its last chunk, an error, or its reader's leaving. It
-    then lets go of its call, once. A subclass makes the call, reads its messages, and lets it go.
-    """
+class CallChunks(ResponseStream[EngineChunk], ChunkStream):
+    """The answer of one request that a server sends over a call: one of its ``RunningCalls``."""
 
     def __init__(self, calls: RunningCalls) -> None:
         super().__init__()
         self._calls = calls
         calls.add(self)
 
-    @abstractmethod
-    def _read(self, messages: list[bytes], chunks: list[EngineChunk]) -> bool:
-        """Add what ``messages`` hold to ``chunks``; whether the last chunk is among them."""
-
-    @abstractmethod
-    def _let_go(self, finished: bool) -> None:
-        """The request needs its call no more: it has its last chunk, or its work is to end now."""
-
     def on_messages(self, messages: list[bytes]) -> None:
-        """Messages of the call have arrived."""
+        """See ``ResponseStream``. The server is not silent."""
         self._calls.silent_looks = 0
-        chunks: list[EngineChunk] = []
-        try:
-            last = self._read(messages, chunks)
-        except Exception as error:
-            self.put(chunks)
-            self.give_up(error)
-            return
-        if last:
-            # Before the reader can see the last chunk: when it then leaves, nothing is cancelled.
-            self._calls.running.discard(self)
-            self._let_go(True)
-        self.put(chunks)
-        if last:
-            self.end()
+        super().on_messages(messages)
 
-    def give_up(self, error: Exception) -> None:
-        """End the request and its work with ``error``; the engine's state is doubted from now on,
-        so that its next request asks for it."""
-        if not isinstance(error, TrtllmBlsError):
-            error = EngineError(f"{self._calls.name}: its message cannot be read: {error}")
-        if isinstance(error, EngineError):
+    def fail(self, error: Exception) -> None:
+        """See ``Arrivals``. The engine's state is doubted from now on, so that its next request
+        asks for it."""
+        if isinstance(error, EngineError) and not self._over:
             self._calls.doubt()
-        self._leave()
-        self.fail(error)
+        super().fail(error)
 
-    def _leave(self) -> None:
-        if self in self._calls.running:
-            self._calls.running.discard(self)
-            self._let_go(False)
+    def _unreadable(self, error: Exception) -> EngineError:
+        return EngineError(f"{self._calls.name}: its message cannot be read: {error}")
+
+    def _let_go(self, *, finished: bool) -> None:
+        self._calls.running.discard(self)
+        super()._let_go(finished=finished)
 
 
 class RunningCalls:
@@ -258,7 +176,7 @@ class RunningCalls:
             if problem is not None and self.silent_looks:  # nothing has arrived meanwhile
                 log.error("%s; %d requests fail", problem, len(self.running))
                 for chunks in list(self.running):
-                    chunks.give_up(EngineStalled(problem))
+                    chunks.fail(EngineStalled(problem))
             self.silent_looks = 0
         self._watching = None
 
@@ -337,3 +255,12 @@ def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         cached_tokens=chunks[0].cached_tokens,
         generation_logits=np.concatenate(rows) if rows else None,
     )
+
+
+def wire_id(request: EngineRequest) -> str:
+    """A request's id for the engine: a number, a slash, and its own id for the logs.
+
+    TensorRT-LLM 0.9 takes the number at an id's beginning for the whole id, and ids must differ
+    among all processes that share the engine, also among those forked from one.
+    """
+    return f"{secrets.randbits(63)}/{request.request_id}"

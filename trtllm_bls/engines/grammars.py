@@ -210,7 +210,7 @@ def _checked(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(written: str) -> float:
-    number = int(written) if written.lstrip("-").isdigit() else float(written)
+    number = int(written) if written.lstrip("-").isdecimal() else float(written)
     if not abs(number) <= _MOST_NUMBER:  # NaN, too
         raise ValueError(f"the number {written[:40]} in it is beyond {_MOST_NUMBER}")
     return number

@@ -20,7 +20,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from trtllm_bls.contract import ENGINE
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.errors import (
@@ -32,9 +31,10 @@ from trtllm_bls.errors import (
     Unsupported,
     printable,
 )
-from trtllm_bls.parameters import EngineParameters
-from trtllm_bls.parameters.model_yaml import ModelYaml, gpus_of
+from trtllm_bls.settings.model_yaml import ModelYaml, gpus_of
+from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.types import (
+    KEY_SALT,
     Array,
     EngineCapacity,
     EngineChunk,
@@ -45,6 +45,7 @@ from trtllm_bls.types import (
     TopLogProbs,
     Wants,
 )
+from trtllm_bls.wire.contract import ENGINE
 from trtllm_bls.wire.words import dense_bias
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ _REFUSED = {
     "bad_words_list": "the LLM API takes bad words of one token only",
     "lora_weights": "the LLM API loads adapters by name and directory: send lora_name",
 }
-_UNGUIDED = "guided_decoding_backend of the server's model.yaml is null"
+_UNGUIDED = "the server's model.yaml sets no guided_decoding_backend; set it to xgrammar"
 _EDITED = "with drafts, the LLM API lets a processor edit the rows of other requests"
 # What the LLM API raises about a request, beside its own RequestError.
 _REFUSALS = (TypeError, ValueError, NotImplementedError)
@@ -101,7 +102,9 @@ def open_llm(
         raise SetupError(f"engine llm_api needs TensorRT-LLM in this Python: {error}") from error
     names = {"max_batch": "max_batch_size", "max_sequence_tokens": "max_seq_len"}
     given = {api: size for own, api in names.items() if (size := getattr(parameters, own))}
-    given |= {"model": str(parameters.model_dir), "guided_decoding_backend": "xgrammar"}
+    given["model"] = str(parameters.model_dir)
+    if parameters.model_yaml is None:  # beside some arguments the LLM API refuses it
+        given["guided_decoding_backend"] = "xgrammar"
     given |= {"gpus_per_node": len(gpus.split(","))} if gpus else {}
     processors = config.load_processors()
     try:
@@ -228,7 +231,9 @@ class LlmApiEngine:
         extras = request.extras
         options: dict[str, Any] = {"lora_request": self._adapter(extras)}
         options["kv_cache_retention_config"] = self._retention(extras)
-        options["cache_salt"] = trtllm.text_of(extras, "cache_salt")
+        salt = trtllm.text_of(extras, "cache_salt")
+        if "cache_salt" in self._takes or not (salt or "").startswith(KEY_SALT):
+            options["cache_salt"] = salt  # nobody asked for that of a key
         if "priority" in extras:
             options["priority"] = float(extras["priority"].reshape(-1)[0])
         if request.traceparent and "trace_headers" in self._takes:

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.llm_api import open_llm
-from trtllm_bls.engines.trtllm_service import TrtllmServiceEngine
-from trtllm_bls.parameters import EngineParameters
+from trtllm_bls.engines.trtllm_service.service_engine import TrtllmServiceEngine
+from trtllm_bls.settings.parameters import EngineParameters, parse_engine
 
 
 class VocabularyFacts(Protocol):
@@ -32,8 +32,9 @@ def local_engine(
     if engine == "llm_api":
         return open_llm(name, parameters, lambda: tokenizer().model_vocab_size)
     if engine != "embedded":
+        ((address, _),) = parse_engine(engine).addresses
         return TrtllmServiceEngine(
-            engine.removeprefix("trtllm://"),
+            address,
             eos_id=tokenizer().eos_id,
             vocab_size=tokenizer().model_vocab_size,
             max_sequence_tokens=parameters.max_sequence_tokens,

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
-from trtllm_bls.stopping import StoppingCriteria
+from trtllm_bls.text.stopping import StoppingCriteria
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, PromptIds, Wants
 
 _ASK_AGAIN_S, _LONGEST_PAUSE_S = 1.0, 30.0  # the pause doubles while an engine does not answer

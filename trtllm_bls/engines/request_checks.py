@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_bls.contract import ENGINE
-from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.errors import InvalidRequest, PromptTooLong, Unsupported
 from trtllm_bls.types import Draft, EngineCapacity, EngineRequest
+from trtllm_bls.wire.contract import ENGINE
 
 # The fields of ``Sampling`` that this package's own engines obey. Those of beam search mean nothing
 # without it, and more than one beam is refused.
@@ -80,6 +80,8 @@ def _check_tokens(request: EngineRequest, draft: Draft, capacity: EngineCapacity
     for name, ids in given.items():
         limit = most.get(name)
         if limit is not None and len(ids) > limit:
+            if name == "input_ids":
+                raise PromptTooLong(name, len(ids), limit)
             raise InvalidRequest(name, f"{len(ids)} tokens; at most {limit} are allowed")
         if not all(words.get(name, ())):
             raise InvalidRequest(name, "holds an empty sequence")

@@ -23,6 +23,7 @@ from trtllm_bls.errors import (
     Overloaded,
     Unsupported,
 )
+from trtllm_bls.speculative.learned import SpeculationShared
 from trtllm_bls.speculative.options import SpeculationOptions, check_speculative
 from trtllm_bls.speculative.rounds import (
     AskDraft,
@@ -32,7 +33,6 @@ from trtllm_bls.speculative.rounds import (
     SpeculativeRounds,
     Verify,
 )
-from trtllm_bls.speculative.shared import SpeculationShared
 from trtllm_bls.types import (
     Draft,
     EngineCapacity,
@@ -213,7 +213,7 @@ class SpeculativeRun:
             shared.sending -= 1
             if (memory := rounds.memory) and (answer := rounds.answer):
                 # Once the answer has been sent: a thousand tokens take half a millisecond.
-                asyncio.get_running_loop().call_soon(memory.add, answer, _now())
+                asyncio.get_running_loop().call_soon(shared.memories.add, memory, answer, _now())
             if self._on_end is not None:
                 self._on_end(rounds.stats)
             await _cancel(drafting)

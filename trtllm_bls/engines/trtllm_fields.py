@@ -18,7 +18,7 @@ import numpy as np
 
 from trtllm_bls.engines.request_checks import HONOURED, check_request
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.stopping import StoppingCriteria
+from trtllm_bls.text.stopping import StoppingCriteria
 from trtllm_bls.types import (
     Array,
     EngineCapacity,

@@ -1,43 +1,10 @@
-"""HTTP in front of the models: what clients may send, and Triton's own surface.
+"""HTTP in front of the models.
 
-``guard``   limits on bodies, time, connections, hosts and origins, for any ASGI program
-``triton``  Triton's HTTP surface as an ASGI application
+``limits`` bounds bodies, time and connections of any ASGI program, ``keys`` has API keys,
+``browsers`` refuses other pages' requests, and ``generate`` is Triton's HTTP surface (port 8000).
 
 Triton 24.10's own HTTP server ends with a segmentation fault when a browser posts a form of 5 MB,
 runs a ``generate`` whose caller has left to its end, answers 400 where it is full, and knows no
 TLS, no keys and no limit on a body. None of that can be mended inside Triton. So Triton's HTTP port
-listens on loopback, and clients reach ``triton.TritonHttp`` instead.
+listens on loopback, and clients reach ``generate.TritonHttp`` instead.
 """
-
-from __future__ import annotations
-
-import ipaddress
-from collections.abc import Collection
-from contextlib import suppress
-from urllib.parse import urlsplit
-
-
-def browser_problem(
-    host: str, origin: str, hosts: Collection[str] = (), origins: Collection[str] = ()
-) -> tuple[int, str] | None:
-    """The status and message that refuse a request with these headers; ``None`` if it may pass.
-
-    For servers on this machine: any web page can make its visitor's browser send requests here. A
-    page of another server has a foreign ``Origin``; one whose name was made to mean this machine
-    (DNS rebinding) has a foreign ``Host``. Hosts that may be named: IP addresses, ``localhost`` and
-    ``hosts``. Origins: that of the host itself and ``origins``, where ``*`` stands for all. A
-    header that was not sent is empty.
-    """
-    host, origin = host.lower(), origin.lower()
-    is_ours = not host
-    with suppress(ValueError):
-        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-        is_ours = (
-            is_ours or name == "localhost" or name in hosts or bool(ipaddress.ip_address(name))
-        )
-    if not is_ours:
-        return 421, f"this server does not answer as {host[:80]!r}"
-    is_own = not origin or origin.partition("://")[2] == host
-    if not (is_own or "*" in origins or origin in origins):
-        return 403, f"pages of {origin[:80]!r} may not use this server"
-    return None

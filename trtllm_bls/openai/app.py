@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import re
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
@@ -21,12 +22,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
-from trtllm_bls.errors import InvalidRequest, Overloaded, TrtllmBlsError
-from trtllm_bls.http.guard import (
+from trtllm_bls.errors import InvalidRequest, Overloaded, SettingsError, TrtllmBlsError
+from trtllm_bls.http.keys import key_of
+from trtllm_bls.http.limits import (
     RETRY,
     BodyReader,
     BrowserGuard,
@@ -34,18 +36,26 @@ from trtllm_bls.http.guard import (
     ConnectionLimits,
     Refused,
     header,
+    traceparent,
 )
-from trtllm_bls.openai import key_of
+from trtllm_bls.openai.api_errors import ApiError, api_error, invalid, is_too_long
 from trtllm_bls.openai.builder import PartsBuilder, ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.completions import CompletionResponse
+from trtllm_bls.openai.content import ContentReader
 from trtllm_bls.openai.conversation import ChatFormats, ChatModel
 from trtllm_bls.openai.document import document, page
-from trtllm_bls.openai.errors import ApiError, api_error, invalid, is_too_long
 from trtllm_bls.openai.exchange import PromptSink, Reply, RunningRequests, run_all
-from trtllm_bls.openai.exposition import Samples, samples, share, shared, triton_metrics, written
+from trtllm_bls.openai.exposition import Samples, SharedSamples, samples, triton_metrics, written
 from trtllm_bls.openai.messages import CountTokensRequest, MessagesRequest, MessagesResponse
-from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
+from trtllm_bls.openai.responses import (
+    CompactRequest,
+    CompactResponse,
+    ResponsesRequest,
+    ResponsesResponse,
+    is_stateful,
+    with_references,
+)
 from trtllm_bls.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -54,23 +64,41 @@ from trtllm_bls.openai.schema import (
     TokenizeRequest,
     decode,
 )
-from trtllm_bls.orchestrator import Orchestrator
-from trtllm_bls.services.deployment import SHUTTING_DOWN, Deployment
-from trtllm_bls.services.lifecycle import Lifecycle
-from trtllm_bls.services.request_reports import ENGINE_SEQUENCES, unreported_id
-from trtllm_bls.status import StatusDirectory, common_problem, engines_up
-from trtllm_bls.types import Ending, FinishReason, SpeculationRequest, TextChunk, TextRequest
+from trtllm_bls.openai.sockets import PATH, SOCKET, LastResponses, ResponsesSocket, denying
+from trtllm_bls.openai.stored import PrivateDirectory, StoredResponses
+from trtllm_bls.orchestrator.deployment import SHUTTING_DOWN, Deployment
+from trtllm_bls.orchestrator.lifecycle import Lifecycle
+from trtllm_bls.orchestrator.orchestrator import Orchestrator
+from trtllm_bls.orchestrator.reports import (
+    ENGINE_SEQUENCES,
+    UNREADABLE_ARGUMENTS,
+    UNREADABLE_CONTENT,
+    unreported_id,
+)
+from trtllm_bls.orchestrator.status import StatusDirectory, common_problem, engines_up
+from trtllm_bls.types import (
+    KEY_SALT,
+    Ending,
+    FinishReason,
+    SpeculationRequest,
+    TextChunk,
+    TextRequest,
+)
 
-# Parsing 256 KiB takes a few ms. A larger body is parsed in a thread, so that streams go on.
-_LARGE_BODY_BYTES = 256 * 1024
+log = logging.getLogger(__name__)
 _PING_S = 10.0
-_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _BEHIND_KEYS = ("/v1", "/tokenize", "/detokenize")  # paths
 # Of ``Health``.
 _FRESH_S = 5.0  # an answer proves for this long that the engine works
 _TRUSTED_S = 30.0  # for this long a probe is answered while the engine is asked again
 _FAILED_S = 1.0  # for this long a failure is repeated without asking again
 _LIMIT_S = 10.0  # for one token
+# Stands for an item that is no longer stored.
+_LOST = {
+    "type": "message",
+    "role": "assistant",
+    "content": "[This part of the conversation is no longer stored.]",
+}
 # The header to blame for a status.
 _REFUSED_FOR = {401: "authorization", 403: "origin", 415: "content-type", 421: "host"}
 
@@ -85,12 +113,21 @@ class ApiSettings:
     ``allowed_hosts``: names by which clients reach a server that listens on this machine alone.
     ``None``: the server listens elsewhere too, and names and origins are not checked.
     ``allowed_origins``: web pages that may use the API from a browser (CORS).
-    ``shared``: directory in which workers keep their samples for ``/metrics``; ``None``: there is
-    one process.
+    ``shared``: memory in which workers keep their samples for ``/metrics``; ``None``: there is one
+    process.
+    ``pipelines``: models of the Triton server that answer conversations by themselves.
     ``loras``: task ids of LoRA adapters by the names that requests give as ``model``; empty for one
     that the engine knows by its name.
-    ``tool_parser``, ``reasoning_parser``: auto, none, or a name in ``chat_parsing``.
-    ``status_dir``: directory of ``trtllm_bls.status``, over which the process is asked to drain;
+    ``tool_parser``, ``reasoning_parser``: auto, none, or a name in ``text.chat_formats``.
+    ``unreadable``: ``replace`` puts a sentence in the place of images and files, ``refuse`` refuses
+    them.
+    ``store_dir``: directory of stored responses, which all processes of a server share; ``None``:
+    one of this process and its forks, removed at its end. ``store_bytes``, ``store_hours``: how
+    much is stored, and for how long after its last use; 0 bytes: nothing. ``lost_items``:
+    ``refuse`` a request that refers to what is lost, or put a ``sentence`` in its place.
+    ``share_kv_cache``: requests of different keys may share the engine's KV cache, whose times tell
+    what others have asked.
+    ``status_dir``: directory of ``orchestrator.status``, over which the process is asked to drain;
     empty: there is none.
     ``triton_metrics``: where Triton tells its own metrics, which ``/metrics`` then has too.
     """
@@ -101,10 +138,17 @@ class ApiSettings:
     body_s: float = ConnectionLimits.body_s
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
-    shared: Path | None = None
+    shared: SharedSamples | None = None
     loras: Mapping[str, str] = field(default_factory=dict)
+    pipelines: tuple[str, ...] = ()
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    unreadable: str = "replace"
+    store_dir: Path | None = None
+    store_bytes: int = 256 * 2**20
+    store_hours: float = 24
+    lost_items: str = "refuse"
+    share_kv_cache: bool = False
     status_dir: str = ""
     triton_metrics: str = ""
 
@@ -113,12 +157,18 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
     """The application, which closes ``backend`` when it ends."""
     api = _Api(backend, settings)
     post = partial(Route, methods=["POST"])
+    responses = _Generate(api, ResponsesRequest, ResponsesResponse)
+    socket = ResponsesSocket(responses, api.refuse, api.last, settings.allowed_origins)
     routes = [
         post("/v1/chat/completions", _Generate(api, ChatRequest, ChatResponse)),
         post("/v1/completions", _Generate(api, CompletionRequest, CompletionResponse)),
-        post("/v1/responses", _Generate(api, ResponsesRequest, ResponsesResponse)),
+        post(PATH, responses),
+        WebSocketRoute(PATH, socket),
         post("/v1/responses/input_tokens", api.count_input),
-        Route("/v1/responses/{id:path}", api.not_stored, methods=["GET", "POST", "DELETE"]),
+        post("/v1/responses/compact", _Generate(api, CompactRequest, CompactResponse)),
+        Route("/v1/responses/{id}", api.stored_response, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/input_items", api.stored_input),
+        post("/v1/responses/{id}/cancel", api.cancel),
         post("/v1/messages", _Generate(api, MessagesRequest, MessagesResponse)),
         post("/v1/messages/count_tokens", api.count_messages),
         post("/tokenize", api.tokenize),
@@ -138,9 +188,9 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.allowed_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id"],
+                expose_headers=["x-request-id", "request-id", "retry-after", "www-authenticate"],
             )
         )
     if (hosts := settings.allowed_hosts) is not None:
@@ -224,19 +274,46 @@ class _Api:
         known = (settings.model_names[0], backend.engine.name, __version__)
         digest = hashlib.sha256("\n".join((*known, backend.tokenizer.fingerprint)).encode())
         formats = ChatFormats.of(backend.tokenizer, *parsers)
-        self.served = ChatModel(backend.tokenizer, formats, f"fp_{digest.hexdigest()[:10]}")
+        metrics = self._metrics = backend.reports.metrics
+        reader = ContentReader(
+            settings.unreadable == "refuse",
+            lambda kind: metrics.record(UNREADABLE_CONTENT, (kind,), 1),
+        )
+        fingerprint = f"fp_{digest.hexdigest()[:10]}"
+        self.served = ChatModel(
+            *(backend.tokenizer, formats, fingerprint, reader),
+            lambda name: metrics.record(UNREADABLE_ARGUMENTS, (name,), 1),
+        )
         self._created = int(time.time())
-        self.names = (*settings.model_names, *settings.loras)
-        self._metrics = backend.reports.metrics
+        self.names = (*settings.model_names, *settings.loras, *settings.pipelines)
+        self.pipeline = ChatModel(
+            backend.tokenizer, ChatFormats(), fingerprint, reader, pipeline=True
+        )
+        pipelines = settings.pipelines
+        if twice := {*pipelines} & {*settings.model_names, *settings.loras}:
+            problem = f"{min(twice)} is a pipeline of this server, too"
+            raise SettingsError(f"--served-model-name: {problem}; choose another name")
+        self.pipelines = backend.chat_pipelines(pipelines) if pipelines else {}
         self.requests = RunningRequests()
+        self._private: PrivateDirectory | None = None
+        self.store: StoredResponses | None = None
+        if settings.store_bytes:
+            if (directory := settings.store_dir) is None:
+                self._private = PrivateDirectory()
+                directory = self._private.path
+            self.store = StoredResponses(
+                directory,
+                max_bytes=settings.store_bytes,
+                max_s=settings.store_hours * 3600,
+                max_chain_bytes=settings.max_body_bytes,
+            )
+        self.last = LastResponses(settings.max_body_bytes)
         self.bodies = BodyReader(settings.max_body_bytes, seconds=settings.body_s)
-        # Parsing holds the GIL, so two at once would take no less time and more memory.
-        self.parses_large_body = asyncio.Semaphore(1)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         # A full collection pauses every stream. Its thresholds are those of the Triton models
-        # (python_backend/request_server.py).
+        # (triton/request_server.py).
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 50, 50)
@@ -254,12 +331,16 @@ class _Api:
             if lifecycle is not None:
                 await asyncio.to_thread(lifecycle.close)
             await self.backend.close()
+            if self.store is not None:
+                await asyncio.to_thread(self.store.close)
+            if self._private is not None:
+                self._private.close()
 
     async def _share_samples(self) -> None:
         """Tell the other workers every second what this one has counted."""
-        while (directory := self.settings.shared) is not None:
-            with suppress(OSError):  # a full disk, perhaps for a while
-                share(self._samples(), directory)
+        while self.settings.shared is not None:
+            with suppress(OSError):  # no memory, perhaps for a while
+                self.settings.shared.put(self._samples())
             await asyncio.sleep(1)
 
     def _samples(self) -> Samples:
@@ -331,9 +412,8 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         own = self._samples()
-        if (directory := self.settings.shared) is not None:
-            share(own, directory)
-            own = shared(directory)
+        if self.settings.shared is not None:
+            own = self.settings.shared.put(own)
         text = written(own) + engines_up(await self.backend.engine_problems())
         if url := self.settings.triton_metrics:
             text += await asyncio.to_thread(triton_metrics, url)
@@ -353,17 +433,78 @@ class _Api:
         return _Reply(await self._in_thread(request, self._detokenized))
 
     async def count_input(self, request: Request) -> Response:
-        count = partial(self._num_tokens, ResponsesRequest, ResponsesResponse)
+        count = partial(
+            self._num_tokens, ResponsesRequest, ResponsesResponse, _owner(request.scope)
+        )
         told = await self._in_thread(request, count, "input")
         return _Reply({**told, "object": "response.input_tokens"})
 
     async def count_messages(self, request: Request) -> Response:
-        count = partial(self._num_tokens, CountTokensRequest, MessagesResponse)
+        count = partial(self._num_tokens, CountTokensRequest, MessagesResponse, "")
         return _Reply(await self._in_thread(request, count, "messages"))
 
-    async def not_stored(self, request: Request) -> Response:
-        problem = "no response is stored; send the whole conversation to POST /v1/responses"
-        raise ApiError(404, problem)
+    async def stored_response(self, request: Request) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise invalid("stream", "is not supported by this server", "unsupported_parameter")
+        own_id = request.path_params["id"]
+        if request.method == "DELETE":
+            await self._of_store(request, StoredResponses.delete)
+            return _Reply({"id": own_id, "object": "response", "deleted": True})
+        return _Reply(await self._of_store(request, StoredResponses.body))
+
+    async def stored_input(self, request: Request) -> Response:
+        items, asked = await self._of_store(request, StoredResponses.input), request.query_params
+        limit = asked.get("limit", "20")
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= 100):
+            raise invalid("limit", "must be a number from 1 to 100")
+        if asked.get("order", "desc") == "desc":
+            items = items[::-1]
+        ids = [item["id"] for item in items]
+        start = ids.index(asked["after"]) + 1 if asked.get("after") in ids else 0
+        page, own = items[start : start + int(limit)], ids[start : start + int(limit)] or [None]
+        told = {"object": "list", "data": page, "first_id": own[0], "last_id": own[-1]}
+        return _Reply({**told, "has_more": start + len(page) < len(items)})
+
+    async def cancel(self, request: Request) -> Response:
+        await self._of_store(request, StoredResponses.body)
+        raise ApiError(400, "Cannot cancel a synchronous response.")
+
+    async def _of_store(self, request: Request, method: Callable[..., Any]) -> Any:
+        """What a method of the store says of the response that the path names."""
+        own_id, owner = request.path_params["id"], _owner(request.scope)
+        found = self.store and await asyncio.to_thread(method, self.store, owner, own_id)
+        if not found:
+            raise ApiError(404, f"Response with id '{own_id[:200]}' not found.")
+        return found
+
+    def referred(self, request: Generation, owner: str, socket: str = "") -> dict[str, Any]:
+        """What ``request`` refers to, as arguments of what builds its response.
+
+        Waits for the disk. Raises ``ApiError``.
+        """
+        if not isinstance(request, ResponsesRequest):
+            return {}
+        lost = _LOST if self.settings.lost_items == "sentence" else None
+        last = self.last.take(socket, request.previous_response_id or "")
+        earlier = with_references(request, owner, self.store, lost, last)
+        socketed = {"keeps": True} if socket else {}
+        return {"earlier": earlier, "stores": self.store is not None, **socketed}
+
+    async def keep(
+        self,
+        scope: Scope,
+        response: ResponseBuilder,
+        status: str = "",
+        error: ApiError | None = None,
+    ) -> None:
+        """Store the response, if it is to be stored."""
+        if not status and (socket := scope.get(SOCKET)) is not None:
+            self.last.keep(socket, response.id, response.conversation)
+        if self.store is not None and (stored := response.stored(status, error)):
+            try:
+                await asyncio.to_thread(self.store.save, _owner(scope), stored)
+            except ApiError as problem:  # the client has its answer all the same
+                log.warning("%s is not stored: %s", stored.id, problem.message)
 
     async def _in_thread(
         self, request: Request, read: Callable[[bytes], dict[str, object]], prompt: str = "prompt"
@@ -379,7 +520,7 @@ class _Api:
 
     def _tokenized(self, body: bytes) -> dict[str, object]:
         tokenizer, request = self.backend.tokenizer, decode(body, TokenizeRequest)
-        self.check_model(request.model or self.settings.model_names[0])
+        self.check_model(request.model or self.names[0])
         if request.prompt is not None:
             text = TextRequest(
                 request_id="",
@@ -396,16 +537,15 @@ class _Api:
         return {"count": len(ids), "tokens": tuple(ids), "token_strs": strings}
 
     def _num_tokens(
-        self, kind: type[Generation], builder: type[ResponseBuilder], body: bytes
+        self, kind: type[Generation], builder: type[ResponseBuilder], owner: str, body: bytes
     ) -> dict[str, object]:
         request = decode(body, kind)
-        self.check_model(request.model)
-        text = self.response(builder, request).requests[0]
+        text = self.response(builder, request, **self.referred(request, owner)).requests[0]
         return {"input_tokens": len(self.backend.orchestrator.prompt_ids(text))}
 
     def _detokenized(self, body: bytes) -> dict[str, object]:
         request = decode(body, DetokenizeRequest)
-        self.check_model(request.model or self.settings.model_names[0])
+        self.check_model(request.model or self.names[0])
         text = self.backend.tokenizer.decode(request.tokens, skip_special_tokens=False)
         return {"prompt": text}
 
@@ -415,9 +555,17 @@ class _Api:
             problem = f"The model {name[:200]!r} does not exist"
             raise ApiError(404, problem, param="model", code="model_not_found")
 
-    def response(self, builder: type[ResponseBuilder], request: Generation) -> ResponseBuilder:
+    def response(
+        self, builder: type[ResponseBuilder], request: Generation, **referred: Any
+    ) -> ResponseBuilder:
         """What builds the response to ``request``. Raises ``ApiError``."""
-        response = builder(request, self.served)  # type: ignore[call-arg]
+        if not request.model and not self.settings.loras:
+            request.model = self.names[0]
+        elif not request.model:
+            raise invalid("model", f"is missing; send one of {', '.join(self.names)}"[:500])
+        self.check_model(request.model)
+        served = self.pipeline if request.model in self.pipelines else self.served
+        response = builder(request, served, **referred)
         if (task_id := self.settings.loras.get(request.model)) is not None:
             adapter = {"lora_name": np.array([request.model.encode()], np.object_)}
             if task_id:
@@ -445,70 +593,114 @@ class _Generate:
             except (InvalidRequest, Overloaded, Refused) as error:
                 raise api.refused(reply, error, self._builder.prompt_field) from None
             with api.requests.one(reply.request_id.decode()):
-                await self._answer(response, reply, receive)
+                await self._answer(scope, response, reply, receive)
             api.health.proven()
         except ClientGone:
-            pass
+            if response is not None and reply.begun:
+                await api.keep(scope, response, "cancelled")
         except asyncio.CancelledError:
             ends = ApiError(503, "the server shuts down", code="shutting_down")
-            await reply.error(ends, response)
+            await self._fail(scope, ends, response, reply)
         except Exception as error:
             longest = await api.longest() if is_too_long(error) else None
             guide = response.guide_field if response else ""
-            told = api_error(error, self._builder.prompt_field, longest, guide)
-            await reply.error(told, response)
+            request_id = reply.request_id.decode()
+            told = api_error(error, self._builder.prompt_field, longest, guide, request_id)
+            await self._fail(scope, told, response, reply)
 
-    async def _answer(self, response: ResponseBuilder, reply: Reply, receive: Receive) -> None:
+    async def _fail(
+        self, scope: Scope, error: ApiError, response: ResponseBuilder | None, reply: Reply
+    ) -> None:
+        if response is not None and reply.begun:  # its client knows its id
+            await self._api.keep(scope, response, "failed", error)
+        await reply.error(error, response)
+
+    async def _answer(
+        self, scope: Scope, response: ResponseBuilder, reply: Reply, receive: Receive
+    ) -> None:
         orchestrator = self._api.backend.orchestrator
+        is_late = False
 
         def on_chunk(index: int, chunk: TextChunk) -> None:
+            nonlocal is_late
             self._api.requests.responses += 1
-            if events := response.add(index, chunk):
+            end = chunk.ending
+            if end and end.finish_reason is FinishReason.TIMEOUT and not end.completion_tokens:
+                is_late = True
+            elif events := response.add(index, chunk):
                 reply.put(events)
 
         pinging = None
         if response.stream and isinstance(response, PartsBuilder):
             pinging = asyncio.create_task(_ping(response, reply))
         try:
+            pipeline = self._api.pipelines.get(response.model)
             await run_all(
-                orchestrator, response.requests, on_chunk, reply, receive, response.count_prompt
+                orchestrator,
+                response.requests,
+                on_chunk,
+                reply,
+                receive,
+                response.count_prompt,
+                pipeline.run if pipeline is not None else None,
             )
         finally:
             if pinging is not None:
                 pinging.cancel()
+        if is_late:
+            raise ApiError(504, "the engine gave no token before the time limit", code="timeout")
         # On the event loop, a large response would hold up all streams.
         end = response.last_events if response.stream else response.whole
         last = await asyncio.to_thread(end) if response.is_large else end()
+        await self._api.keep(scope, response)
         await (reply.events(last, end=True) if response.stream else reply.json(last))
 
     async def _read(self, scope: Scope, reply: Reply, receive: Receive) -> ResponseBuilder:
         """What builds the response. The body is let go of on return, while a stream may be long."""
         async with self._api.bodies.read(scope, receive) as body:
-            if len(body) <= _LARGE_BODY_BYTES:
-                return self._builder_for(scope, reply, body)
-            async with self._api.parses_large_body:
-                return await asyncio.to_thread(self._builder_for, scope, reply, body)
+            request = await self._api.bodies.in_turn(len(body), decode, body, self._kind)
+            if is_stateful(request):  # what it refers to is in files
+                return await asyncio.to_thread(self._builder_for, scope, reply, request)
+            build = self._builder_for
+            return await self._api.bodies.in_turn(len(body), build, scope, reply, request)
 
-    def _builder_for(self, scope: Scope, reply: Reply, body: bytes) -> ResponseBuilder:
-        request = decode(body, self._kind)
-        self._api.check_model(request.model)
-        response = self._api.response(self._builder, request)
+    def _builder_for(self, scope: Scope, reply: Reply, request: Generation) -> ResponseBuilder:
+        referred = self._api.referred(request, _owner(scope), scope.get(SOCKET, ""))
+        response = self._api.response(self._builder, request, **referred)
         tenant = None if request.draft_memory is False else scope.get("tenant")
-        trace = header(scope, b"traceparent")
+        trace = traceparent(scope).decode() or None
         # The log can be searched for a response's x-request-id. Clients may repeat theirs, which an
         # engine must not see.
+        owner = "" if self._api.settings.share_kv_cache else _owner(scope)
         for each in response.requests:
             each.request_id = f"{reply.request_id.decode()}-{each.request_id[:8]}"
             each.api, each.tenant = response.object, tenant
-            each.traceparent = trace.decode() if _TRACEPARENT.fullmatch(trace) else None
+            if request.cache_salt:  # refused by an engine that has none
+                salt = _salt(owner, request.cache_salt) if owner else request.cache_salt
+                each.extras = {**each.extras, "cache_salt": np.array([salt.encode()], np.object_)}
+            elif owner:
+                each.cache_salt = KEY_SALT + _salt(owner, "")
+            each.traceparent = trace
         return response
+
+
+def _salt(owner: str, asked: str) -> str:
+    """The salt of one key, which no other key has, and from which the key is not known."""
+    return hashlib.sha256(f"{owner} {asked}".encode()).hexdigest()
+
+
+def _owner(scope: Scope) -> str:
+    """Whose stored responses a request may use: those of its key."""
+    return scope.get("tenant") or ""
 
 
 async def _ping(response: PartsBuilder, reply: Reply) -> None:
     """Show a client that waits for a stream's next event that the server works."""
     while True:
+        told = reply.num_puts
         await asyncio.sleep(_PING_S)
-        reply.put(response.ping())
+        if reply.num_puts == told:
+            reply.put(response.ping())
 
 
 @dataclass(frozen=True)
@@ -519,7 +711,7 @@ class _Keys:
     _api: _Api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(_BEHIND_KEYS):
+        if scope["type"] == "lifespan" or not scope["path"].startswith(_BEHIND_KEYS):
             await self._app(scope, receive, send)
             return
         given = header(scope, b"authorization") or b"Bearer " + header(scope, b"x-api-key")
@@ -530,7 +722,8 @@ class _Keys:
         message = "no valid API key; send Authorization: Bearer KEY, or x-api-key: KEY"
         challenge = {"www-authenticate": "Bearer"}
         error = ApiError(401, message, code="invalid_api_key", headers=challenge)
-        await self._api.refuse(scope, send, error)
+        is_socket = scope["type"] == "websocket"
+        await self._api.refuse(scope, denying(send) if is_socket else send, error)
 
 
 class _Reply(Response):
@@ -552,8 +745,9 @@ async def _failed(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         return _Reply(api_error(error, "prompt", None))
     status, message, code = error.status_code, error.detail, None
+    path = request.scope["path"]
     if status == 404:
-        message, code = f"unknown URL: {request.method} {request.url.path}", "unknown_url"
+        message, code = f"unknown URL: {request.method} {path}", "unknown_url"
     elif status == 405:
-        message = f"{request.url.path} does not take {request.method}"
+        message = f"{path} does not take {request.method}"
     return _Reply(ApiError(status, message, code=code, headers=error.headers or {}))

@@ -9,22 +9,33 @@ import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 import numpy as np
 
-from trtllm_bls.chat_parsing.parser import Arguments, Content, Reasoning, ToolCall
+from trtllm_bls.openai.api_errors import DONE, ApiError, invalid
 from trtllm_bls.openai.conversation import ChatModel, Conversation, chat_turn
-from trtllm_bls.openai.errors import DONE, ApiError, invalid
 from trtllm_bls.openai.schema import Common, Generation
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.openai.stored import Stored
+from trtllm_bls.text.chat_parser import (
+    Annotation,
+    Arguments,
+    Content,
+    Reasoning,
+    Refusal,
+    Text,
+    ToolCall,
+)
+from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import Array, Ending, FinishReason, TextChunk, TextRequest, TokenText
 
 # Tokens with their alternatives, as bytes, and what is known of their probability.
 Scores: TypeAlias = Sequence[tuple[TokenText, list[tuple[bytes, float]]]]
-Opening: TypeAlias = Content | Reasoning | ToolCall  # what a part begins with
+Delta: TypeAlias = str | dict[str, Any]  # of a choice: its fields, or new text and nothing else
+Opening: TypeAlias = Content | Reasoning | Refusal | ToolCall  # what a part begins with
 _LOWEST = -9999.0  # JSON has no minus infinity
 _UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
 # OpenAI has no word for a time limit. The answer was cut, as by max_tokens.
@@ -81,6 +92,20 @@ class ResponseBuilder(ABC):
         if ending.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + ending.cached_tokens
 
+    @property
+    def id(self) -> str:
+        return self._head.id
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """All items up to the end of the response, where the next may follow it."""
+        return []
+
+    @property
+    def model(self) -> str:
+        """The model that the request names."""
+        return self._head.model
+
     @abstractmethod
     def add(self, index: int, chunk: TextChunk) -> bytes:
         """Add a choice's chunk; the events to send now, which may be none."""
@@ -97,6 +122,10 @@ class ResponseBuilder(ABC):
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """What ends a stream that has begun and cannot go on."""
+
+    def stored(self, status: str = "", error: ApiError | None = None) -> Stored | None:
+        """What is to be stored, if anything; ``status``: of a response that did not end well."""
+        return None
 
     @abstractmethod
     def whole(self) -> bytes:
@@ -119,6 +148,12 @@ class Frames:
         # With include_usage, every chunk but the last has the field, and it is null.
         self._end = b'],"usage":null}\n\n' if usage else b"]}\n\n"
         self._after_text = b"}" * chat + b',"logprobs":null,"finish_reason":null}' + self._end
+
+    def event(self, index: int, delta: Delta) -> bytes:
+        """An event of one choice."""
+        if isinstance(delta, str):
+            return self.text(index, delta)
+        return self.choice(index, **delta)
 
     def text(self, index: int, text: str) -> bytes:
         """An event whose choice has new text and nothing else."""
@@ -152,7 +187,7 @@ class ChoicesBuilder(ResponseBuilder):
         self._frames = Frames(chunk_head, usage=self._wants_usage)
         self._completion_tokens = 0
         self._predicted = self._accepted = 0  # tokens drafted from a prediction
-        self._ended: dict[int, tuple[TextChunk, Ending]] = {}  # choices of a whole response
+        self._ended: dict[int, TextChunk] = {}  # choices of a whole response
 
     def add(self, index: int, chunk: TextChunk) -> bytes:
         ending = chunk.ending
@@ -164,9 +199,9 @@ class ChoicesBuilder(ResponseBuilder):
                 self._predicted += ending.speculation.predicted
                 self._accepted += ending.speculation.predicted_accepted
         if self.stream:
-            return self._events(index, chunk)
-        if ending := well_ended(chunk):  # a whole response has one chunk per choice
-            self._ended[index] = chunk, ending
+            return b"".join(self._frames.event(index, d) for d in self._deltas(index, chunk))
+        if well_ended(chunk):  # a whole response has one chunk per choice
+            self._ended[index] = chunk
         return b""
 
     def last_events(self) -> bytes:
@@ -178,16 +213,18 @@ class ChoicesBuilder(ResponseBuilder):
     def whole(self) -> bytes:
         fields = msgspec.structs.asdict(self._head)
         fields["choices"] = [
-            {"index": index, **self._choice(index, chunk), **self._finish(index, ending)}
-            for index, (chunk, ending) in sorted(self._ended.items())
+            {"index": index, **self._folded([*self._deltas(index, chunk)])}
+            for index, chunk in sorted(self._ended.items())
         ]
         return msgspec.json.encode({**fields, "usage": self._usage()})
 
     @abstractmethod
-    def _events(self, index: int, chunk: TextChunk) -> bytes: ...
+    def _deltas(self, index: int, chunk: TextChunk) -> Iterator[Delta]:
+        """What each event of a stream tells of the choice."""
 
     @abstractmethod
-    def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]: ...
+    def _folded(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """All that is told of a choice, as one."""
 
     def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
         """``finish_reason``, and which stop string it was."""
@@ -230,26 +267,43 @@ class PartsBuilder(ResponseBuilder):
         self._items: list[dict[str, Any]] = []  # the parts so far, as the API shows them
         self._kind: type[Opening] | None = None  # of the last part, while it is open
         self._texts: list[str] = []  # of the open part; of a call, its arguments
+        self._begin = 0  # of the open part, in characters of the answer
+        self._tokens = TokenSpans()
+        self._told: list[Any] = []  # of the open part's tokens
+        self.reasoning_tokens = 0
         self._before = self._after = b""  # the constant bytes of the open part's deltas
-        self._reasoning: list[str] = []  # of parts that are closed
         self._begun = False
         self._ending: Ending | None = None
 
     def add(self, index: int, chunk: TextChunk) -> bytes:
-        events = self._begin_once()
-        self._ending = well_ended(chunk)
-        for event in self._parser.feed(chunk.text, end=self._ending is not None):
-            begins = isinstance(event, ToolCall) or self._kind is not type(event)
-            if begins and not isinstance(event, Arguments):
-                events += self._close() + self._open(event)
+        events, ending = [self._begin_once()], well_ended(chunk)
+        self._tokens.add(chunk.tokens or (), self._scores_of(chunk))
+        for event in self._parser.feed(chunk.text, end=ending is not None):
+            if isinstance(event, Annotation):
+                events.append(self._annotated(event.value))
+                continue
+            if isinstance(event, ToolCall) or not (
+                isinstance(event, Arguments) or (self._kind is type(event) and not event.begins)
+            ):
+                events += self._close(), self._open(event)
                 self._kind = type(event)
+                self._begin = event.span[0] if isinstance(event, Text) else 0
             if not isinstance(event, ToolCall):
+                tokens = []
+                if isinstance(event, Text):
+                    tokens = self._tokens.take(self._begin, event.span[1])
                 self._texts.append(event.text)
-                events += self._grown(event.text)
-        if self._ending is not None:
-            self.count_cached(self._ending)
-            events += self._close()
-        return events if self.stream else b""
+                self._told += tokens
+                events.append(self._grown(event.text, tokens))
+        if ending is not None:
+            self.count_cached(ending)
+            self._ending = ending  # of the part that is open; those before have ended by themselves
+            events.append(self._close())
+        return b"".join(events) if self.stream else b""
+
+    def _scores_of(self, chunk: TextChunk) -> Sequence[Any]:
+        """What is told of each of the chunk's tokens."""
+        return chunk.tokens or ()
 
     def _begin_once(self) -> bytes:
         if self._begun:
@@ -260,17 +314,14 @@ class PartsBuilder(ResponseBuilder):
     def _close(self) -> bytes:
         if self._kind is None:
             return b""
-        text = "".join(self._texts)
-        self._texts.clear()
-        if self._kind is Reasoning:
-            self._reasoning.append(text)
+        text, kind, tokens = "".join(self._texts), self._kind, self._told
+        if kind is not ToolCall:  # tokens whose text left before them
+            tokens += self._tokens.take(self._begin, self._begin + len(text))
+        self._texts, self._told = [], []
+        self.reasoning_tokens += len(tokens) if kind is Reasoning else 0
+        events = self._closed(self._items[-1], text, tokens)
         self._kind = None
-        return self._closed(self._items[-1], text)
-
-    @property
-    def is_large(self) -> bool:
-        # Tokenising the reasoning takes a millisecond for some thousand characters.
-        return super().is_large or sum(map(len, self._reasoning)) > 4096
+        return events
 
     def ping(self) -> bytes:
         """An event that shows a client that waits that the server works."""
@@ -290,12 +341,42 @@ class PartsBuilder(ResponseBuilder):
     def _open(self, event: Opening) -> bytes:
         """Add an item, which ``event`` begins; the events that tell it."""
 
-    def _grown(self, text: str) -> bytes:
+    def _grown(self, text: str, tokens: list[Any]) -> bytes:
+        """The events that tell more of the open part, which came from these tokens."""
         return self._before + msgspec.json.encode(text) + self._after
 
+    def _annotated(self, annotation: Mapping[str, Any]) -> bytes:
+        """Add a remark on the text that is open; the events that tell it."""
+        return b""
+
     @abstractmethod
-    def _closed(self, item: dict[str, Any], text: str) -> bytes:
+    def _closed(self, item: dict[str, Any], text: str, tokens: list[Any]) -> bytes:
         """Complete the item, which has all of its text now; the events that tell it."""
+
+
+class TokenSpans:
+    """Which tokens of an answer a part of its text came from, each told of once."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._end = 0  # characters of the answer that tokens have so far
+        self._waiting: deque[tuple[int, int, Any]] = deque()
+
+    def add(self, tokens: Sequence[TokenText], told: Sequence[Any]) -> None:
+        """The next tokens, and what is told of each."""
+        for token, each in zip(tokens, told, strict=True):
+            begin, self._end = self._end, self._end + len(self._decoder.decode(token.data))
+            # One that ends within a character is of that character.
+            self._waiting.append((begin, max(begin + 1, self._end), each))
+
+    def take(self, begin: int, end: int) -> list[Any]:
+        """What is told of the tokens of these characters; nothing of those before is needed."""
+        taken = []
+        while self._waiting and self._waiting[0][0] < end:
+            _, last, each = self._waiting.popleft()
+            if last > begin:
+                taken.append(each)
+        return taken
 
 
 def spelled(data: bytes) -> str:

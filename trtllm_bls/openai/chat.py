@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trtllm_bls.chat_parsing.parser import Arguments, ChatEvent, Content, Reasoning, ToolCall
-from trtllm_bls.openai.builder import ChoicesBuilder, TokenScores, chat_logprobs, well_ended
+from trtllm_bls.openai.api_errors import invalid
+from trtllm_bls.openai.builder import ChoicesBuilder, Delta, TokenScores, chat_logprobs, well_ended
+from trtllm_bls.openai.content import ContentReader, note_once
 from trtllm_bls.openai.conversation import (
+    FREE_TEXT,
     ChatModel,
     Conversation,
     chat_turn,
     format_guide,
+    free_text,
+    function_tool,
     guided_decoding,
+    object_arguments,
 )
-from trtllm_bls.openai.errors import invalid
-from trtllm_bls.openai.schema import ChatMessage, ChatRequest, ToolChoice, checked, text_of
+from trtllm_bls.openai.schema import (
+    ChatMessage,
+    ChatRequest,
+    Function,
+    Tool,
+    ToolChoice,
+    checked,
+    json_text,
+)
+from trtllm_bls.text.chat_parser import (
+    Annotation,
+    Arguments,
+    ChatEvent,
+    Content,
+    Reasoning,
+    Refusal,
+    ToolCall,
+)
 from trtllm_bls.types import ChatOptions, Ending, TextChunk, Wants
+
+_TEXTS = {"function": "arguments", "custom": "input"}  # of a call, by its kind
 
 
 def _delta(event: ChatEvent) -> dict[str, Any]:
     if isinstance(event, Content):
-        return {"content": event.text}
+        return {"content": event.separator + event.text}
     if isinstance(event, Reasoning):
-        return {"reasoning_content": event.text}
+        return {"reasoning_content": event.separator + event.text}
+    if isinstance(event, Refusal):
+        return {"refusal": event.text}
+    if isinstance(event, Annotation):
+        return {"annotations": [event.value]}
     function = {"arguments": event.text if isinstance(event, Arguments) else ""}
     call: dict[str, Any] = {"index": event.index, "function": function}
     if isinstance(event, ToolCall):
@@ -45,65 +73,109 @@ class ChatResponse(ChoicesBuilder):
         text, guide, self._parsers = chat_turn(
             request,
             model,
-            conversation_of(request),
+            conversation_of(request, model.reader),
             choices=request.n or 1,
             stop_words=request.stop_words,
             max_tokens=request.max_tokens if limit is None else limit,
             wants=Wants(log_probs=bool(request.logprobs), top_log_probs=request.top_logprobs or 0),
             return_tokens=bool(request.logprobs),
             return_drafted=bool(request.return_drafted),
-            prediction=text_of(prediction.content) if prediction else None,
+            prediction=model.reader.text("prediction.content", prediction.content)
+            if prediction
+            else None,
         )
         super().__init__(request, model, [text], guide)
         self._begun: set[int] = set()
+        kinds = [(tool.get("type"), tool.get("custom")) for tool in request.tools or ()]
+        self._custom = {own["name"] for kind, own in kinds if kind == "custom" and own}
+        self._free: dict[int, tuple[int, list[str]]] = {}  # open calls of free text, by choice
         scores = TokenScores(model.tokenizer, request.top_logprobs or 0)
         self._scores = scores if request.logprobs else None
 
-    def _events(self, index: int, chunk: TextChunk) -> bytes:
-        events = b""
+    def _deltas(self, index: int, chunk: TextChunk) -> Iterator[Delta]:
         if index not in self._begun:
             # Clients take the first event for the first token, so the role comes with text.
             self._begun.add(index)
-            delta = {"role": "assistant", "content": ""}
-            events = self._frames.choice(index, delta=delta, logprobs=None, finish_reason=None)
+            delta: dict[str, Any] = {"role": "assistant", "content": ""}
+            yield {"delta": delta, "logprobs": None, "finish_reason": None}
         logprobs = None
         if self._scores is not None and chunk.tokens:
             logprobs = chat_logprobs(self._scores.of(chunk))
-        parser = self._parsers[index]
+        parser, ending = self._parsers[index], well_ended(chunk)
         if parser.plain and not chunk.drafted and logprobs is None:
-            events += self._frames.text(index, chunk.text) if chunk.text else b""
+            if chunk.text:
+                yield chunk.text
         else:
-            found = map(_delta, parser.feed(chunk.text, end=well_ended(chunk) is not None))
-            for delta in [*found] or [{}] * (logprobs is not None):
+            found = parser.feed(chunk.text, end=ending is not None)
+            for delta in [*self._told(index, found, ending)] or [{}] * (logprobs is not None):
                 fields: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
                 fields["finish_reason"] = None
                 if chunk.drafted and chunk.text in delta.values():  # uncut
                     fields["drafted"] = chunk.drafted
-                events += self._frames.choice(index, **fields)
+                yield fields
                 logprobs = None
-        if ending := well_ended(chunk):
-            fields = self._finish(index, ending)
-            events += self._frames.choice(index, delta={}, logprobs=None, **fields)
-        return events
+        if ending is not None:
+            yield {"delta": {}, "logprobs": None, **self._finish(index, ending)}
 
-    def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
-        logprobs = None if self._scores is None else chat_logprobs(self._scores.of(chunk))
-        texts, calls = {Content: "", Reasoning: ""}, list[dict[str, Any]]()
-        for event in self._parsers[index].feed(chunk.text, end=True):
-            if isinstance(event, (Content, Reasoning)):
-                texts[type(event)] += event.text
-            elif isinstance(event, Arguments):
-                calls[event.index]["function"]["arguments"] += event.text
-            else:
-                function = {"name": event.name, "arguments": ""}
-                calls.append({"id": event.id, "type": "function", "function": function})
-        message: dict[str, Any] = {"role": "assistant", "refusal": None}
-        message["content"] = texts[Content] or (None if calls else "")
-        if texts[Reasoning]:
-            message["reasoning_content"] = texts[Reasoning]
+    def _told(
+        self, index: int, events: Sequence[ChatEvent], ending: Ending | None
+    ) -> Iterator[dict[str, Any]]:
+        """Each event's delta. The text of a call of free text leaves once its JSON is whole."""
+        for event in (*events, *([None] if ending else [])):
+            if isinstance(event, Arguments) and index in self._free:
+                self._free[index][1].append(event.text)
+                continue
+            if opened := self._free.pop(index, None):
+                call = {"index": opened[0], "custom": {"input": free_text("".join(opened[1]))}}
+                yield {"tool_calls": [call]}
+            if isinstance(event, ToolCall) and event.name in self._custom:
+                self._free[index] = (event.index, [])
+                custom = {"name": event.name, "input": ""}
+                call = {"index": event.index, "id": event.id, "type": "custom", "custom": custom}
+                yield {"tool_calls": [call]}
+            elif event is not None:
+                yield _delta(event)
+
+    def _folded(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        keys = ("content", "reasoning_content", "refusal")
+        texts: dict[str, list[str]] = {key: [] for key in keys}
+        annotations = list[Any]()
+        calls, scores = list[dict[str, Any]](), list[Any]()
+        choice: dict[str, Any] = {}
+        for told in deltas:
+            if isinstance(told, str):
+                texts["content"].append(told)
+                continue
+            choice |= told
+            for key, parts in texts.items():
+                parts.append(told["delta"].get(key, ""))
+            annotations += told["delta"].get("annotations", ())
+            for call in told["delta"].get("tool_calls", ()):
+                if "id" in call:
+                    kind = call["type"]
+                    known = {"id": call["id"], "type": kind, kind: {"name": call[kind]["name"]}}
+                    calls.append(known)
+                called = calls[call["index"]]
+                kind, key = called["type"], _TEXTS[called["type"]]
+                called[kind].setdefault(key, []).append(call[kind][key])
+            scores += told["logprobs"]["content"] if told["logprobs"] else []
+        content, reasoning, refusal = map("".join, texts.values())
+        message: dict[str, Any] = {"role": "assistant", "refusal": refusal or None}
+        message["content"] = content or (None if calls else "")
+        if annotations:
+            message["annotations"] = annotations
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        for call in calls:
+            own, key = call[call["type"]], _TEXTS[call["type"]]
+            own[key] = "".join(own[key])
         if calls:
             message["tool_calls"] = calls
-        return {"message": message, "logprobs": logprobs}
+        del choice["delta"]
+        choice.pop("drafted", None)
+        logprobs = None if self._scores is None else {"content": scores, "refusal": None}
+        del choice["logprobs"]
+        return {"message": message, "logprobs": logprobs, **choice}
 
     def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
         fields = super()._finish(index, ending)
@@ -112,20 +184,27 @@ class ChatResponse(ChoicesBuilder):
         return fields
 
 
-def conversation_of(request: ChatRequest) -> Conversation:
+def conversation_of(request: ChatRequest, reader: ContentReader) -> Conversation:
     """What a chat asks for. Raises ``ApiError`` for demands that make no sense."""
     choice, forced, allowed = request.tool_choice or "auto", None, None
+    tools = _functions("tools", request.tools or ())
     if isinstance(choice, ToolChoice):
-        function, few = choice.function, choice.allowed_tools
-        if choice.type == "allowed_tools":
+        few, kind = choice.allowed_tools, choice.type
+        function = choice.custom if kind == "custom" else choice.function
+        if kind == "allowed_tools":
             if few is None:
                 problem = "must have a mode, auto or required, and tools"
                 raise invalid("tool_choice.allowed_tools", problem)
-            choice, allowed = few.mode, {tool.function.name for tool in few.tools}
+            named = _functions("tool_choice.allowed_tools.tools", few.tools)
+            choice, allowed = few.mode, {tool["function"]["name"] for tool in named}
+        elif kind not in _TEXTS:
+            choice = "auto"  # a tool that others run
         elif function is None:
-            raise invalid("tool_choice.function", "is missing")
+            raise invalid(f"tool_choice.{kind}", "is missing")
         else:
             choice, forced = "required", function.name
+    if choice == "required" and request.tools and not (tools if allowed is None else allowed):
+        choice = "auto"  # all of them are tools that others run
     form = None
     if (given := request.response_format) is not None:
         schema = given.json_schema and given.json_schema.schema
@@ -138,8 +217,8 @@ def conversation_of(request: ChatRequest) -> Conversation:
         problem = "is only allowed when add_generation_prompt is false"
         raise invalid("continue_final_message", problem)
     return Conversation(
-        messages=[_read_message(*each) for each in enumerate(request.messages)],
-        tools=request.tools or (),
+        messages=[_read_message(reader, *each) for each in enumerate(_modern(request.messages))],
+        tools=tools,
         choice=choice,
         forced=forced,
         allowed=allowed,
@@ -154,14 +233,67 @@ def conversation_of(request: ChatRequest) -> Conversation:
     )
 
 
-def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+def _functions(place: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools, or mentions of them, as functions, without those that OpenAI runs itself."""
+    found = []
+    for index, tool in enumerate(tools):
+        kind, own = tool.get("type", "function"), f"{place}[{index}]"
+        if kind == "custom":
+            name = checked(f"{own}.custom", tool.get("custom"), Function).name
+            tool = function_tool(name, tool["custom"].get("description") or "", FREE_TEXT)
+        elif kind != "function" and isinstance(kind, str):
+            note_once(f"the tool {kind!r}, which this server does not run: it is left out")
+            continue
+        checked(own, tool, Tool)
+        found.append(tool)
+    return found
+
+
+def _modern(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The messages with all calls as those of functions, which had another form once."""
+    call_id = ""
+    for index, message in enumerate(messages):
+        if isinstance(called := message.get("function_call"), dict):
+            call_id = f"call{index:05}"  # of the length that Mistral's templates take
+            calls = [{"id": call_id, "type": "function", "function": called}]
+            message = {**message, "tool_calls": calls}
+            del message["function_call"]
+        elif isinstance(made := message.get("tool_calls"), list):
+            place = f"messages[{index}].tool_calls"
+            calls = [_called(f"{place}[{n}]", call) for n, call in enumerate(made)]
+            message = {**message, "tool_calls": calls}
+        elif message.get("role") == "function":
+            message = {**message, "role": "tool", "tool_call_id": call_id}
+        yield message
+
+
+def _called(place: str, call: Any) -> Any:
+    """A call, which of free text becomes that of a function."""
+    if not isinstance(call, dict) or call.get("type") != "custom":
+        return call
+    name = checked(f"{place}.custom", call.get("custom"), Function).name
+    arguments = json_text({"input": call["custom"].get("input") or ""})
+    function = {"name": name, "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _read_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if isinstance(arguments := function.get("arguments"), str):
+        function = {**function, "arguments": object_arguments(arguments)}
+    return {**call, "function": function}
+
+
+def _read_message(reader: ContentReader, index: int, message: dict[str, Any]) -> dict[str, Any]:
     """A message as chat templates expect it: with text for parts, and without null."""
     field = f"messages[{index}]"
     read = checked(field, message, ChatMessage)
     if read.content is None and read.role != "assistant":
         raise invalid(f"{field}.content", "must be text or a list of parts")
     plain = {key: value for key, value in message.items() if value is not None}
-    plain["content"] = text_of(read.content or "")
+    plain["content"] = reader.text(f"{field}.content", read.content or "")
+    if read.tool_calls:
+        plain["tool_calls"] = [_read_call(call) for call in plain["tool_calls"]]
     if read.role == "developer":  # templates do not know that role
         plain["role"] = "system"
     for own, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):

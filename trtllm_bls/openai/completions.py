@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from trtllm_bls.openai.builder import ChoicesBuilder, CompletionLogprobs, TokenScores, well_ended
+from trtllm_bls.openai.api_errors import invalid
+from trtllm_bls.openai.builder import (
+    ChoicesBuilder,
+    CompletionLogprobs,
+    Delta,
+    TokenScores,
+    well_ended,
+)
 from trtllm_bls.openai.conversation import ChatModel, guided_decoding, shared_fields
-from trtllm_bls.openai.errors import invalid
 from trtllm_bls.openai.schema import CompletionRequest, checked
 from trtllm_bls.types import TextChunk, TextRequest, Wants
 
@@ -65,19 +72,22 @@ class CompletionResponse(ChoicesBuilder):
         self._scores = TokenScores(model.tokenizer, request.logprobs or 0) if scored else None
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
-    def _events(self, index: int, chunk: TextChunk) -> bytes:
-        ending = well_ended(chunk)
+    def _deltas(self, index: int, chunk: TextChunk) -> Iterator[Delta]:
+        ending, scores = well_ended(chunk), None
         if ending is None and (self._scores is None or not chunk.tokens):
-            return self._frames.text(index, chunk.text) if chunk.text else b""
-        finish = self._finish(index, ending) if ending else {"finish_reason": None}
-        return self._frames.choice(index, **self._choice(index, chunk), **finish)
-
-    def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
-        scores = None
+            if chunk.text:
+                yield chunk.text
+            return
         if self._scores is not None:
             found = self._logprobs.setdefault(index, CompletionLogprobs())
             scores = found.next(self._scores.of(chunk))
-        return {"text": chunk.text, "logprobs": scores}
+        finish = self._finish(index, ending) if ending else {"finish_reason": None}
+        yield {"text": chunk.text, "logprobs": scores, **finish}
+
+    def _folded(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        (choice,) = deltas  # one chunk, which ends it
+        assert isinstance(choice, dict)
+        return choice
 
 
 def _prompts(prompt: str | list[Any]) -> list[dict[str, Any]]:

@@ -9,15 +9,26 @@ from __future__ import annotations
 import itertools
 import re
 import uuid
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from trtllm_bls.chat_parsing.formats import (
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.openai.api_errors import invalid
+from trtllm_bls.openai.content import ContentReader
+from trtllm_bls.openai.schema import (
+    Generation,
+    StructuredOutputs,
+    Tool,
+    checked,
+    json_text,
+)
+from trtllm_bls.text.chat_formats import (
     FORCED,
     REASONING_TAGS,
     TOOL_FORMATS,
@@ -26,18 +37,27 @@ from trtllm_bls.chat_parsing.formats import (
     forced_calls,
     formats_of,
 )
-from trtllm_bls.chat_parsing.parser import ChatParser
-from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.openai.errors import as_json, invalid
-from trtllm_bls.openai.schema import Common, Generation, StructuredOutputs, Tool, checked
-from trtllm_bls.tokenizer import Tokenizer
+from trtllm_bls.text.chat_parser import ChatParser, EventParser
+from trtllm_bls.text.json_values import JsonStrings, json_value
+from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import Array, ChatOptions, Sampling, SpeculationRequest, TextRequest
 
 # Below it, temperature and top_p select the likeliest token, or overflow in the engine.
 _COLDEST = 1e-5
 # How hard the model is to think, as agents say it, in the words that templates know.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+# Tools that clients run and whose schema the APIs' makers know, by their type without its date.
+_CLIENT_TOOLS: dict[str, dict[str, Any]] = msgspec.json.decode(
+    Path(__file__).with_name("client_tools.json").read_bytes()
+)
 _ANY_TEXT = {"type": "any_text"}
+# A tool of free text, as the model sees it.
+FREE_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 
 def shared_fields(request: Generation, vocab_size: int) -> dict[str, Any]:
@@ -181,11 +201,17 @@ class ChatFormats:
 
 @dataclass(frozen=True)
 class ChatModel:
-    """What requests are read with. ``fingerprint`` tells clients that it is another model."""
+    """What requests are read with. ``fingerprint`` tells clients that it is another model.
+
+    ``count_arguments`` is called with the format of a call whose arguments are no JSON object.
+    """
 
     tokenizer: Tokenizer
     formats: ChatFormats = ChatFormats()
     fingerprint: str = ""
+    reader: ContentReader = field(default_factory=ContentReader)
+    count_arguments: Callable[[str], None] = lambda tool_format: None
+    pipeline: bool = False  # it takes conversations as they are, and divides its answer itself
 
 
 def function_tool(name: str, description: str, parameters: object) -> dict[str, Any]:
@@ -193,6 +219,14 @@ def function_tool(name: str, description: str, parameters: object) -> dict[str, 
     schema = parameters or {"type": "object", "properties": {}}
     function = {"name": name, "description": description, "parameters": schema}
     return {"type": "function", "function": function}
+
+
+def client_tool(name: str, kind: str) -> dict[str, Any] | None:
+    """The function that the model sees of a tool that clients run, if this is one."""
+    if (known := _CLIENT_TOOLS.get(kind)) is None:
+        return None
+    schema = {key: value for key, value in known.items() if key != "description"}
+    return function_tool(name, known["description"], {"type": "object", **schema})
 
 
 @dataclass(kw_only=True)
@@ -242,10 +276,7 @@ def answer_form(
         if asked.forced is not None and asked.forced not in schemas:
             problem = f"there is no tool '{asked.forced}'; tools: {', '.join(schemas)}"
             raise invalid("tool_choice", problem)
-        try:
-            schema = forced_calls(asked.tools, asked.forced, parallel=asked.parallel)
-        except RecursionError:
-            raise invalid("tools", "is nested too deeply") from None
+        schema = forced_calls(asked.tools, asked.forced, parallel=asked.parallel)
         if asked.forced is not None:
             schemas = {asked.forced: schemas[asked.forced]}
         return GuidedDecoding("tool_choice", "json_schema", schema), FORCED, schemas
@@ -268,18 +299,21 @@ def format_guide(
         return GuidedDecoding(field, "json")
     if schema is None:
         raise invalid(f"{field}.{place}", "must be a JSON schema")
-    return GuidedDecoding(field, "json_schema", as_json(field, schema))
+    return GuidedDecoding(field, "json_schema", json_text(schema))
 
 
-def guided_decoding(request: Common, other: GuidedDecoding | None = None) -> GuidedDecoding | None:
+def guided_decoding(
+    request: Generation, other: GuidedDecoding | None = None
+) -> GuidedDecoding | None:
     """The guided decoding that vLLM's ``structured_outputs`` asks for, or ``other``.
 
-    Also by the older names of its members, such as ``guided_json``.
+    Also by the older names of its members, such as ``guided_json``, and by SGLang's.
     """
     form = request.structured_outputs or StructuredOutputs()
     asked = [("structured_outputs", kind, getattr(form, kind)) for kind in form.__struct_fields__]
     older = ("json", "regex", "choice", "grammar")
     asked += [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in older]
+    asked += [("regex", "regex", request.regex), ("ebnf", "grammar", request.ebnf)]
     asked = [(field, kind, value) for field, kind, value in asked if value]
     if not asked:
         return other
@@ -287,7 +321,7 @@ def guided_decoding(request: Common, other: GuidedDecoding | None = None) -> Gui
     if other is not None or len(asked) > 1:
         raise invalid(field, "send one demand on the form of the answer alone")
     if kind == "json":
-        schema = value if isinstance(value, str) else as_json(field, value)
+        schema = value if isinstance(value, str) else json_text(value)
         return GuidedDecoding(field, "json_schema", schema)
     if kind == "json_object":
         return GuidedDecoding(field, "json")
@@ -316,16 +350,36 @@ def _or_calls(guide: GuidedDecoding, tools: ToolFormat, names: Iterable[str]) ->
     if tools.bare == "{":
         call = {"name": {"enum": list(names)}, "parameters": {"type": "object"}}
         shape = {"type": "object", "properties": call, "additionalProperties": False}
-        schemas.append(as_json("tools", {**shape, "required": list(call)}))
+        schemas.append(json_text({**shape, "required": list(call)}))
     elif tools.bare:
         begins += [f"{tools.bare}{name}(" for name in names]
     # Put together as text: the schema may be text that is no JSON, which the engine refuses.
     texts = [f'{{"type":"json_schema","json_schema":{schema}}}' for schema in schemas]
     markers = [{"type": "const_string", "value": begin} for begin in begins]
     calls = {"type": "sequence", "elements": [{"type": "or", "elements": markers}, _ANY_TEXT]}
-    elements = ",".join([*texts, as_json("tools", calls)])
+    elements = ",".join([*texts, json_text(calls)])
     tag = f'{{"type":"structural_tag","format":{{"type":"or","elements":[{elements}]}}}}'
     return GuidedDecoding(guide.field, "structural_tag", tag)
+
+
+def object_arguments(text: str) -> str:
+    """The arguments of a past call as a JSON object, which they become if they are none.
+
+    A model may have written anything. Many templates would refuse the conversation for ever.
+    """
+    if not text.strip():
+        return "{}"
+    for mended in (text, JsonStrings().feed(text, end=True)):
+        if isinstance(json_value(mended), dict):
+            return mended
+    return msgspec.json.encode({"arguments": mended}).decode()
+
+
+def free_text(arguments: str) -> str:
+    """The text of a call of a free-text tool; all of it where the model wrote no such JSON."""
+    value = json_value(arguments)
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 class Transcript:
@@ -357,18 +411,8 @@ class Transcript:
         self._assistant().setdefault("reasoning", []).append(text)
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A call of the assistant's message that is the last one, or of a new one.
-
-        Arguments that are no JSON object, which the model may have written, become one: many
-        templates would refuse the conversation for ever.
-        """
-        try:
-            is_object = isinstance(msgspec.json.decode(arguments), dict)
-        except msgspec.DecodeError:
-            is_object = False
-        if not is_object:
-            arguments = msgspec.json.encode({"arguments": arguments}).decode()
-        function = {"name": name, "arguments": arguments}
+        """A call of the assistant's message that is the last one, or of a new one."""
+        function = {"name": name, "arguments": object_arguments(arguments)}
         calls = self._assistant().setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
@@ -396,7 +440,7 @@ def thinking(effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
 
 def chat_turn(
     request: Generation, model: ChatModel, asked: Conversation, *, choices: int = 1, **fields: Any
-) -> tuple[TextRequest, str, list[ChatParser]]:
+) -> tuple[TextRequest, str, Sequence[ChatParser | EventParser]]:
     """What is asked of the orchestrator, which field asked for guided decoding, if any, and what
     parses each choice.
 
@@ -404,30 +448,33 @@ def chat_turn(
     """
     tokenizer, formats = model.tokenizer, model.formats
     guide, calls, schemas = answer_form(asked, formats)
+    options = asked.options
+    if model.pipeline:  # which writes its calls itself
+        choice = (asked.forced or "required") if asked.choice == "required" else "auto"
+        options = replace(options, tool_choice=choice, parallel_tool_calls=asked.parallel)
+        guide = asked.guide
     # Where there is a guide, the engine enforces the form from the first token on.
     reasoning = formats.reasoning if guide is None else None
-    tools = as_json("tools", asked.tools) if asked.tools and asked.choice != "none" else None
-    options = replace(asked.options, tools=tools)
+    tools = json_text(asked.tools) if asked.tools and asked.choice != "none" else None
+    options = replace(options, tools=tools)
     shared = shared_fields(request, tokenizer.model_vocab_size)
     marked = any(each is not None and each.special for each in (calls, reasoning))
     if marked and request.skip_special_tokens is None:  # the text has to keep the markers
         shared["skip_special_tokens"] = False
     text = TextRequest(
         request_id=uuid.uuid4().hex,
-        messages=as_json("messages", formats.conversations.fitted(asked.messages)),
+        messages=json_text(formats.conversations.fitted(asked.messages)),
         chat=options,
         num_return_sequences=choices,
         extras=guide.extras if guide else {},
         **{**shared, **fields},
     )
-    opened = False  # whether the prompt ends with the tag that begins reasoning
-    if reasoning is not None:
-        with suppress(InvalidRequest):  # rendering the whole conversation raises it again
-            prompt = tokenizer.render_chat([{"role": "user", "content": "a"}], options)
-            opened = prompt.rstrip().endswith(reasoning.begin)
+    opened = reasoning is not None and tokenizer.prompt_ends_with(reasoning.begin, options)
+    if model.pipeline:
+        return text, guide.field if guide else "", [EventParser() for _ in range(choices)]
     most = None if asked.parallel else 1
-    parsers = [
-        ChatParser(calls, reasoning, opened=opened, schemas=schemas, most_calls=most)
-        for _ in range(choices)
-    ]
+    name = next((name for name, each in TOOL_FORMATS.items() if each is calls), "forced")
+    note = partial(model.count_arguments, name)
+    fields = {"opened": opened, "schemas": schemas, "most_calls": most, "note_unreadable": note}
+    parsers = [ChatParser(calls, reasoning, **fields) for _ in range(choices)]
     return text, guide.field if guide else "", parsers

@@ -1,8 +1,9 @@
 """The page at ``/``, and ``/openapi.json``, of the schema that checks requests.
 
-The page is sent with a policy under which the browser loads nothing else. Two published libraries
-are part of it, each in a file that names its licence: marked (MIT) makes HTML of Markdown, and
-DOMPurify (Apache-2.0 or MPL-2.0) leaves only harmless elements of that.
+The page is sent with a policy under which the browser loads nothing else. Three published libraries
+are part of it, each in a file that names its licence: marked (MIT) makes HTML of Markdown,
+DOMPurify (Apache-2.0 or MPL-2.0) leaves only harmless elements of that, and Temml (MIT) makes
+MathML of formulas.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trtllm_bls import __version__
+from trtllm_bls.openai.api_errors import Error
 from trtllm_bls.openai.builder import Head
-from trtllm_bls.openai.errors import Error
 from trtllm_bls.openai.messages import PATH, CountTokensRequest, MessagesRequest
-from trtllm_bls.openai.responses import ResponsesRequest
+from trtllm_bls.openai.responses import CompactRequest, ResponsesRequest
 from trtllm_bls.openai.schema import (
     ChatMessage,
     ChatRequest,
@@ -32,7 +33,7 @@ from trtllm_bls.openai.schema import (
 )
 
 _PAGE = Path(__file__).with_name("page.html")
-_LIBRARIES = ("marked.js", "purify.js")
+_LIBRARIES = ("marked.js", "purify.js", "temml.js")
 
 
 @cache
@@ -86,6 +87,7 @@ _IDS, _WORD = {"type": "array", "items": _NUMBER}, {"type": "string", "minLength
 _LIST = {"type": "array", "items": {"type": "object"}}
 _RESPONSE = _object("usage", id=_TEXT, object={"const": "response"}, status=_TEXT, output=_LIST)
 _MESSAGE = _object("stop_reason", "usage", id=_TEXT, type={"const": "message"}, content=_LIST)
+_COMPACTION = _object("usage", object={"const": "response.compaction"}, output=_LIST)
 _COUNT = _object(input_tokens=_NUMBER)
 _CHAT = _choices("chat.completion", message=_object("role", "content"))
 _TOKENS = _object("token_strs", "max_model_len", count=_NUMBER, tokens=_IDS)
@@ -95,6 +97,7 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any], bool]] = {
     "/v1/completions": (CompletionRequest, _choices("text_completion", text=_TEXT), True),
     "/v1/responses": (ResponsesRequest, _RESPONSE, True),
     "/v1/responses/input_tokens": (ResponsesRequest, _COUNT, False),
+    "/v1/responses/compact": (CompactRequest, _COMPACTION, False),
     PATH: (MessagesRequest, _MESSAGE, True),
     f"{PATH}/count_tokens": (CountTokensRequest, _COUNT, False),
     "/tokenize": (TokenizeRequest, _TOKENS, False),

@@ -19,15 +19,15 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
+from trtllm_bls.openai.api_errors import ApiError, api_error, invalid
 from trtllm_bls.openai.app import ApiSettings, create_app
-from trtllm_bls.openai.command import DECLARED, given_parameters, read_parameters
 from trtllm_bls.openai.conversation import sampling as sampling_of
-from trtllm_bls.openai.errors import ApiError, api_error, invalid
+from trtllm_bls.openai.openai_command import DECLARED, given_parameters, read_parameters
 from trtllm_bls.openai.schema import CompletionRequest
-from trtllm_bls.parameters import BlsParameters
-from trtllm_bls.services.deployment import Deployment
-from trtllm_bls.services.triton_log import log_to_stderr
-from trtllm_bls.settings import options_of
+from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.orchestrator.log_lines import log_to_stderr
+from trtllm_bls.settings.command_options import options_of
+from trtllm_bls.settings.parameters import BlsParameters
 from trtllm_bls.types import EngineRequest
 
 # Where Dynamo's runtime listens: for requests, for answers (in a front end), for events.

@@ -13,17 +13,17 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from trtllm_bls.errors import CancelCause, TrtllmBlsError
-from trtllm_bls.http.guard import BODY_WRITE, ClientGone, header
+from trtllm_bls.http.limits import BODY_WRITE, ClientGone, header
+from trtllm_bls.openai.api_errors import ApiError
 from trtllm_bls.openai.builder import ResponseBuilder
-from trtllm_bls.openai.errors import ApiError
 from trtllm_bls.openai.messages import PATH, error_answer
-from trtllm_bls.orchestrator import Orchestrator, run_rows
+from trtllm_bls.orchestrator.orchestrator import Orchestrator, TextSink, run_rows
 from trtllm_bls.types import TextChunk, TextRequest
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -32,6 +32,10 @@ _STREAM = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # otherwise nginx would buffer the events
 )
+
+
+# Sends the chunks of one request to a sink, as ``Orchestrator.run`` does.
+Run: TypeAlias = Callable[[TextRequest, TextSink, Callable[[int], None]], Coroutine[Any, Any, None]]
 
 
 class Reply:
@@ -45,6 +49,7 @@ class Reply:
         given = header(scope, b"x-request-id")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         self.begun = False
+        self.num_puts = 0
         self._for_anthropic = scope["path"].startswith(PATH)
         self._send = send
         # Removed from the scope because it refers to it: the cycle of references would keep the
@@ -91,6 +96,7 @@ class Reply:
 
     def put(self, events: bytes) -> None:
         """Write ``events``, or keep them until the client reads."""
+        self.num_puts += 1
         if self._blocked is None and self._write(events):
             return
         self._waiting.append(events)
@@ -148,13 +154,17 @@ async def run_all(
     reply: Reply,
     receive: Receive,
     on_prompt: Callable[[int], None] = lambda tokens: None,
+    run: Run | None = None,
 ) -> None:
-    """Run the prompts of one HTTP request concurrently until all are answered and written.
+    """Run the prompts of one HTTP request concurrently until all are answered and written, by
+    ``run``, or else by the orchestrator.
 
     If one fails, all end. If ``receive`` tells that the client has left, all end and ``ClientGone``
     is raised.
     """
-    work = asyncio.create_task(_run_prompts(orchestrator, requests, on_chunk, reply, on_prompt))
+    work = asyncio.create_task(
+        _run_prompts(orchestrator, requests, on_chunk, reply, on_prompt, run)
+    )
     watcher = asyncio.create_task(_cancel_when_client_leaves(receive, work))
     try:
         await asyncio.wait({work})
@@ -176,8 +186,9 @@ async def _run_prompts(
     on_chunk: Callable[[int, TextChunk], None],
     reply: Reply,
     on_prompt: Callable[[int], None],
+    run: Run | None,
 ) -> None:
-    runs = []
+    run, runs = run or orchestrator.run, []
     if len(requests) > 1:
         # On the event loop, tokenising hundreds of prompts would hold up every stream.
         await asyncio.to_thread(orchestrator.prompts.encode_ahead, requests)
@@ -193,7 +204,7 @@ async def _run_prompts(
     for index, request in enumerate(requests):
         waits = ready if len(requests) > 1 and not request.stream else reply.ready
         sink = PromptSink(index * request.num_return_sequences, on_chunk, waits)
-        runs.append(orchestrator.run(request, sink, on_prompt))
+        runs.append(run(request, sink, on_prompt))
     if len(runs) == 1:
         await runs[0]
     else:

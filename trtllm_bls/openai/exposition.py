@@ -1,26 +1,31 @@
 """``/metrics`` in Prometheus' text format, of one process or summed over all workers.
 
-A scrape reaches any worker. Each worker writes its samples to a file in a shared directory, and the
-worker that is asked adds them up. The counts of a worker that has ended stay.
+A scrape reaches any worker. Each worker writes its samples to memory that all share, and the worker
+that is asked adds them up. The counts of a worker that has ended stay.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import struct
+from collections.abc import Iterable
 from itertools import accumulate
-from pathlib import Path
 from typing import TypeAlias
 
 import httpx
 import msgspec
 
-from trtllm_bls.services.request_reports import METRICS, Labels, Metric, RequestMetrics
+from trtllm_bls.orchestrator.reports import METRICS, Labels, Metric, RequestMetrics
+from trtllm_bls.orchestrator.status import start_of
 
 _TRITON_S = 2.0
 _OF_TRITON = re.compile(r"(# (HELP|TYPE) )?nv_")
 # By the metric's name, each sample, as it is written, with its value.
 Samples: TypeAlias = dict[str, dict[str, float]]
+_PLACE = struct.Struct("QQ")  # where the latest version begins, and its length in bytes
+_ENDED = ""  # the name of what workers that have ended counted
 
 
 def samples(metrics: RequestMetrics, model: str) -> Samples:
@@ -59,26 +64,52 @@ def triton_metrics(url: str) -> str:
     return "".join(line for line in told.splitlines(keepends=True) if _OF_TRITON.match(line))
 
 
-def share(found: Samples, directory: Path) -> None:
-    """Replace this process's file of samples in ``directory``, which all workers have."""
-    own = directory / str(os.getpid())
-    new = own.with_suffix(".new")
-    new.write_bytes(msgspec.json.encode(found))
-    new.replace(own)
+class SharedSamples:
+    """Samples in memory of one process and the workers that it forks, which ends with the last.
+
+    A worker may be killed at any moment, also while it writes. So a new version is written beside
+    the old one, and the few bytes that say where it is come last.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("trtllm-bls-samples")
+        os.pwrite(self._file, _PLACE.pack(_PLACE.size, 0), 0)
+
+    def put(self, found: Samples) -> Samples:
+        """Replace this process's samples; the sum over all, of gauges over those that run."""
+        pid = os.getpid()
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            start, length = _PLACE.unpack(os.pread(self._file, _PLACE.size, 0))
+            kept: dict[str, Samples] = {}
+            if length:
+                kept = msgspec.json.decode(os.pread(self._file, length, start))
+            kept[f"{pid}-{start_of(pid)}"] = found
+            ended = [name for name in kept if not _runs(name)]
+            kept[_ENDED] = _sum((kept.pop(name) for name in ended), gauges=False)
+            text = msgspec.json.encode(kept)
+            fits = _PLACE.size + len(text) <= start
+            start = _PLACE.size if fits else start + length
+            os.pwrite(self._file, text, start)
+            os.pwrite(self._file, _PLACE.pack(start, len(text)), 0)
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        return _sum(kept.values())
 
 
-def shared(directory: Path) -> Samples:
-    """The sum over all processes; of gauges, over those that are alive."""
+def _runs(name: str) -> bool:
+    pid, _, start = name.partition("-")
+    return name != _ENDED and start_of(int(pid)) == int(start)
+
+
+def _sum(several: Iterable[Samples], *, gauges: bool = True) -> Samples:
     total: Samples = {metric.name: {} for metric in METRICS}
-    for file in directory.iterdir():
-        if not file.suffix:
-            found: Samples = msgspec.json.decode(file.read_bytes())
-            alive = Path("/proc", file.name).exists()
-            for metric in METRICS:
-                if alive or metric.kind != "gauge":
-                    own = total[metric.name]
-                    for sample, value in found[metric.name].items():
-                        own[sample] = own.get(sample, 0) + value
+    for found in several:
+        for metric in METRICS:
+            if gauges or metric.kind != "gauge":
+                own = total[metric.name]
+                for sample, value in found[metric.name].items():
+                    own[sample] = own.get(sample, 0) + value
     return total
 
 

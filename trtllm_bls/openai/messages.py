@@ -6,23 +6,35 @@ Events, fields and errors follow the types of Anthropic's own package.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from trtllm_bls.chat_parsing.parser import Reasoning, ToolCall
+from trtllm_bls.openai.api_errors import ApiError, invalid
 from trtllm_bls.openai.builder import Opening, PartsBuilder, sse
+from trtllm_bls.openai.content import Content, ContentReader, note_once
 from trtllm_bls.openai.conversation import (
     ChatModel,
     Conversation,
     Transcript,
+    client_tool,
     format_guide,
     function_tool,
+    guided_decoding,
     thinking,
 )
-from trtllm_bls.openai.errors import ApiError, as_json, invalid
-from trtllm_bls.openai.schema import Count, Generation, RefusedFields, TextFormat, Word
+from trtllm_bls.openai.schema import (
+    Count,
+    Generation,
+    RefusedFields,
+    TextFormat,
+    Word,
+    checked,
+    json_text,
+)
+from trtllm_bls.text.chat_parser import Reasoning, Refusal, ToolCall
+from trtllm_bls.text.json_values import json_value
 from trtllm_bls.types import ChatOptions, FinishReason
 
 PATH = "/v1/messages"
@@ -33,10 +45,13 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    504: "timeout_error",
     _OVERLOADED: "overloaded_error",
 }
-# Claude Code compacts its conversation where an error has these words and numbers.
-_NUMBERS = re.compile(r"(\d+) tokens; .* at most (\d+)")
+# A conversation that Anthropic's server keeps. Its packages send whole conversations once they were
+# refused with these details; if the field had no effect, their next request would bring no history.
+_THREAD = "thread"
+_DATE = re.compile(r"_\d{8}$")
 # A system text that differs between requests of one conversation, and would spoil the KV cache.
 _BILLING = "x-anthropic-billing-header:"
 
@@ -53,12 +68,14 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class ClientTool(msgspec.Struct, kw_only=True):
-    """A tool that the client runs; ``type``: of others, which Anthropic runs."""
+    """A tool. ``type``: of those whose schema Anthropic knows. The model is not told of one with
+    ``defer_loading`` before the conversation refers to it."""
 
-    name: Word
+    name: str = ""
     description: str = ""
     input_schema: dict[str, Any] | None = None
-    type: Literal["custom"] | None = None
+    type: str | None = None
+    defer_loading: bool | None = None
 
 
 class MessagesToolChoice(msgspec.Struct, kw_only=True):
@@ -69,47 +86,36 @@ class MessagesToolChoice(msgspec.Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class TextBlock(msgspec.Struct, tag="text"):
-    """Text of a message."""
+class Block(msgspec.Struct, kw_only=True):
+    """Of a turn: thinking, a call, what it has returned, or a change of the tools, by its type."""
 
-    text: str
-
-
-class ThinkingBlock(msgspec.Struct, tag="thinking"):
-    """What the model thought before it answered."""
-
-    thinking: str
-
-
-class RedactedThinkingBlock(msgspec.Struct, tag="redacted_thinking"):
-    """What nobody but Anthropic can read: it is left out."""
+    type: str
+    thinking: str | None = None
+    id: str | None = None
+    name: Word | None = None
+    input: Any = {}
+    tool_use_id: str | None = None
+    content: str | list[dict[str, Any]] | None = None
+    tool: dict[str, Any] | None = None
 
 
-class ToolUseBlock(msgspec.Struct, tag="tool_use", kw_only=True):
-    """A call of a tool."""
-
-    id: str
-    name: Word
-    input: dict[str, Any] = {}
-
-
-class ToolResultBlock(msgspec.Struct, tag="tool_result", kw_only=True):
-    """What a call has returned."""
-
-    tool_use_id: str
-    content: str | list[TextBlock] | None = None
-
-
-Block: TypeAlias = (
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
-)
+# The fields that a block of each type has to have. What else a user or a tool says is content. What
+# else the assistant said belongs to tools that Anthropic runs, and is left out.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "thinking": ("thinking",),
+    "redacted_thinking": (),  # nobody but Anthropic can read it
+    "tool_use": ("id", "name"),
+    "tool_result": ("tool_use_id",),
+    "tool_addition": ("tool",),
+    "tool_removal": ("tool",),
+}
 
 
 class Message(msgspec.Struct, kw_only=True):
     """One turn; Claude Code sends system texts between others."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[dict[str, Any]]
 
 
 class CountTokensRequest(Generation, kw_only=True):
@@ -117,18 +123,23 @@ class CountTokensRequest(Generation, kw_only=True):
 
     no_effect = (
         *("metadata", "service_tier", "cache_control", "context_management", "speed"),
-        *("inference_geo", "betas"),
+        *("inference_geo", "betas", "billing_policy", "diagnostics", "fallbacks"),
+        *("fallback_credit_token", "user_profile_id", "workspace_id"),
     )
-    refused: ClassVar[RefusedFields] = {"container": (), "mcp_servers": ([],)}
+    refused: ClassVar[RefusedFields] = {
+        **{"container": ({},), "mcp_servers": ([],)},
+        **dict.fromkeys(("compaction", _THREAD), ()),
+    }
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=8192)]
-    system: str | list[TextBlock] | None = None
+    system: str | list[dict[str, Any]] | None = None
     max_tokens: Count | None = None
     stop_sequences: Annotated[list[Word], msgspec.Meta(max_length=1024)] | None = None
     tools: Annotated[list[ClientTool], msgspec.Meta(max_length=512)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: TextFormat | None = None  # its older place
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -147,8 +158,9 @@ class MessagesResponse(PartsBuilder):
 
     def __init__(self, request: CountTokensRequest, model: ChatModel) -> None:
         stop_words, max_tokens = tuple(request.stop_sequences or ()), request.max_tokens
-        asked = _conversation(request)
+        asked = _conversation(request, model.reader)
         super().__init__(request, model, asked, max_tokens=max_tokens, stop_words=stop_words)
+        self._refused = False
 
     def last_events(self) -> bytes:
         delta = {**self._stopped(), "container": None}
@@ -169,6 +181,7 @@ class MessagesResponse(PartsBuilder):
         elif isinstance(event, Reasoning):
             kind, key = "thinking_delta", "thinking"
             block = {"type": "thinking", "thinking": "", "signature": ""}
+        self._refused = self._refused or isinstance(event, Refusal)
         index = len(self._items)
         self._items.append(block)
         start = {"type": "content_block_delta", "index": index, "delta": {"type": kind}}
@@ -177,11 +190,18 @@ class MessagesResponse(PartsBuilder):
         self._after = b"}}\n\n"
         return sse("content_block_start", index=index, content_block=block)
 
-    def _closed(self, item: dict[str, Any], text: str) -> bytes:
+    def _grown(self, text: str, tokens: list[Any]) -> bytes:
+        # A call's arguments leave at its end: a client runs what it has of those that break off.
+        return b"" if self._kind is ToolCall else super()._grown(text, tokens)
+
+    def _closed(self, item: dict[str, Any], text: str, tokens: list[Any]) -> bytes:
         events, index = b"", len(self._items) - 1
         if item["type"] == "tool_use":
-            with suppress(msgspec.DecodeError):  # cut, or not JSON at all
-                item["input"] = msgspec.json.decode(text or "{}")
+            # What is no object is the value of a member, as in the conversation that comes back.
+            item["input"] = value = json_value(text)
+            if not isinstance(value, dict):
+                item["input"], text = {"arguments": text}, json_text({"arguments": text})
+            events = super()._grown(text, tokens)
         elif item["type"] == "text":
             item["text"] = text
         else:
@@ -209,6 +229,7 @@ class MessagesResponse(PartsBuilder):
         if ending.finish_reason is FinishReason.STOP and ending.stop_reason is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": ending.stop_reason}
         reason = "tool_use" if self._parser.has_calls else "end_turn"
+        reason = "refusal" if self._refused else reason
         if ending.finish_reason in (FinishReason.LENGTH, FinishReason.TIMEOUT):
             reason = "max_tokens"
             asked = self.requests[0].max_tokens or 0
@@ -227,60 +248,121 @@ class MessagesResponse(PartsBuilder):
         }
 
 
-def error_answer(error: ApiError) -> tuple[int, dict[str, str]]:
+def error_answer(error: ApiError) -> tuple[int, dict[str, Any]]:
     """The status and the error object of an error, as Anthropic's clients read them."""
     status, message = error.status, error.message
     if status in (429, 503):
         status = _OVERLOADED
     elif error.code == "context_length_exceeded":
-        numbers = _NUMBERS.search(message)
-        told = "{} tokens > {} maximum".format(*numbers.groups()) if numbers else message
+        told = message  # Claude Code compacts its conversation at these words and numbers
+        if error.too_long is not None:
+            told = "{} tokens > {} maximum".format(*error.too_long)
         message = f"prompt is too long: {told}"
     kind = "api_error" if status >= 500 else "invalid_request_error"
-    return status, {"type": _TYPES.get(status, kind), "message": message}
+    answer: dict[str, Any] = {"type": _TYPES.get(status, kind), "message": message}
+    if error.param == _THREAD:
+        answer["details"] = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
+    return status, answer
 
 
-def _conversation(request: CountTokensRequest) -> Conversation:
-    transcript = Transcript()
-    if request.system:
-        transcript.say("system", _text(request.system))
-    for message in request.messages:
-        texts: list[str] = []
-        content = message.content
-        for block in [TextBlock(text=content)] if isinstance(content, str) else content:
-            if isinstance(block, TextBlock):
-                texts.append(block.text)
-            elif isinstance(block, ThinkingBlock):
-                transcript.think(block.thinking)
-            elif isinstance(block, ToolUseBlock):
-                transcript.call(block.id, block.name, as_json("messages", block.input))
-            elif isinstance(block, ToolResultBlock):
-                transcript.result(block.tool_use_id, _text(block.content or ""))
-        if texts:
-            transcript.say(message.role, "\n".join(texts))
+class _Tools:
+    """The tools of a request as functions, of which the model is told of those in ``visible``."""
+
+    def __init__(self, tools: Sequence[ClientTool]) -> None:
+        self._functions: dict[str, dict[str, Any]] = {}
+        self.visible: set[str] = set()
+        self.hosted: set[str] = set()
+        # Where the server is to search among the deferred ones, all are shown: none searches here.
+        searches = any((tool.type or "").startswith("tool_search_tool_") for tool in tools)
+        for index, tool in enumerate(tools):
+            self.add(f"tools[{index}]", tool)
+            if tool.defer_loading and not searches:
+                self.visible.discard(tool.name)
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        return [each for name, each in self._functions.items() if name in self.visible]
+
+    def add(self, place: str, tool: ClientTool) -> None:
+        if tool.type not in (None, "custom"):
+            if not (known := client_tool(tool.name, _DATE.sub("", tool.type))):
+                note_once(f"the tool {tool.type!r}, which this server does not run: it is left out")
+                self.hosted.add(tool.name)
+                return
+        else:
+            known = function_tool(tool.name, tool.description, tool.input_schema)
+        if not tool.name:
+            raise invalid(f"{place}.name", "is missing")
+        self._functions[tool.name] = known
+        self.visible.add(tool.name)
+
+    def change(self, place: str, kind: str, tool: dict[str, Any]) -> None:
+        """Offer a tool from a place in the conversation on, or no longer."""
+        name = tool.get("name")
+        if kind == "tool_removal":
+            self.visible.discard(name or "")
+        elif (definition := tool.get("definition")) is not None:
+            self.add(place, checked(f"{place}.definition", definition, ClientTool))
+        elif name:
+            self.visible.add(name)
+
+    def refer(self, content: Content) -> None:
+        """Offer the tools that the client has found."""
+        parts = () if isinstance(content, str) else content
+        found = (each.get("tool_name") for each in parts if each.get("type") == "tool_reference")
+        self.visible.update(filter(None, found))
+
+
+def _conversation(request: CountTokensRequest, reader: ContentReader) -> Conversation:
+    transcript, tools = Transcript(), _Tools(request.tools or ())
+    if system := request.system:
+        if not isinstance(system, str):
+            system = [b for b in system if not str(b.get("text")).startswith(_BILLING)]
+        transcript.say("system", reader.text("system", system))
+    for number, message in enumerate(request.messages):
+        content, texts = message.content, list[str]()
+        for index, given in enumerate([] if isinstance(content, str) else content):
+            place = f"messages[{number}].content[{index}]"
+            if str(given.get("type")) in _NEEDS:
+                _read_block(place, checked(place, given, Block), transcript, tools, reader)
+            elif message.role != "assistant" or "text" in given:
+                texts.append(reader.part(place, given))
+            elif isinstance(summary := given.get("content"), str):  # of what came before
+                texts.append(summary)
+            else:
+                kind = str(given.get("type"))
+                note_once(f"blocks of type {kind!r}, which hold nothing for the model: left out")
+        if isinstance(content, str) or texts:
+            transcript.say(message.role, content if isinstance(content, str) else "\n".join(texts))
     turns = transcript.messages
     if not turns:
         raise invalid("messages", "hold nothing; send at least one block of text")
     config, choice = request.output_config or OutputConfig(), request.tool_choice
-    form = config.format or TextFormat()
+    form = config.format or request.output_format or TextFormat()
     thinks = None if request.thinking is None else request.thinking.type != "disabled"
     goes_on = turns[-1]["role"] == "assistant"
     if goes_on and (request.tools or thinks):
         problem = "ends with an answer to go on with, which tools and thinking do not allow"
         raise invalid("messages", problem)
-    if choice is not None and choice.type == "tool" and not choice.name:
-        raise invalid("tool_choice.name", "is missing")
+    if choice is not None and choice.type == "tool":
+        if not choice.name:
+            raise invalid("tool_choice.name", "is missing")
+        tools.visible.add(choice.name)
     demands = {"any": "required", "tool": "required", "none": "none"}
+    demand = demands.get(choice.type, "auto") if choice else "auto"
+    forced = choice.name if choice and choice.type == "tool" else None
+    # All may be tools that Anthropic runs, or that the model is not told of yet.
+    if forced in tools.hosted or (request.tools and not tools.functions and demand == "required"):
+        demand, forced = "auto", None
     return Conversation(
         messages=turns,
-        tools=[
-            function_tool(tool.name, tool.description, tool.input_schema)
-            for tool in request.tools or ()
-        ],
-        choice=demands.get(choice.type, "auto") if choice else "auto",
-        forced=choice.name if choice and choice.type == "tool" else None,
+        tools=tools.functions,
+        choice=demand,
+        forced=forced,
         parallel=not (choice and choice.disable_parallel_tool_use),
-        guide=format_guide("output_config.format", form.type, form.schema),
+        guide=guided_decoding(
+            request, format_guide("output_config.format", form.type, form.schema)
+        ),
         options=ChatOptions(
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
@@ -289,7 +371,21 @@ def _conversation(request: CountTokensRequest) -> Conversation:
     )
 
 
-def _text(content: str | list[TextBlock]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(b.text for b in content if not b.text.startswith(_BILLING))
+def _read_block(
+    place: str, block: Block, transcript: Transcript, tools: _Tools, reader: ContentReader
+) -> None:
+    for field in _NEEDS[block.type]:
+        if getattr(block, field) is None:
+            raise invalid(f"{place}.{field}", "is missing")
+    content = block.content or ""
+    if block.type == "thinking":
+        transcript.think(block.thinking or "")
+    elif block.type == "tool_use":
+        transcript.call(block.id or "", block.name or "", json_text(block.input))
+    elif block.type == "tool_result":
+        tools.refer(content)
+        # As Anthropic names the place: Claude Code drops what stands there.
+        text = reader.text(f"{place}.tool_result.content", content)
+        transcript.result(block.tool_use_id or "", text)
+    elif block.tool is not None:
+        tools.change(f"{place}.tool", block.type, block.tool)

@@ -1,46 +1,54 @@
-"""``/v1/responses``, OpenAI's Responses API without its memory: Codex speaks nothing else.
+"""``/v1/responses``, OpenAI's Responses API: Codex speaks nothing else.
 
-Events and fields follow OpenAI's description. Nothing is stored, so a request brings its whole
-conversation.
+Events and fields follow OpenAI's description. A request brings its whole conversation, or refers to
+responses that are stored (``stored.py``).
 """
 
 from __future__ import annotations
 
+import base64
 import itertools
 import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from trtllm_bls.chat_parsing.parser import Content, Reasoning, ToolCall
+from trtllm_bls.openai.api_errors import DONE, ApiError, invalid
 from trtllm_bls.openai.builder import Opening, PartsBuilder, TokenScores, chat_logprobs, sse
+from trtllm_bls.openai.content import ContentReader, note_once
 from trtllm_bls.openai.conversation import (
+    FREE_TEXT,
     ChatModel,
     Conversation,
     Transcript,
+    client_tool,
     format_guide,
+    free_text,
     function_tool,
+    guided_decoding,
     thinking,
 )
-from trtllm_bls.openai.errors import ApiError, as_json, invalid
 from trtllm_bls.openai.schema import (
     Count,
     Generation,
     RefusedFields,
     TextFormat,
-    TextPart,
+    Word,
     checked,
-    text_of,
+    json_text,
 )
+from trtllm_bls.openai.stored import Stored, StoredResponses
+from trtllm_bls.text.chat_parser import Content, Reasoning, Refusal, ToolCall
+from trtllm_bls.text.json_values import json_value
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
 
+MOST_STORED_BYTES = 4 * 2**20  # of one response: of its input, and of the rest
+
 _SCORES = "message.output_text.logprobs"  # what ``include`` says for log-probabilities
-# OpenAI runs these tools itself. A model that is not told of them does not call them.
-_HOSTED = (
-    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
-    *("mcp", "local_shell", "computer_use_preview", "tool_search"),
-)
-# The fields that an item of each type has to have.
+# The fields that an item of each type has to have. Items of other types belong to tools that
+# OpenAI runs, in conversations that began there: they are left out.
 _NEEDS: dict[str, tuple[str, ...]] = {
     "message": ("role", "content"),
     "reasoning": (),
@@ -49,6 +57,14 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "custom_tool_call": ("call_id", "name", "input"),
     "custom_tool_call_output": ("call_id", "output"),
     "additional_tools": ("tools",),  # Codex sends those of models that it knows
+    "tool_search_output": ("tools",),
+    "compaction": ("encrypted_content",),
+    "shell_call": ("call_id", "action"),
+    "local_shell_call": ("call_id", "action"),
+    "apply_patch_call": ("call_id", "operation"),
+    "shell_call_output": ("call_id", "output"),
+    "local_shell_call_output": ("output",),
+    "apply_patch_call_output": ("call_id",),
 }
 # The prefix of an item's id, and the event that has more of it. A call with free text has none:
 # the text leaves once its JSON is whole.
@@ -57,13 +73,49 @@ _OUTPUTS = {
     "reasoning": ("rs", "response.reasoning_text.delta"),
     "function_call": ("fc", "response.function_call_arguments.delta"),
     "custom_tool_call": ("ctc", ""),
+    "shell_call": ("sh", ""),
+    "local_shell_call": ("lsh", ""),
+    "apply_patch_call": ("apc", ""),
 }
-# A tool of free text, as the model sees it.
-_FREE_TEXT = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
+_SUMMARY = "b64:"  # the beginning of a summary that this server made
+_SUM_UP = (
+    "Sum up this conversation for someone who goes on with it and has only the summary: the aims, "
+    "what was done and found, what is open, and every name, path and number that is still needed."
+)
+
+
+class Shell(msgspec.Struct, kw_only=True):
+    """What a shell is to run."""
+
+    commands: list[str] = []
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+
+class Program(msgspec.Struct, kw_only=True):
+    """What is to be run without a shell."""
+
+    type: Literal["exec"] = "exec"
+    command: list[str] = []
+    env: dict[str, str] = {}
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
+
+
+class Patch(msgspec.Struct, kw_only=True):
+    """What is to become of a file."""
+
+    type: Literal["create_file", "update_file", "delete_file"] = "update_file"
+    path: str = ""
+    diff: str = ""
+
+
+# Calls of tools that clients run: what they hold, and under which key.
+_RUN: dict[str, tuple[str, type[Shell | Program | Patch]]] = {
+    "shell_call": ("action", Shell),
+    "local_shell_call": ("action", Program),
+    "apply_patch_call": ("operation", Patch),
 }
 
 
@@ -81,18 +133,20 @@ class ResponsesRequest(Generation, kw_only=True):
     """``POST /v1/responses``."""
 
     no_effect = (
-        *("client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
-        *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
-        *("stream_options", "user"),
+        *("client_metadata", "prompt_cache_options", "prompt_cache_retention", "service_tier"),
+        *("stream_options", "user", "access_programs", "background_options", "image"),
     )
     refused: ClassVar[RefusedFields] = {
-        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "moderation"), ()),
+        **dict.fromkeys(("conversation", "prompt", "moderation"), ()),
         "background": (False,),
+        "generate": (True,),
         "context_management": ([],),
         "truncation": ("disabled",),
     }
 
-    input: str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=8192)]
+    input: str | Annotated[list[dict[str, Any]], msgspec.Meta(max_length=8192)] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=512)] | None = None
@@ -101,6 +155,10 @@ class ResponsesRequest(Generation, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
+    # Without effect, but repeated in the response.
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     include: list[str] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -111,15 +169,20 @@ class Item(msgspec.Struct, kw_only=True):
 
     type: str = "message"
     role: Literal["developer", "system", "user", "assistant"] | None = None
-    content: str | list[TextPart] | None = None
-    summary: list[TextPart] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    summary: list[dict[str, Any]] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: str | list[TextPart] | None = None
+    output: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
+    id: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    status: str | None = None
 
 
 class _Tools:
@@ -127,7 +190,8 @@ class _Tools:
 
     def __init__(self) -> None:
         self.functions: list[dict[str, Any]] = []
-        self.origins: dict[str, tuple[str, str | None, bool]] = {}  # name, namespace, free text
+        # Name and namespace, and the type of their calls.
+        self.origins: dict[str, tuple[str, str | None, str]] = {}
 
     def add(self, place: str, tools: object, namespace: str | None = None) -> None:
         """Add a list of tools; those in a namespace get its name in front of theirs."""
@@ -143,12 +207,24 @@ class _Tools:
                 if not isinstance(name, str) or not name:
                     raise invalid(f"{own}.name", "must be a string that is not empty")
                 seen, about = _seen(name, namespace), tool.get("description") or ""
-                parameters = _FREE_TEXT if free else tool.get("parameters")
+                parameters = FREE_TEXT if free else tool.get("parameters")
                 self.functions.append(function_tool(seen, about, parameters))
-                self.origins[seen] = (name, namespace, free)
-            elif kind not in _HOSTED:
-                problem = f"{str(kind)[:40]!r} is not a type of tool; send function or custom"
-                raise invalid(f"{own}.type", problem)
+                called = "custom_tool_call" if free else "function_call"
+                self.origins[seen] = (name, namespace, called)
+            elif not isinstance(kind, str):
+                raise invalid(f"{own}.type", "must be a string, such as function")
+            elif f"{kind}_call" in _RUN and _is_local(tool) and (known := client_tool(kind, kind)):
+                self.functions.append(known)
+                self.origins[kind] = (kind, None, f"{kind}_call")
+            else:
+                # OpenAI runs it itself. A model that is not told of it does not call it.
+                note_once(f"the tool {kind!r}, which this server does not run: it is left out")
+
+
+def _is_local(tool: dict[str, Any]) -> bool:
+    """Whether the client runs the tool, and not a container at OpenAI."""
+    place = tool.get("environment")
+    return not isinstance(place, dict) or place.get("type") == "local"
 
 
 def _seen(name: object, namespace: str | None) -> str:
@@ -157,46 +233,79 @@ def _seen(name: object, namespace: str | None) -> str:
 
 
 class ResponsesResponse(PartsBuilder):
-    """Builds the response to a ``ResponsesRequest``. Raises ``ApiError`` if it cannot be served."""
+    """Builds the response to a ``ResponsesRequest``. Raises ``ApiError`` if it cannot be served.
+
+    ``earlier``: the items of the conversation that the request goes on with. ``stores``: there is
+    something to store responses in. ``keeps``: ``conversation`` will be asked for.
+    """
 
     object = "response"
     prompt_field = "input"
     id_prefix = "resp_"
 
-    def __init__(self, request: ResponsesRequest, model: ChatModel) -> None:
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        model: ChatModel,
+        earlier: Sequence[dict[str, Any]] = (),
+        stores: bool = False,
+        keeps: bool = False,
+    ) -> None:
         self._tools, alternatives = _Tools(), request.top_logprobs or 0
         scored = bool(alternatives) or _SCORES in (request.include or ())
         super().__init__(
             request,
             model,
-            _conversation(request, self._tools),
+            _conversation(request, self._tools, model.reader, earlier),
             max_tokens=request.max_output_tokens,
             wants=Wants(log_probs=scored, top_log_probs=alternatives),
-            return_tokens=scored,
+            # Without them nobody knows how many tokens were reasoning.
+            return_tokens=scored or model.formats.reasoning is not None,
         )
-        self._tokenizer = model.tokenizer
         self._scores = TokenScores(model.tokenizer, alternatives) if scored else None
-        self._scored: list[Any] = []  # log-probabilities of tokens whose text has not left
-        self._logprobs: list[Any] = []  # of the message so far
-        # Of events, but for pings: clients skip a type that they do not know.
-        self._numbers = itertools.count()
-        self._echoed = _echoed(request)
+        self._annotations: list[Any] = []  # of the message so far
+        self._numbers = itertools.count()  # of events
+        self._before_it = [*earlier, *own_items(request)] if keeps else []
+        self._input = b""
+        if stores and request.store is not False:
+            self._input = msgspec.json.encode(list(map(_as_stored, own_items(request))))
+        # A client that is told so sends the whole conversation.
+        self._is_stored = 0 < len(self._input) <= MOST_STORED_BYTES
+        self._echoed = {**_echoed(request), "store": self._is_stored}
+        self._room = MOST_STORED_BYTES - len(msgspec.json.encode(self._echoed))
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        return [*self._before_it, *self._items]
 
     def last_events(self) -> bytes:
-        return self._event(f"response.{self._end_status}", response=self._body())
+        return self._event(f"response.{self._end_status}", response=self._body()) + DONE
+
+    def stored(self, status: str = "", error: ApiError | None = None) -> Stored | None:
+        if self._is_stored and status and self._kind is not None:
+            self._close()
+            self._items[-1]["status"] = "incomplete"
+        if not self._is_stored:
+            return None
+        body = msgspec.json.encode(self._body(status, error and _told(error)))
+        ids = [item["id"] for item in self._items]
+        parent = self._echoed["previous_response_id"]
+        return Stored(id=self._head.id, parent=parent, input=self._input, body=body, items=ids)
 
     def failed(self, error: ApiError) -> bytes:
-        code = error.code if error.code == "context_length_exceeded" else "server_error"
-        if error.status == 429:
-            code = "rate_limit_exceeded"
-        elif error.status < 500 and code == "server_error":
-            code = "invalid_prompt"
-        told = {"code": code, "message": error.message}
-        return self._event("response.failed", response=self._body("failed", told))
+        return self._event("response.failed", response=self._body("failed", _told(error))) + DONE
+
+    def ping(self) -> bytes:
+        # OpenAI's Node package fails at a type that it does not know, as ``ping`` would be.
+        if not self._begun:
+            return self._begin_once()
+        # Without items: a client that takes them for news would lose what an open one has so far.
+        response = {**self._body("in_progress"), "output": []}
+        return self._event("response.in_progress", response=response)
 
     @property
     def _end_status(self) -> str:
-        """How the answer, or the part that is closed, has ended."""
+        """How the answer, or the part that is closed in its middle, has ended."""
         reasons = (FinishReason.LENGTH, FinishReason.TIMEOUT)
         cut = self._ending is not None and self._ending.finish_reason in reasons
         return "incomplete" if cut else "completed"
@@ -211,9 +320,14 @@ class ResponsesResponse(PartsBuilder):
         item: dict[str, Any] = {"type": "message", "role": "assistant", "content": []}
         if isinstance(event, ToolCall):
             known = self._tools.origins.get(event.name)
-            name, namespace, free = known or (event.name, None, False)
-            kind, key = ("custom_tool_call", "input") if free else ("function_call", "arguments")
-            item = {"type": kind, "call_id": event.id, "name": name, key: ""}
+            name, namespace, kind = known or (event.name, None, "function_call")
+            item = {"type": kind, "call_id": event.id}
+            if kind in _RUN:
+                key, form = _RUN[kind]
+                item[key] = form()
+            else:
+                key = "input" if kind == "custom_tool_call" else "arguments"
+                item |= {"name": name, key: ""}
             if namespace:
                 item["namespace"] = namespace
         elif isinstance(event, Reasoning):
@@ -225,35 +339,55 @@ class ResponsesResponse(PartsBuilder):
         self._items.append(item)
         if not isinstance(event, ToolCall):
             place["content_index"] = 0
-            added = _content(item, "", [])
+            added = _content(item, "", [], refused=isinstance(event, Refusal))
             events += self._event("response.content_part.added", **place, part=added)
-        if isinstance(event, Content) and self._scores is None:
+        if isinstance(event, Refusal):
+            delta = "response.refusal.delta"
+        elif isinstance(event, Content) and self._scores is None:
             place["logprobs"] = []
         fields = msgspec.json.encode({"type": delta, **place})[:-1]
         self._before = b"event: %b\ndata: %b" % (delta.encode(), fields) if delta else b""
         return events
 
-    def add(self, index: int, chunk: TextChunk) -> bytes:
-        if self._scores is not None and chunk.tokens:
-            self._scored += chat_logprobs(self._scores.of(chunk))["content"]
-        return super().add(index, chunk)
+    def _scores_of(self, chunk: TextChunk) -> Sequence[Any]:
+        if self._scores is None or not chunk.tokens:
+            return super()._scores_of(chunk)
+        told: list[Any] = chat_logprobs(self._scores.of(chunk))["content"]
+        return told
 
-    def _grown(self, text: str) -> bytes:
+    def _grown(self, text: str, tokens: list[Any]) -> bytes:
         scores = b""
         if self._scores is not None and self._kind is Content:
-            told, self._scored = self._scored, []
-            self._logprobs += told
-            scores = b',"logprobs":' + msgspec.json.encode(told)
+            scores = b',"logprobs":' + msgspec.json.encode(tokens)
         if not self._before:
             return b""
         parts = (self._before, scores, next(self._numbers), msgspec.json.encode(text))
         return b'%b%b,"sequence_number":%d,"delta":%b}\n\n' % parts
 
-    def _closed(self, item: dict[str, Any], text: str) -> bytes:
+    def _annotated(self, annotation: Mapping[str, Any]) -> bytes:
+        index = len(self._annotations)
+        self._annotations.append(annotation)
+        if self._kind is not Content:  # it is the next message's, and told at its end
+            return b""
+        return self._event(
+            "response.output_text.annotation.added",
+            item_id=self._items[-1]["id"],
+            output_index=len(self._items) - 1,
+            content_index=0,
+            annotation_index=index,
+            annotation=annotation,
+        )
+
+    def _closed(self, item: dict[str, Any], text: str, tokens: list[Any]) -> bytes:
         index = len(self._items) - 1
         place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "custom_tool_call":
-            item["input"] = text = _free_text(text)
+        if item["type"] in _RUN:
+            key, form = _RUN[item["type"]]
+            events = b""
+            with suppress(msgspec.ValidationError):  # else nothing is run: a guess may do harm
+                item[key] = msgspec.convert(json_value(text), form)
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text = free_text(text)
             kind = "response.custom_tool_call_input"
             events = self._event(f"{kind}.delta", **place, delta=text)
             events += self._event(f"{kind}.done", **place, input=text)
@@ -262,13 +396,19 @@ class ResponsesResponse(PartsBuilder):
             kind = "response.function_call_arguments.done"
             events = self._event(kind, **place, name=item["name"], arguments=text)
         else:
-            done = _content(item, text, self._logprobs)
-            item["content"], self._logprobs = [done], []
+            scores = [] if self._scores is None else tokens
+            done = _content(item, text, scores, refused=self._kind is Refusal)
+            if self._annotations and "annotations" in done:
+                done["annotations"], self._annotations = self._annotations, []
+            item["content"] = [done]
             place["content_index"] = 0
-            told = {key: done[key] for key in ("text", "logprobs") if key in done}
+            told = {key: done[key] for key in ("text", "logprobs", "refusal") if key in done}
             events = self._event(f"response.{done['type']}.done", **place, **told)
             events += self._event("response.content_part.done", **place, part=done)
-        item["status"] = self._end_status
+        item["status"] = "completed" if self._parser.ended else self._end_status
+        if self._is_stored:
+            self._room -= len(msgspec.json.encode(item))
+            self._is_stored = self._echoed["store"] = self._room >= 0
         return events + self._event("response.output_item.done", output_index=index, item=item)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -293,8 +433,6 @@ class ResponsesResponse(PartsBuilder):
     def _usage(self) -> dict[str, Any]:
         assert self._ending is not None
         made = self._ending.completion_tokens
-        # Chunks do not say which tokens were reasoning, so its text is tokenised.
-        reasoning = self._tokenizer.encode_all(self._reasoning, add_special_tokens=False)
         return {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {
@@ -302,24 +440,74 @@ class ResponsesResponse(PartsBuilder):
                 "cache_write_tokens": 0,
             },
             "output_tokens": made,
-            "output_tokens_details": {"reasoning_tokens": min(made, sum(map(len, reasoning)))},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": self.prompt_tokens + made,
         }
 
 
-def _content(item: dict[str, Any], text: str, logprobs: list[Any]) -> dict[str, Any]:
+class CompactRequest(ResponsesRequest, kw_only=True):
+    """``POST /v1/responses/compact``."""
+
+    model: Word
+
+
+class CompactResponse(ResponsesResponse):
+    """Has the model sum up a conversation: what users said and the summary stand for it then.
+
+    OpenAI encrypts the summary. Here it is Base64, since the client knows the conversation.
+    """
+
+    object = "response.compaction"
+
+    def __init__(
+        self,
+        request: CompactRequest,
+        model: ChatModel,
+        earlier: Sequence[dict[str, Any]] = (),
+        stores: bool = False,
+    ) -> None:
+        own = own_items(request)
+        self._said = [_as_stored(item) for item in (*earlier, *own) if item.get("role") == "user"]
+        asked = {"type": "message", "role": "user", "content": _SUM_UP}
+        form = {"tools": None, "tool_choice": None, "text": None, "stream": False, "store": False}
+        request = msgspec.structs.replace(request, input=[*own, asked], **form)
+        super().__init__(request, model, earlier)
+
+    def _first_events(self) -> bytes:
+        return b""
+
+    def _body(self, status: str = "", error: Any = None) -> dict[str, Any]:
+        parts = [item["content"][0] for item in self._items if item["type"] == "message"]
+        summary = "\n".join(part["text"] for part in parts)
+        content = _SUMMARY + base64.b64encode(summary.encode()).decode()
+        item = {"type": "compaction", "id": f"cmp_{secrets.token_hex(16)}"}
+        return {
+            "id": self._head.id,
+            "object": self.object,
+            "created_at": self._head.created,
+            "output": [*self._said, {**item, "encrypted_content": content}],
+            "usage": self._usage(),
+        }
+
+
+def _content(
+    item: dict[str, Any], text: str, logprobs: list[Any], *, refused: bool
+) -> dict[str, Any]:
     if item["type"] == "reasoning":
         return {"type": "reasoning_text", "text": text}
+    if refused:
+        return {"type": "refusal", "refusal": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _free_text(arguments: str) -> str:
-    """The text of a call of a free-text tool; all of it where the model wrote no such JSON."""
-    try:
-        text = msgspec.json.decode(arguments)["input"]
-    except (msgspec.DecodeError, TypeError, KeyError):
-        return arguments
-    return text if isinstance(text, str) else arguments
+def _told(error: ApiError) -> dict[str, str]:
+    """The error object of a response that has failed."""
+    code = error.code if error.code == "context_length_exceeded" else "server_error"
+    if error.status == 429:
+        code = "rate_limit_exceeded"
+    elif error.status < 500 and code == "server_error":
+        code = "invalid_prompt"
+    return {"code": code, "message": error.message}
 
 
 def _echoed(request: ResponsesRequest) -> dict[str, Any]:
@@ -328,55 +516,161 @@ def _echoed(request: ResponsesRequest) -> dict[str, Any]:
     form = text.format or TextFormat()
     told: dict[str, Any] = {"type": form.type}
     if form.type == "json_schema":
-        told |= {"name": form.name or "", "schema": form.schema, "strict": True}
+        known = {"name": form.name or "", "description": form.description}
+        told |= {**known, "schema": form.schema, "strict": True}
+    choice = request.tool_choice or "auto"
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice = {"mode": "auto", **choice}
+    functions = {"description": None, "parameters": None, "strict": None}
     return {
         "background": False,
+        "frequency_penalty": request.frequency_penalty or 0.0,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": request.max_tool_calls,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "presence_penalty": request.presence_penalty or 0.0,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": None},
+        "safety_identifier": request.safety_identifier,
         "service_tier": "default",
-        "store": False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": told},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": request.tools or [],
+        "tool_choice": choice,
+        "tools": [
+            {**functions, **tool} if tool.get("type") == "function" else tool
+            for tool in request.tools or []
+        ],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
     }
 
 
-def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
+def own_items(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The items that a request brings itself."""
+    if isinstance(request.input, str):
+        return [{"type": "message", "role": "user", "content": request.input}]
+    return request.input or []
+
+
+def is_stateful(request: Generation) -> bool:
+    """Whether a request refers to what may be stored."""
+    return isinstance(request, ResponsesRequest) and (
+        request.previous_response_id is not None or any(map(_is_reference, own_items(request)))
+    )
+
+
+def _is_reference(item: dict[str, Any]) -> bool:
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "id" in item and "role" not in item)
+
+
+def with_references(
+    request: ResponsesRequest,
+    owner: str,
+    store: StoredResponses | None,
+    lost: dict[str, Any] | None,
+    last: list[dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Put what is stored in the place of references; the items that the request goes on with.
+
+    ``last``: those up to the previous response, where they need not be stored. ``lost`` stands for
+    what is no longer stored. Without it such a request is refused, in OpenAI's
+    words, by which clients send the whole conversation again. Waits for the disk.
+    """
+    earlier = last
+    if (previous := request.previous_response_id) is not None and last is None:
+        earlier = store.conversation(owner, previous) if store else None
+        if earlier is None:
+            raise ApiError(
+                400,
+                f"Previous response with id '{previous[:200]}' not found.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+    ids = [str(item.get("id")) for item in own_items(request) if _is_reference(item)]
+    found = store.items(owner, ids) if store and ids else {}
+    items = []
+    for item in own_items(request):
+        if _is_reference(item):
+            item_id = str(item.get("id"))
+            kept = found.get(item_id, lost)
+            if kept is None:
+                mend = "Try again with `store` set to true" if store else "Send `store: false`"
+                problem = f"Item with id '{item_id[:200]}' not found. Items are not persisted when "
+                problem += f"`store` is set to false. {mend}, or remove this item from your input."
+                raise ApiError(404, problem, param="input")
+            item = kept
+        items.append(item)
+    request.input = items
+    if earlier is not None:
+        calls = {item.get("call_id") for item in (*earlier, *items) if "output" not in item}
+        for item in items:
+            call_id = item.get("call_id") or item.get("id")
+            if str(item.get("type")).endswith("_call_output") and call_id not in calls:
+                problem = f"no tool call found for the output with call_id '{str(call_id)[:200]}'"
+                raise invalid("input", problem)
+    return earlier or []
+
+
+def _as_stored(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of the input as ``input_items`` tells it."""
+    kind = item.get("type") or "message"
+    prefix, _ = _OUTPUTS.get(kind, ("item", ""))
+    told = {"id": f"{prefix}_{secrets.token_hex(16)}", "status": "completed", **item, "type": kind}
+    if kind == "message" and isinstance(text := item.get("content"), str):
+        by_model = item.get("role") == "assistant"
+        told["content"] = [{"type": "output_text" if by_model else "input_text", "text": text}]
+        if by_model:
+            told["content"][0]["annotations"] = []
+    return told
+
+
+def _conversation(
+    request: ResponsesRequest,
+    tools: _Tools,
+    reader: ContentReader,
+    earlier: Sequence[dict[str, Any]],
+) -> Conversation:
     tools.add("tools", request.tools or [])
     transcript = Transcript()
     if request.instructions:
         transcript.say("system", request.instructions)
-    if isinstance(request.input, str):
-        transcript.say("user", request.input)
-    else:
-        for index, each in enumerate(request.input):
-            _read_item(f"input[{index}]", each, transcript, tools)
+    items = own_items(request)
+    if not (items or earlier):
+        raise invalid("input", "is missing; send a text or a list of items")
+    for each in earlier:
+        _read_item("previous_response_id", each, transcript, tools, reader)
+    for index, each in enumerate(items):
+        _read_item(f"input[{index}]", each, transcript, tools, reader)
     effort = request.reasoning.effort if request.reasoning else None
     form = (request.text or TextOptions()).format or TextFormat()
     demand = "auto" if request.tool_choice is None else request.tool_choice
     forced = allowed = None
-    if isinstance(demand, str):
-        choice = demand
-        if choice not in ("auto", "none", "required"):
-            raise invalid("tool_choice", "must be auto, none, required, or an object")
-    elif (kind := demand.get("type")) in ("function", "custom"):
-        choice, forced = "required", _seen(demand.get("name"), demand.get("namespace"))
-    elif kind != "allowed_tools" or demand.get("mode") not in ("auto", "required"):
-        raise invalid("tool_choice", f"{str(kind)[:40]!r} is not supported; send a function")
-    else:
-        choice, named = demand["mode"], demand.get("tools")
-        if not isinstance(named, list) or not all(isinstance(tool, dict) for tool in named):
-            raise invalid("tool_choice.tools", "must be a list of tools")
-        allowed = {_seen(tool.get("name"), tool.get("namespace")) for tool in named}
+    choice = demand if isinstance(demand, str) else "auto"
+    if choice not in ("auto", "none", "required"):
+        raise invalid("tool_choice", "must be auto, none, required, or an object")
+    if isinstance(demand, dict):
+        kind = demand.get("type")
+        if not isinstance(kind, str):
+            raise invalid("tool_choice", "must have a type, such as function")
+        if kind in ("function", "custom") or tools.origins.get(kind, ("",))[-1] in _RUN:
+            choice, forced = "required", _seen(demand.get("name", kind), demand.get("namespace"))
+        elif kind == "allowed_tools":
+            choice, named = demand.get("mode") or "auto", demand.get("tools")
+            if choice not in ("auto", "required"):
+                raise invalid("tool_choice", "must have the mode auto or required")
+            if not isinstance(named, list) or not all(isinstance(tool, dict) for tool in named):
+                raise invalid("tool_choice.tools", "must be a list of tools")
+            names = [(tool.get("type", "function"), tool) for tool in named]
+            allowed = {kind for kind, _ in names if tools.origins.get(kind, ("",))[-1] in _RUN}
+            ours = [tool for kind, tool in names if kind in ("function", "custom")]
+            allowed |= {_seen(tool.get("name"), tool.get("namespace")) for tool in ours}
+    if choice == "required" and request.tools and not tools.functions:
+        choice = "auto"  # all of them are tools that OpenAI runs
     return Conversation(
         messages=transcript.messages,
         tools=tools.functions,
@@ -384,29 +678,53 @@ def _conversation(request: ResponsesRequest, tools: _Tools) -> Conversation:
         forced=forced,
         allowed=allowed,
         parallel=request.parallel_tool_calls is not False,
-        guide=format_guide("text.format", form.type, form.schema),
+        guide=guided_decoding(request, format_guide("text.format", form.type, form.schema)),
         options=ChatOptions(variables=thinking(effort) | (request.chat_template_kwargs or {})),
     )
 
 
-def _read_item(place: str, given: dict[str, Any], transcript: Transcript, tools: _Tools) -> None:
+def _read_item(
+    place: str,
+    given: dict[str, Any],
+    transcript: Transcript,
+    tools: _Tools,
+    reader: ContentReader,
+) -> None:
+    kind = given.get("type")
+    if isinstance(kind, str) and kind not in _NEEDS:
+        note_once(f"items of type {kind!r}, which hold nothing for the model: left out")
+        return
     item: Any = checked(place, given, Item)
-    if item.type not in _NEEDS:
-        raise invalid(f"{place}.type", f"invalid value {item.type[:40]!r}")
     for field in _NEEDS[item.type]:
         if getattr(item, field) is None:
             raise invalid(f"{place}.{field}", "is missing")
     if item.type == "message":
         role = "system" if item.role == "developer" else item.role
-        transcript.say(role, text_of(item.content))
+        transcript.say(role, reader.text(f"{place}.content", item.content))
     elif item.type == "reasoning":
-        transcript.think(text_of(item.content or item.summary or ""))
+        transcript.think(reader.text(place, item.content or item.summary or ""))
     elif item.type == "function_call":
         transcript.call(item.call_id, _seen(item.name, item.namespace), item.arguments)
     elif item.type == "custom_tool_call":
-        arguments = as_json(place, {"input": item.input})
+        arguments = json_text({"input": item.input})
         transcript.call(item.call_id, _seen(item.name, item.namespace), arguments)
-    elif item.type == "additional_tools":
+    elif item.type in _RUN:
+        action = json_text(item.action or item.operation)
+        transcript.call(item.call_id, item.type.removesuffix("_call"), action)
+    elif item.type == "shell_call_output":
+        transcript.result(item.call_id, json_text(item.output))
+    elif item.type == "compaction":
+        kind, _, packed = item.encrypted_content.partition(":")
+        with suppress(ValueError):
+            summary = base64.b64decode(packed, validate=True).decode()
+            if kind == _SUMMARY[:-1]:
+                transcript.say("system", f"The conversation so far, in short:\n{summary}")
+                return
+        note_once("a summary that another server made and only that one can read: left out")
+    elif item.tools is not None:
         tools.add(f"{place}.tools", item.tools)
     else:
-        transcript.result(item.call_id, text_of(item.output))
+        told = reader.text(f"{place}.output", item.output or "")
+        if item.type == "apply_patch_call_output":
+            told = "\n".join(filter(None, (item.status, told)))
+        transcript.result(item.call_id or item.id, told)

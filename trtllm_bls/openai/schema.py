@@ -6,17 +6,14 @@ servers take. A known field that would change the answer and is not supported is
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from trtllm_bls.errors import HALF_CHARACTER
-from trtllm_bls.openai.errors import ApiError, invalid
-
-log = logging.getLogger(__name__)
+from trtllm_bls.openai.api_errors import ApiError, invalid
+from trtllm_bls.openai.content import note_once
 
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_INT32)]
@@ -50,7 +47,7 @@ class Generation(msgspec.Struct, kw_only=True):
     # Fields that would change the answer. The values listed ask for nothing, so they are allowed.
     refused: ClassVar[RefusedFields] = {}
 
-    model: str
+    model: str = ""  # may be left out where one is served
     stream: bool | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -69,10 +66,20 @@ class Generation(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     bad_words: Annotated[list[Word], msgspec.Meta(max_length=1024)] | None = None
     request_id: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # Its members under the names that older clients of vLLM send, and SGLang's.
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     # Speculative decoding, as ``tensorrt_llm_bls`` names it.
     draft_source: str | None = None
     num_draft_tokens: Natural | None = None
     draft_memory: bool | None = None
+    # Prompts share the engine's KV cache only with prompts of the same salt and API key.
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
 
 
 class Common(Generation, kw_only=True):
@@ -80,10 +87,16 @@ class Common(Generation, kw_only=True):
 
     no_effect = (
         *("service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "verbosity", "spaces_between_special_tokens"),
+        *(
+            "prompt_cache_retention",
+            "prompt_cache_options",
+            "verbosity",
+            "spaces_between_special_tokens",
+        ),
     )
     refused: ClassVar[RefusedFields] = {
         **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
+        "moderation": (),
         "suffix": (),
         "modalities": (["text"],),
         "response_format": ({"type": "text"},),
@@ -92,7 +105,6 @@ class Common(Generation, kw_only=True):
         "truncate_prompt_tokens": (),
         "return_token_ids": (False,),
         "prompt_logprobs": (),
-        **dict.fromkeys(("regex", "ebnf"), ()),
     }
 
     stream_options: StreamOptions | None = None
@@ -102,12 +114,6 @@ class Common(Generation, kw_only=True):
     # Without effect, but checked.
     user: str | None = None
     add_special_tokens: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
-    # Its members under the names that older clients of vLLM send.
-    guided_json: str | dict[str, Any] | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
 
     @property
     def stop_words(self) -> tuple[str, ...]:
@@ -115,30 +121,11 @@ class Common(Generation, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class TextPart(msgspec.Struct, kw_only=True):
-    """A part of a message, of reasoning, of a prediction, or of what a tool has returned."""
-
-    type: Literal["text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text"]
-    text: str | None = None
-    refusal: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.text is None and self.refusal is None:
-            raise ValueError("must have a text")
-
-
-def text_of(content: str | list[TextPart]) -> str:
-    """The text of a message's content."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text or part.refusal or "" for part in content)
-
-
 class Prediction(msgspec.Struct, kw_only=True):
     """What the answer is expected to resemble."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | list[dict[str, Any]]
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -158,15 +145,16 @@ class Tool(msgspec.Struct, kw_only=True):
 class AllowedTools(msgspec.Struct, kw_only=True):
     """The tools that may be called, of those that the request has."""
 
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[Tool], msgspec.Meta(min_length=1)]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
     """The tool that has to be called, or the tools that may be."""
 
-    type: Literal["function", "allowed_tools"] = "function"
+    type: str = "function"
     function: Function | None = None
+    custom: Function | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -178,7 +166,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     """One turn; what else it has is for the chat template."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[dict[str, Any]] | None = None
     tool_calls: list[Tool] | None = None
 
 
@@ -194,6 +182,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
+    description: str | None = None
     schema: dict[str, Any] | bool | None = None
 
 
@@ -242,36 +231,41 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[Natural]
 
 
-_MOST_FIELDS, _MOST_CONTAINERS = 256, 100_000
-_STRING = re.compile(b'"[^"]*"')
-_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
-# msgspec refuses half a character as it does JSON that was cut off.
-_LONE_HALF = re.compile(
-    rb"\\u[dD][89abAB]\w\w(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]\w\w)\\u[dD][c-fC-F]\w\w"
+_MOST_FIELDS = 256
+# An escape of a whole character, or else of half of one, which msgspec refuses.
+_HALVES = re.compile(
+    rb"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)|\\.", re.DOTALL
 )
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _PATH = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
-_seen: set[str] = set()  # unknown fields that the log has named
+# Fields that say how the answer has to be, by their names in all APIs and servers. A request has at
+# most some of a row. The others are refused, and the error names the first that it has.
+_SAME = (
+    ("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "n_predict"),
+    ("stop", "stop_sequences"),
+    ("response_format", "text", "output_config", "format"),
+    ("guided_grammar", "grammar"),
+    ("guided_json", "json_schema", "guided_json_object"),
+    ("guided_regex", "guided_whitespace_pattern"),
+    ("structured_outputs", "structural_tag"),
+    ("repetition_penalty", "repeat_penalty"),
+    ("n",),
+    ("allowed_token_ids",),
+)
+_ASKS_NOTHING = {"n": 1, "response_format": {"type": "text"}}
 
 
 def decode(body: bytes, kind: type[_Kind]) -> _Kind:
     """The request in ``body``. Raises ``ApiError`` 400, with ``param`` where a field is wrong."""
-    # Millions of empty lists would hold the GIL for half a second while they are made.
-    containers = body.count(b"[") + body.count(b"{")
-    if containers > _MOST_CONTAINERS:  # many may be in strings, as of a program's text
-        unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-        outside = _STRING.sub(b"", unescaped.translate(None, _NO_STRUCTURE))
-        containers = outside.count(b"[") + outside.count(b"{")
-    if containers > _MOST_CONTAINERS:
-        problem = f"the body has more than {_MOST_CONTAINERS} lists and objects"
-        raise ApiError(400, problem)
     try:
         fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        if half := _LONE_HALF.search(body):
-            raise invalid("body", f"'{half[0].decode()}' {HALF_CHARACTER}") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        # Clients cut texts within a character, and the text comes again with every later turn.
+        mended = _HALVES.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], body)
+        if mended != body:
+            return decode(mended, kind)
         raise ApiError(400, f"the body is not JSON that can be read: {error}") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
@@ -279,14 +273,23 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
         problem = f"the body has {len(fields)} fields; at most {_MOST_FIELDS} are allowed"
         raise ApiError(400, problem)
     refused, no_effect = getattr(kind, "refused", {}), getattr(kind, "no_effect", ())
-    for name in fields.keys() - set(kind.__struct_fields__):
+    known = kind.__struct_fields__
+    for name in fields.keys() - set(known):
+        same = next((row for row in _SAME if name in row), ())
         if name in refused:
             if fields[name] is not None and fields[name] not in refused[name]:
                 raise invalid(name, "is not supported by this server", "unsupported_parameter")
-        elif name not in no_effect and name not in _seen and len(_seen) < 100:
-            _seen.add(name)
-            log.info("requests bring the field %.80r, which is unknown and has no effect", name)
+        elif same and fields[name] not in (None, _ASKS_NOTHING.get(name)):
+            instead = next((f"; send {other}" for other in same if other in known), "")
+            raise invalid(name, f"is not supported here{instead}", "unsupported_parameter")
+        elif name not in no_effect:
+            note_once(f"the field {name[:80]!r}, which is unknown and has no effect")
     return checked("", fields, kind)
+
+
+def json_text(value: object) -> str:
+    """``value`` as JSON."""
+    return msgspec.json.encode(value).decode()
 
 
 def checked(field: str, value: object, kind: type[_Value]) -> _Value:
@@ -296,8 +299,6 @@ def checked(field: str, value: object, kind: type[_Value]) -> _Value:
     """
     try:
         return msgspec.convert(value, kind)
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
     except msgspec.ValidationError as error:
         path = _PATH.match(str(error))
         problem, place = path.groups() if path else (str(error), "")

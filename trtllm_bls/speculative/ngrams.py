@@ -10,6 +10,7 @@ to be drafted in vain to learn it. Costs no model and no request.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
@@ -22,6 +23,7 @@ _LONGEST = 24  # beyond this, a longer match says nothing more
 _PLACES = 16  # latest places that are compared; more change little and cost time
 _AT_ONCE = 4096  # tokens that are indexed at once, about 2 ms
 TIME_TO_LIVE_S = 3600.0  # of finished answers
+MEMORY_BYTES = 1 << 28  # of the finished answers of all tenants, with their indexes
 
 _KEPT = 0.97  # weight kept per guessed token: about the last 33 count
 # Small, so that the first answer of a process finds out whether drafts pay and loses little if they
@@ -67,6 +69,11 @@ class NgramIndex:
         # By the order of n-gram: the latest place of each hash, and the place before each place.
         self._heads = {order: array("i", bytes(4 * slots)) for order in (1, ORDER)}
         self._before = {order: array("i", (0,)) for order in (1, ORDER)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the ids and their places, four each."""
+        return 4 * sum(map(len, (self.ids, *self._heads.values(), *self._before.values())))
 
     def extend(self) -> None:
         """Index what is new, or the first part of it if that would take long."""
@@ -232,6 +239,7 @@ class DraftMemory:
 
     def __init__(self, tokens: int) -> None:
         self.ngram_acceptance: NgramAcceptance = {}
+        self.num_bytes = 0  # of answers and indexes, after the last one was added
         self._most = tokens // 2  # of a generation
         self._generations: list[tuple[float, array[int], NgramIndex]] = []
 
@@ -244,7 +252,7 @@ class DraftMemory:
 
     def add(self, answer: Sequence[int], now: float) -> None:
         """Remember an answer, or its end if it has more tokens than a generation."""
-        answer, known = answer[-self._most :], self.texts(now)
+        answer, known = answer[max(0, len(answer) - self._most) :], self.texts(now)
         full = not known or len(known[0].ids) + len(answer) > self._most
         if full or now >= self._generations[0][0] + TIME_TO_LIVE_S / 2:
             ids = array("i")
@@ -253,3 +261,39 @@ class DraftMemory:
         _, ids, index = self._generations[0]
         ids.extend(answer)
         index.extend()
+        self.num_bytes = sum(each.num_bytes for _, _, each in self._generations)
+
+
+class DraftMemories:
+    """The memory of each tenant, the least lately used first.
+
+    A memory goes when nothing in it is younger than ``TIME_TO_LIVE_S``, and while all together take
+    more than ``most_bytes``.
+    """
+
+    def __init__(self, most_bytes: int = MEMORY_BYTES) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._memories: OrderedDict[str, DraftMemory] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    def of(self, tenant: str | None, tokens: int) -> DraftMemory | None:
+        """The memory of ``tenant`` for so many tokens; ``None`` without either."""
+        if tenant is None or not tokens:
+            return None
+        memory = self._memories.setdefault(tenant, DraftMemory(tokens))
+        self._memories.move_to_end(tenant)
+        return memory
+
+    def add(self, memory: DraftMemory, answer: Sequence[int], now: float) -> None:
+        """Remember an answer in one of the memories, and forget what is old or too much."""
+        before = memory.num_bytes
+        memory.add(answer, now)
+        if memory in self._memories.values():  # else others took its place meanwhile
+            self._bytes += memory.num_bytes - before
+        for tenant, oldest in list(self._memories.items()):
+            if self._bytes <= self._most_bytes and oldest.texts(now):
+                break
+            self._bytes -= oldest.num_bytes
+            del self._memories[tenant]

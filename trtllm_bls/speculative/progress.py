@@ -23,7 +23,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from itertools import takewhile
 
-from trtllm_bls.stopping import StoppingCriteria
+from trtllm_bls.text.stopping import StoppingCriteria
 from trtllm_bls.types import (
     Draft,
     EngineCapacity,

@@ -30,15 +30,15 @@ from itertools import takewhile
 from math import inf
 from typing import TypeAlias
 
-from trtllm_bls.speculative.ngrams import NgramDrafts, NgramIndex
-from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
-from trtllm_bls.speculative.progress import Progress
-from trtllm_bls.speculative.shared import (
+from trtllm_bls.speculative.learned import (
     DRAFT_COOL_DOWN_S,
     DraftLength,
     SpeculationShared,
     Stopwatch,
 )
+from trtllm_bls.speculative.ngrams import NgramDrafts, NgramIndex
+from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
+from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.types import (
     Draft,
     EngineChunk,
@@ -118,7 +118,7 @@ class SpeculativeRounds:
     ) -> None:
         self.stats = SpeculationStats()
         # The answers that may be drafted from, and that this one is to join.
-        self.memory = shared.memory(request.tenant, options.memory_tokens)
+        self.memory = shared.memories.of(request.tenant, options.memory_tokens)
         self._request = request
         self._options = options
         self._shared = shared
@@ -215,6 +215,8 @@ class SpeculativeRounds:
             if self._options.draft_source in (DraftSource.NGRAM, DraftSource.MIXED):
                 texts.append(NgramIndex(ids, DraftSource.NGRAM, len(ids)))
                 texts += self.memory.texts(now) if self.memory else ()
+                if calls := self._request.speculation.calls:
+                    texts.append(NgramIndex(calls, DraftSource.NGRAM, len(calls)))
             acceptance = (self.memory or self._shared).ngram_acceptance
             self._ngrams = NgramDrafts(ids, texts, acceptance, self._shared.best_length)
         fixed, beside = self._options.num_draft_tokens is not None, self._lengths.speed

@@ -1,6 +1,6 @@
-"""Messages to arrays and back: the only place where tensors are packed or unpacked.
+"""What goes over the wire; knows no engine, and of our models only their tensors.
 
-``server`` has the tensors of our models as the models see them. ``engine_client`` has Triton's gRPC
-messages, for any caller, and those of ``tensorrt_llm`` from the caller's side. ``words`` has what
-both need: lists of words as token ids.
+``contract`` names every tensor once; ``words`` lays lists of words out as token ids. ``kserve``
+makes and reads the messages of any Triton model. ``grpc_client`` is gRPC on asyncio, and ``http2``
+the protocol below it, without I/O.
 """

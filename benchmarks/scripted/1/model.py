@@ -17,7 +17,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from doubles.scripted_tokens import agreeing, hashed
-from trtllm_bls.parameters import NUMBER, Parameters, count
+from trtllm_bls.settings.parameters import NUMBER, Parameters, count
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 

@@ -1,36 +1,6 @@
-"""Model ``preprocessing``: tensors in, ``services.text_service.Preprocessor``, tensors out."""
+"""Text to token ids, for the ensemble.
 
-from __future__ import annotations
+The code stands in ``trtllm_bls/triton/preprocessing.py``.
+"""
 
-from functools import partial
-
-import triton_python_backend_utils as pb_utils
-
-from trtllm_bls.engines.triton.own_port import stream_thread_has_returned
-from trtllm_bls.parameters import Parameters, PreprocessingParameters, own_grpc_url
-from trtllm_bls.python_backend.request_server import RequestServer, answering
-from trtllm_bls.services.text_service import Preprocessor
-from trtllm_bls.services.triton_log import log_to_triton
-from trtllm_bls.tokenizer import load_tokenizer
-
-
-class TritonPythonModel:
-    """Tokenises text; one answer per request."""
-
-    def initialize(self, args: dict[str, str]) -> None:
-        log_to_triton(pb_utils, args["model_name"])
-        parameters = Parameters(args).read(PreprocessingParameters)
-        tokenizer = load_tokenizer(parameters.tokenizer_dir)
-        service = Preprocessor(tokenizer, parameters.add_special_tokens, parameters.limits)
-        self._server = RequestServer(
-            pb_utils,
-            answering(service.arrays),
-            decoupled=False,
-            senders=1,
-            log_ends=False,
-            before_error_status=partial(stream_thread_has_returned, own_grpc_url()),
-        )
-        self.execute = self._server.accept  # Triton calls it with its requests
-
-    def finalize(self) -> None:
-        self._server.close()
+from trtllm_bls.triton.preprocessing import TritonPythonModel

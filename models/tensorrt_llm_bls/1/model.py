@@ -1,24 +1,6 @@
-"""Model ``tensorrt_llm_bls``: text in, text out, through the orchestrator."""
+"""Text in, text out: tokenises, streams, matches stop strings, cancels, uses drafts.
 
-from __future__ import annotations
+The code stands in ``trtllm_bls/triton/tensorrt_llm_bls.py``.
+"""
 
-from trtllm_bls.parameters import BlsParameters
-from trtllm_bls.python_backend.request_server import Call
-from trtllm_bls.services.served_model import ServedModel
-from trtllm_bls.services.text_service import TextService
-
-
-class TritonPythonModel(ServedModel):
-    """One instance serves all streams; requests never wait for each other."""
-
-    def make(self, parameters: BlsParameters) -> None:
-        self._service = TextService(
-            self.deployment.orchestrator,
-            limits=parameters.limits,
-            exclude_input=parameters.exclude_input_in_output,
-            llmapi=parameters.tensors == "llmapi",
-        )
-        self.prepare_batch = self._service.prepare_batch
-
-    async def handle(self, call: Call) -> None:
-        await self._service.handle(call)
+from trtllm_bls.triton.tensorrt_llm_bls import TritonPythonModel

@@ -9,7 +9,7 @@ Importing this package imports torch and transformers: only the engine's own pro
 from trtllm_bls.errors import SetupError
 
 try:
-    from trtllm_bls.engines.embedded.engine import EmbeddedEngine
+    from trtllm_bls.engines.embedded.batching import EmbeddedEngine
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "safetensors"):
         raise

@@ -17,10 +17,12 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from packaging.version import Version
 
 from trtllm_bls.engines.grammars import (
     ENGINE_STACK_BYTES,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
+# An earlier one knows neither the option against keys in escapes nor brief errors.
+_LLGUIDANCE = Version("1.6")
 _CACHED = 64  # grammars, those that were refused among them
 _MOST_WAITING = 64  # grammars that wait to be compiled; more are refused
 
@@ -122,7 +126,7 @@ class Guides:
         if grammar is None:
             return None
         if self._waiting >= _MOST_WAITING:
-            raise Overloaded(f"{_MOST_WAITING} grammars wait to be compiled; try again later")
+            raise Overloaded(f"{_MOST_WAITING} grammars wait to be compiled", retry_after_s=1)
         self._waiting += 1
         loop = asyncio.get_running_loop()
         try:
@@ -163,8 +167,15 @@ class Guides:
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         try:
+            if Version(installed := version("llguidance")) < _LLGUIDANCE:
+                problem = (
+                    f"needs llguidance {_LLGUIDANCE}; {installed} is here, as TensorRT-LLM pins"
+                )
+                raise Unsupported(GUIDE_TYPE, problem)
             return load_tokenizer(self._file, self._vocab_size)
-        except ModuleNotFoundError:
+        except Unsupported:
+            raise
+        except ModuleNotFoundError:  # the package's, or its version's
             problem = "needs llguidance: run `pip install 'trtllm-bls[embedded]'`"
             raise Unsupported(GUIDE_TYPE, problem) from None
         except Exception as error:  # a missing file, or whatever the library says of it

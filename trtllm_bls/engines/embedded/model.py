@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from trtllm_bls.checkpoint_dir import check_checkpoint
 from trtllm_bls.errors import CheckpointError, SettingsError
-from trtllm_bls.parameters import EngineParameters
+from trtllm_bls.settings.parameters import EngineParameters
+from trtllm_bls.text.checkpoint_dir import check_checkpoint
 from trtllm_bls.types import Array
 
 _log = logging.getLogger(__name__)

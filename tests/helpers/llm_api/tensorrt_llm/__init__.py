@@ -46,6 +46,7 @@ _SAMPLING = (
     "no_repeat_ngram_size",
     "min_p",
 )
+_DRAFTERS = ("DraftTarget", "NGram", "User_Provided")  # speculation with a drafter of its own
 _GUIDES = {
     "json": "json_schema",
     "regex": "regex",
@@ -91,13 +92,19 @@ class _SamplingParams:
     guided_decoding: GuidedDecodingParams | None = None
     ignore_eos: bool = False
     detokenize: bool = True
+    exclude_input_from_output: bool = True
 
     def __post_init__(self) -> None:
-        greedy = self.top_k in (None, 1) and self.top_p in (None, 0.0)
-        if self.n > 1 and greedy:
+        if self.n > 1 and _is_greedy(self):
             raise ValueError("Greedy decoding in the LLM API does not allow multiple returns.")
         if self.stop is not None or self.bad is not None:
             raise NotImplementedError("strings need a tokenizer")
+
+
+def _is_greedy(params: Any) -> bool:
+    """By the LLM API's own rule: a temperature alone samples."""
+    nothing = params.top_k is None and params.top_p is None and params.temperature is None
+    return nothing or params.top_k == 1 or 0 in (params.top_p, params.temperature)
 
 
 @dataclass
@@ -128,7 +135,8 @@ class RequestOutput:
     """One request: an async iterator that gives itself, its ``outputs`` grown, for each step."""
 
     def __init__(self, llm: _Llm, request: EngineRequest, params: Any) -> None:
-        self.outputs = [CompletionOutput(index) for index in range(params.n)]
+        repeated = () if params.exclude_input_from_output else request.input_ids
+        self.outputs = [CompletionOutput(index, [*repeated]) for index in range(params.n)]
         self.aborted = self._done = False
         self.cached_tokens = 0
         self._ended = self._accepted = 0
@@ -245,6 +253,9 @@ class _Llm:
         if unknown := self.args.keys() - TorchLlmArgs.model_fields.keys():
             raise ValueError(f"1 validation error for TorchLlmArgs\n{unknown}\n  Extra inputs")
         self._guides = kwargs.get("guided_decoding_backend") is not None
+        speculation = (kwargs.get("speculative_config") or {}).get("decoding_type")
+        if self._guides and speculation not in (None, *_DRAFTERS):
+            raise ValueError(f"Guided decoding is not supported for speculative mode {speculation}")
         self.requests: list[RequestOutput] = []
         self.options: list[dict[str, Any]] = []
         self.threads: set[int] = set()
@@ -273,6 +284,10 @@ class _Llm:
                 f"The prompt length ({len(prompt)}) should not exceed max_num_tokens"
             )
         given = {name: getattr(params, name) for name in _SAMPLING}
+        if _is_greedy(params):
+            given |= {"top_k": 1, "top_p": None}
+        elif params.top_k is None and params.top_p is None:
+            given["top_p"] = 1.0
         bias = () if params.embedding_bias is None else enumerate(params.embedding_bias.tolist())
         request = EngineRequest(
             request_id=str(len(self.requests)),
@@ -378,7 +393,7 @@ def _guide(params: GuidedDecodingParams | None) -> dict[str, Any]:
 
 def _embedded(model: str, max_batch: int) -> Engine:
     from trtllm_bls.engines.embedded import EmbeddedEngine
-    from trtllm_bls.parameters import EngineParameters
+    from trtllm_bls.settings.parameters import EngineParameters
 
     return EmbeddedEngine(EngineParameters(model_dir=model, max_batch=max_batch, threads=1))
 

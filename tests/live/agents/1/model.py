@@ -15,11 +15,11 @@ import triton_python_backend_utils as pb_utils
 
 from doubles.scripted import Script
 from doubles.speaking import SpeakingEngine
-from trtllm_bls.parameters import DIRECTORY, TEXT, Parameters
-from trtllm_bls.python_backend.request_server import RequestServer
-from trtllm_bls.services.engine_service import EngineService
-from trtllm_bls.services.triton_log import log_to_triton
-from trtllm_bls.tokenizer import load_tokenizer
+from trtllm_bls.orchestrator.log_lines import log_to_triton
+from trtllm_bls.settings.parameters import DIRECTORY, TEXT, Parameters
+from trtllm_bls.text.tokenizer import load_tokenizer
+from trtllm_bls.triton.engine_service import EngineService
+from trtllm_bls.triton.request_server import RequestServer
 
 STEPS = ("ls # step one", "sed -i s/first/edited/ notes.txt # step two")
 REPORT = "I listed the files and edited notes.txt."

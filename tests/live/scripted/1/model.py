@@ -24,7 +24,8 @@ from tests import helpers
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.engines.llm_api import open_llm
 from trtllm_bls.errors import EngineError
-from trtllm_bls.parameters import (
+from trtllm_bls.orchestrator.log_lines import log_to_triton
+from trtllm_bls.settings.parameters import (
     FLAG,
     NUMBER,
     TEXT,
@@ -33,9 +34,8 @@ from trtllm_bls.parameters import (
     count,
     none_if_zero,
 )
-from trtllm_bls.python_backend.request_server import RequestServer
-from trtllm_bls.services.engine_service import EngineService
-from trtllm_bls.services.triton_log import log_to_triton
+from trtllm_bls.triton.engine_service import EngineService
+from trtllm_bls.triton.request_server import RequestServer
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 
 FAULTS = {

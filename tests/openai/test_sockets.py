@@ -1,0 +1,246 @@
+"""``/v1/responses`` over a WebSocket, by the ``websockets`` package's client."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+
+from doubles.scripted import Script
+from doubles.speaking import SpeakingEngine
+from tests.helpers.openai_server import ScriptedBackend, serving
+from tests.helpers.scripted_text import tokenizer_with_tools
+from tests.helpers.waiting import until
+from tests.openai.test_agents import Speaking, events
+from trtllm_bls.openai import sockets
+
+client = pytest.importorskip("websockets.sync.client")
+exceptions = pytest.importorskip("websockets.exceptions")
+pytestmark = pytest.mark.skipif(
+    sockets.socket_protocol() == "none", reason="this uvicorn limits no message of a WebSocket"
+)
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call>'
+LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+Speak = Callable[..., Speaking]
+
+
+@pytest.fixture
+def speak() -> Iterator[Speak]:
+    with ExitStack() as stack:
+
+        def start(text: str = "Done.", script: Script | None = None, **settings: Any) -> Speaking:
+            engine = SpeakingEngine(tokenizer_with_tools(), lambda prompt: text, script)
+            backend = ScriptedBackend(engine, tokenizer_with_tools())
+            api = stack.enter_context(serving(engine, backend, tool_parser="hermes", **settings))
+            return Speaking(api, engine)
+
+        yield start
+
+
+def dial(model: Speaking, path: str = "/v1/responses", **options: Any) -> Any:
+    return client.connect(f"ws://{model.api.host}:{model.api.port}{path}", **options)
+
+
+def create(socket: Any, **body: Any) -> list[dict[str, Any]]:
+    """All events of one response."""
+    socket.send(json.dumps({"type": "response.create", "input": "Hi", "store": False, **body}))
+    return rest(socket)
+
+
+def rest(socket: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    ends = ("error", "response.completed", "response.failed", "response.incomplete")
+    while not found or found[-1]["type"] not in ends:
+        found.append(json.loads(socket.recv(timeout=30)))
+    return found
+
+
+def test_a_message_is_answered_by_the_events_of_the_stream(speak: Speak) -> None:
+    model = speak("I look." + CALL)
+    _, told = model.post("/v1/responses", {"input": "Hi", "tools": [LOOK], "stream": True})
+    with dial(model) as socket:
+        found = create(socket, tools=[LOOK])
+    assert [event["type"] for event in found] == [event["type"] for event in events(told)]
+    assert found[-1]["response"]["output"][0]["content"][0]["text"] == "I look."
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+
+
+def test_a_connection_goes_on_from_its_last_response(speak: Speak) -> None:
+    """Although it is stored nowhere, so no other connection does."""
+    model = speak("I look." + CALL)
+    with dial(model) as socket:
+        first = create(socket, input="Where?", tools=[LOOK])[-1]["response"]
+        call = first["output"][-1]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "found"}
+        second = create(socket, input=[result], tools=[LOOK], previous_response_id=first["id"])
+        create(socket, input="And now?", previous_response_id=second[-1]["response"]["id"])
+        last = create(socket, input="Again.")[-1]["response"]
+        prompt = model.engine.prompts[-2]
+        places = [prompt.index(text) for text in ("Where?", "I look.", "found", "And now?")]
+        assert places == sorted(places)
+    with dial(model) as socket:
+        (lost,) = create(socket, previous_response_id=last["id"])
+        assert (lost["status"], lost["error"]["code"]) == (400, "previous_response_not_found")
+        assert create(socket)[-1]["type"] == "response.completed"
+
+
+def test_a_response_that_failed_ends_what_it_went_on_from(speak: Speak) -> None:
+    model = speak()
+    with dial(model) as socket:
+        first = create(socket)[-1]["response"]["id"]
+        unknown = {"type": "function_call_output", "call_id": "call_none", "output": "x"}
+        (failed,) = create(socket, input=[unknown], previous_response_id=first)
+        assert failed["error"]["message"].startswith("input: no tool call found")
+        (lost,) = create(socket, previous_response_id=first)
+        assert lost["error"]["code"] == "previous_response_not_found"
+        stored = create(socket, store=True)[-1]["response"]["id"]
+        assert create(socket)[-1]["type"] == "response.completed"
+        assert create(socket, previous_response_id=stored)[-1]["type"] == "response.completed"
+
+
+def test_what_connections_go_on_from_is_bounded() -> None:
+    """Of one, and of all together, where the newest stay."""
+    last, items = sockets.LastResponses(100), [{"text": "x" * 80}]
+    last.keep("large", "r", items * 2)
+    assert last.take("large", "r") is None
+    for number in range(20):
+        last.keep(str(number), "r", items)
+    assert last.take("0", "r") is None and last.take("19", "other") is None
+    assert last.take("19", "r") == items and last.take("19", "r") is None
+    assert last.take("never", "") is None
+
+
+def test_what_is_no_request_is_told_and_the_connection_lives_on(speak: Speak) -> None:
+    model = speak(max_body_bytes=4000)
+    with dial(model) as socket:
+        for sent in (
+            "no JSON",
+            "[]",
+            '{"a":' + "[" * 1900,
+            '{"type":"session.update"}',
+            '{"input":"Hi"}',
+            b"\xff",
+        ):
+            socket.send(sent)
+            (told,) = rest(socket)
+            assert (told["status"], told["error"]["param"]) == (400, "type")
+        (told,) = create(socket, background=True)
+        assert told["error"]["param"] == "background"
+        (told,) = create(socket, generate=False)
+        assert told["error"]["param"] == "generate"
+        assert create(socket)[-1]["type"] == "response.completed"
+        socket.send("x" * 5000)
+        with pytest.raises(exceptions.ConnectionClosedError, match="1009"):
+            socket.recv(timeout=10)
+
+
+def test_keys_and_foreign_pages_are_checked_before_a_connection(speak: Speak) -> None:
+    model = speak(keys=(hashlib.sha256(b"secret").digest(),))
+    own = {"authorization": "Bearer secret"}
+    cases: list[tuple[dict[str, str], int]] = [({}, 401), ({**own, "origin": "http://evil"}, 403)]
+    for headers, status in cases:
+        with pytest.raises(exceptions.InvalidStatus) as refused:
+            dial(model, additional_headers=headers)
+        assert refused.value.response.status_code == status
+        assert json.loads(refused.value.response.body)["error"]["message"]
+    with dial(model, additional_headers=own) as socket:
+        assert create(socket)[-1]["type"] == "response.completed"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/v1/responses/x"])
+def test_other_paths_have_no_sockets(speak: Speak, path: str) -> None:
+    with pytest.raises(exceptions.InvalidStatus) as refused:
+        dial(speak(), path)
+    assert refused.value.response.status_code in (200, 404, 405)
+
+
+def test_without_its_library_the_path_takes_requests_alone(
+    speak: Speak, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An offer of a WebSocket is ignored."""
+    monkeypatch.setitem(sys.modules, "uvicorn.protocols.websockets.wsproto_impl", None)
+    model = speak()
+    with pytest.raises(exceptions.InvalidStatus) as refused:
+        dial(model)
+    assert refused.value.response.status_code == 405
+    assert model.post("/v1/responses", {"input": "Hi"})[0] == 200
+
+
+def test_connections_are_limited(speak: Speak, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_MOST_SOCKETS", 1)
+    model = speak()
+    with dial(model):
+        with pytest.raises(exceptions.InvalidStatus) as refused:
+            dial(model)
+        assert refused.value.response.status_code == 503
+
+    def is_let_in() -> bool:
+        with suppress(exceptions.InvalidStatus), dial(model):
+            return True
+        return False
+
+    until(is_let_in)
+
+
+def test_an_hour_ends_a_connection(speak: Speak, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_MOST_S", 0.05)
+    with dial(speak()) as socket:
+        (told,) = rest(socket)
+        assert told["error"]["code"] == "websocket_connection_limit_reached"
+        with pytest.raises(exceptions.ConnectionClosedOK):
+            socket.recv(timeout=10)
+
+
+LONG = "word " * 400
+
+
+def slow() -> Script:
+    return Script(vocab_size=tokenizer_with_tools().vocab_size, step_seconds=0.01)
+
+
+def test_leaving_frees_the_engine(speak: Speak) -> None:
+    model = speak(LONG, slow())
+    with dial(model) as socket:
+        socket.send(json.dumps({"type": "response.create", "input": "Hi"}))
+        until(lambda: model.engine.live == 1)
+    until(lambda: model.engine.live == 0)
+    assert model.engine.cancelled
+
+
+def test_one_request_waits_for_the_one_that_runs(speak: Speak) -> None:
+    model = speak("word " * 30, slow())
+    with dial(model) as socket:
+        asked = json.dumps({"type": "response.create", "input": "Hi"})
+        socket.send(asked)
+        found = [json.loads(socket.recv(timeout=30)) for _ in range(3)]
+        socket.send(asked)
+        socket.send(asked)
+        while sum(event["type"] == "response.completed" for event in found) < 2:
+            found.append(json.loads(socket.recv(timeout=30)))
+        assert [event["status"] for event in found if event["type"] == "error"] == [429]
+
+
+def test_a_shutdown_waits_for_the_response_that_runs() -> None:
+    engine = SpeakingEngine(tokenizer_with_tools(), lambda prompt: "word " * 40, slow())
+    backend = ScriptedBackend(engine, tokenizer_with_tools())
+    with ExitStack() as stack:
+        api = stack.enter_context(serving(engine, backend))
+        model = Speaking(api, engine)
+        socket = stack.enter_context(dial(model))
+        socket.send(json.dumps({"type": "response.create", "input": "Hi"}))
+        until(lambda: engine.live == 1)
+        leaving = threading.Thread(target=stack.pop_all().close)
+        api.call(15, None)
+        assert rest(socket)[-1]["type"] == "response.completed"
+        with pytest.raises(exceptions.ConnectionClosedError, match="1012"):
+            socket.recv(timeout=10)
+        leaving.start()
+        leaving.join(timeout=30)
+        assert not leaving.is_alive()

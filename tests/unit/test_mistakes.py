@@ -1,0 +1,113 @@
+"""What a newcomer gets wrong: each command ends with one line that says what to do."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.helpers.server_settings import DEMO
+from trtllm_bls.cli import main
+
+# The command line, and words of the line that it ends with. FILE and EMPTY are a file and a
+# directory; NOWHERE does not exist.
+MISTAKES = {
+    # directories and files
+    "serve --model NOWHERE": "no such directory",
+    "serve --model FILE": "no such directory",
+    "serve --model EMPTY": "config.json",
+    "serve --model-repository NOWHERE": "no such directory",
+    "serve --model-repository FILE": "no such directory",
+    "serve --model-repository EMPTY": "no model in it",
+    "serve --draft-model NOWHERE": "no such directory",
+    "serve --server NOWHERE": "name its directory",
+    "serve --server FILE": "name its directory",
+    "serve --log-file EMPTY": "Is a directory",
+    "serve --log-file NOWHERE/log": "No such file or directory",
+    "openai --tokenizer-dir NOWHERE": "",
+    "openai --tokenizer-dir FILE": "",
+    "openai --tokenizer-dir EMPTY": "",
+    "openai --model-repository EMPTY": "config.pbtxt",
+    "doctor --model-repository NOWHERE": "does not exist",
+    "doctor --model-repository FILE": "is a file",
+    "configure --engine-dir NOWHERE --tokenizer-dir DEMO --out OUT": "",
+    "configure --engine-dir FILE --tokenizer-dir DEMO --out OUT": "",
+    "configure --engine-dir EMPTY --tokenizer-dir DEMO --out OUT": "config.json",
+    "configure --from EMPTY --out OUT": "",
+    "configure --from NOWHERE --out OUT": "",
+    "upgrade NOWHERE": "",
+    "upgrade FILE": "",
+    "upgrade EMPTY": "",
+    "new FILE": "FILE",
+    "recipe NOWHERE": "",
+    "conformance --model NOWHERE": "",
+    "demo --model NOWHERE": "no such directory",
+    # ports, addresses and keys
+    "serve --http-port 70000": "70000 is not in the range",
+    "serve --http-port x": "not a valid integer",
+    "serve --http-port 18888 --grpc-port 18888": "--http-port has it; choose another",
+    "serve --openai-port 18888 --health-port 18888": "choose another",
+    "serve --host 0.0.0.0": "--expose",
+    "serve --host nowhere.invalid --expose": "",
+    "serve --api-keys-file NOWHERE": "no such file",
+    "serve --api-keys-file EMPTY": "no such file",
+    "serve --api-keys-file FILE": "holds no key",
+    "serve --http-keys": "--api-keys-file",
+    "openai --host 0.0.0.0 --tokenizer-dir DEMO": "--api-keys-file",
+    "openai --api-keys-file FILE --tokenizer-dir DEMO": "holds no key",
+    "openai --engine-url foo --tokenizer-dir DEMO": "",
+    "serve --tls-cert FILE": "give both or neither",
+    "serve --tls-cert FILE --tls-key FILE": "not usable",
+    "generate Hello --url foo": "",
+    "generate Hello --url 127.0.0.1:1": "",
+    "generate Hello --url http://127.0.0.1:8001": "",
+    "chat --url foo": "",
+    "chat --url 127.0.0.1:1": "",
+    "health --url foo": "write host:port",
+    "health --url 127.0.0.1:1": "Connection refused",
+    "health --url 127.0.0.1:99999": "write host:port",
+    # options and values
+    "serve --modle DEMO": "--model",
+    "serv": "No such command",
+    "serve --set foo": "MODEL.PARAMETER=VALUE",
+    "serve --set nomodel.x=1": "no model 'nomodel'",
+    "serve --set tensorrt_llm_bls.max_strems=1": "max_streams",
+    "serve --set tensorrt_llm_bls.max_streams=many": "max_streams",
+    "serve --engine foo": "",
+    "serve --engine trtllm://": "",
+    "serve --engine trtllm://h:1": "needs --model",
+    "serve --lora =3": "NAME",
+    "serve --max-streams 0": "not in the range",
+    "serve --bls-instances some": "--bls-instances",
+    "doctor --version latest": "",
+    "drain": "--dir",
+    "drain --dir EMPTY": "no process keeps a status there",
+    "drain --dir FILE": "Not a directory",
+    "drain --dir NOWHERE": "No such file or directory",
+}
+
+
+PORTS = ("http", "grpc", "metrics", "health", "openai")
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_ends_in_one_line_with_the_mend(words: str, tmp_path: Path) -> None:
+    """No traceback, an exit code that is not 0, and what was written named."""
+    places = {name: tmp_path / name for name in ("FILE", "EMPTY", "NOWHERE", "OUT")}
+    places["FILE"].write_text("# nothing\n")
+    places["EMPTY"].mkdir()
+    places["DEMO"] = DEMO / "target"
+    asked = words
+    if words.startswith("serve ") and "-port" not in words:  # other tests may use them
+        asked += "".join(f" --{port}-port 0" for port in PORTS)
+    for name, path in places.items():
+        asked = asked.replace(name, shlex.quote(str(path)))
+    done = CliRunner().invoke(main, shlex.split(asked))
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code
+    *_, last = done.output.strip().splitlines()
+    assert MISTAKES[words].replace("FILE", str(places["FILE"])) in last
+    lines = [line for line in done.output.splitlines() if line.lower().startswith("error")]
+    assert lines == ([] if words.startswith("health --url 127.0.0.1:1") else [last])

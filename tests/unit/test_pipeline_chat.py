@@ -1,0 +1,146 @@
+"""A pipeline's ``chat``: what of a request reaches the language model, and what it may say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.openai_server import ScriptedBackend
+from tests.helpers.scripted_text import saying
+from tests.helpers.tool_tokenizer import tool_tokenizer
+from trtllm_bls.engines.chat_model import chat_request
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.pipeline import ChatRequest, StreamingModel
+from trtllm_bls.pipeline.testing import LoadedModel, serving
+from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
+from trtllm_bls.types import KEY_SALT, ChatOptions, TextRequest
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLED = '[{"name": "add", "arguments": {"a": 1}}]'
+ASKED = [{"role": "user", "content": "Hi"}]
+
+
+class PassesOn(StreamingModel):
+    """Answers as its language model does, with the caller's options."""
+
+    async def load(self, deployment: Any) -> None:
+        self.llm = deployment.llm()
+
+    async def chat(self, request: ChatRequest) -> AsyncIterator[Any]:
+        tools = request.tools or None
+        async for step in self.llm.chat(request.messages, tools=tools, **request.options):
+            yield step
+
+
+def events(model: LoadedModel, request: TextRequest) -> list[dict[str, Any]]:
+    """Of the answer to an API's request, but for the last."""
+    ask = model.ask(**{CHAT_REQUEST: chat_request(request).decode()}).wait()
+    assert ask.error is None, ask.error.message()
+    (*found, end) = [each for (line,) in ask.said(CHAT_EVENTS) for each in json.loads(line)]
+    assert "end" in end
+    return found
+
+
+def request(**more: Any) -> TextRequest:
+    chat = ChatOptions(**{"tools": json.dumps([ADD]), **more.pop("chat", {})})
+    return TextRequest(
+        request_id="r", messages=json.dumps(ASKED), chat=chat, max_tokens=None, **more
+    )
+
+
+@pytest.mark.parametrize("choice", ["required", "add"])
+def test_a_demanded_call_is_a_call(choice: str) -> None:
+    """Guided decoding holds the language model to it; the pipeline needs no line of its own."""
+    asked = request(chat={"tool_choice": choice, "parallel_tool_calls": False})
+    with serving(PassesOn, llm=[CALLED], tokenizer_dir=tool_tokenizer()) as model:
+        (called,) = events(model, asked)
+        (inner,) = model.llm.requests
+    assert called["call"]["name"] == "add"
+    assert json.loads(called["call"]["arguments"]) == {"a": 1}
+    guide = json.loads(inner.extras["guided_decoding_guide"][0])
+    assert guide["maxItems"] == 1 and "add" in json.dumps(guide)
+
+
+def test_a_tool_choice_that_cannot_be_is_refused() -> None:
+    for more in ({"tool_choice": "subtract"}, {"tool_choice": "required", "tools": None}):
+        with serving(PassesOn, llm=[CALLED], tokenizer_dir=tool_tokenizer()) as model:
+            text = chat_request(request(chat=more)).decode()
+            ask = model.ask(**{CHAT_REQUEST: text}).wait()
+        assert ask.error is not None
+        assert ask.error.message().startswith("INVALID_ARG: tool_choice: ")
+
+
+@pytest.mark.parametrize("chosen", [None, "mine"])
+def test_inner_calls_have_the_callers_key_and_salt(chosen: str | None) -> None:
+    """So neither drafts nor the engine's KV cache tell one key what another has sent."""
+    salt = {"cache_salt": np.array([b"mine"], np.object_)} if chosen else {}
+    asked = request(tenant="digest", cache_salt=f"{KEY_SALT}own", extras=salt)
+    with serving(PassesOn, llm=["a"], tokenizer_dir=tool_tokenizer()) as model:
+        assert events(model, asked) == [{"text": "a"}]
+        (inner,) = model.llm.requests
+    assert inner.tenant == "digest"
+    assert inner.cache_salt == KEY_SALT + (chosen or "own")
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        ({"citation": {}}, "'citation' is no event of chat; there are text, reasoning"),
+        ({"text": 5}, "the event text of chat is a int"),
+        ({"text": "a", "refusal": "b"}, "an event of chat has one kind"),
+        ({}, "an event of chat has one kind"),
+        ({"call": {"id": "1", "name": "f"}}, "the event call of chat has no text called arguments"),
+        (5, "chat gave a int"),
+    ],
+)
+def test_a_wrong_event_is_told_where_it_is_made(part: Any, problem: str) -> None:
+    """In ``testing`` as in Triton, and not as a failure of the API's."""
+
+    class Wrong(StreamingModel):
+        async def chat(self, request: ChatRequest) -> AsyncIterator[Any]:
+            yield part
+
+    with serving(Wrong) as model:
+        ask = model.ask(**{CHAT_REQUEST: chat_request(request()).decode()}).wait()
+    assert ask.error is not None and problem in ask.error.message()
+
+
+def test_a_model_with_chat_has_no_rows() -> None:
+    config = json.dumps({"name": "m", "max_batch_size": 1, "parameters": {}})
+    arguments = {"model_config": config, "model_name": "m", "model_repository": "."}
+    with pytest.raises(SettingsError, match="max_batch_size: 1: a model with chat needs 0"):
+        PassesOn().initialize(arguments, object())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"timeout_s": float("nan")},
+        {"temperature": float("inf")},
+        {"token_bias": {1: float("nan")}},
+        {"json_schema": {"a": object()}},
+    ],
+)
+def test_a_value_that_cannot_be_sent_is_refused_by_its_name(options: dict[str, Any]) -> None:
+    class Asks(PassesOn):
+        async def chat(self, request: ChatRequest) -> AsyncIterator[Any]:
+            async for step in self.llm.chat(request.messages, **options):
+                yield step
+
+    with serving(Asks, llm=["a"], tokenizer_dir=tool_tokenizer()) as model:
+        ask = model.ask(**{CHAT_REQUEST: chat_request(request()).decode()}).wait()
+    assert ask.error is not None
+    assert ask.error.message().startswith(f"INVALID_ARG: {next(iter(options))}: ")
+
+
+def test_a_pipeline_is_not_named_as_the_language_model() -> None:
+    """It would answer the requests that are meant for the model."""
+    backend = ScriptedBackend(saying("a"))
+    names: Any = {"model_names": ("demo",), "pipelines": ("demo",)}
+    with pytest.raises(SettingsError, match="demo is a pipeline of this server, too; choose"):
+        create_app(backend, ApiSettings(**names))

@@ -1,0 +1,661 @@
+"""The async client: text or tokens in, events out, over one gRPC channel.
+
+    async with Client("127.0.0.1:8001") as client:
+        async with client.stream(text_input="Once upon", max_tokens=32) as stream:
+            async for event in stream:
+                print(event.text, end="")
+
+``BLS`` and ``ENGINE`` are the models whose inputs the client knows. From top to bottom: what a
+caller reads, what is sent, one request on the wire, and the channel.
+
+Light to import: numpy, grpc and tritonclient. What prints is in the modules ``terminal…``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import math
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from trtllm_bls.errors import (
+    ConnectionFailed,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    SettingsError,
+    TrtllmBlsError,
+    from_wire,
+    half_character,
+)
+from trtllm_bls.wire.contract import BLS, ENGINE, MODELS, Model, Tensor
+from trtllm_bls.wire.kserve import (
+    MOST_WAITING,
+    MOST_WAITING_BYTES,
+    Arrivals,
+    is_final,
+    output_arrays,
+    packed_infer_message,
+)
+
+__all__ = ["BLS", "ENGINE", "Client", "Event", "Model", "Result", "Stream", "Tls"]
+
+
+# --- what a caller reads: one event per response, one result per request -----------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One response of the server.
+
+    ``text`` is that of the first beam; ``texts`` has one string per beam, none in a response
+    without text. ``final`` marks the last response of the whole request, which may be empty.
+    ``finish_reason`` comes with the last response of a sequence, from servers that tell.
+    ``outputs`` holds all other tensors as sent, batch dimension included. ``received_at`` is
+    ``time.perf_counter()`` at arrival, in seconds.
+    """
+
+    texts: tuple[str, ...] = ()
+    sequence_index: int = 0
+    batch_index: int = 0
+    final: bool = False
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    outputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    received_at: float
+
+    @property
+    def text(self) -> str:
+        """The first beam's text; empty where the response has none."""
+        return self.texts[0] if self.texts else ""
+
+
+def read_event(response: Any, received_at: float) -> Event:
+    """The event of one ``ModelInferResponse``."""
+    arrays = dict(output_arrays(response))
+    return Event(
+        texts=_texts(arrays.pop("text_output", None)),
+        sequence_index=_number(arrays.pop("sequence_index", None)) or 0,
+        batch_index=_number(arrays.pop("batch_index", None)) or 0,
+        final=is_final(response),
+        finish_reason=next(iter(_texts(arrays.pop("finish_reason", None))), None) or None,
+        stop_reason=next(iter(_texts(arrays.pop("stop_reason", None))), None) or None,
+        num_input_tokens=_number(arrays.pop("num_input_tokens", None)),
+        num_output_tokens=_number(arrays.pop("num_output_tokens", None)),
+        outputs=arrays,
+        received_at=received_at,
+    )
+
+
+def _texts(array: NDArray[Any] | None) -> tuple[str, ...]:
+    if array is None:
+        return ()
+    return tuple(item.decode("utf-8", "replace") for item in array.reshape(-1))
+
+
+def _number(array: NDArray[Any] | None) -> int | None:
+    return None if array is None or array.size == 0 else int(array.reshape(-1)[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A whole answer. ``started_at`` is when the request was sent, on the events' clock."""
+
+    request_id: str
+    started_at: float
+    events: tuple[Event, ...]
+
+    @cached_property
+    def texts(self) -> Mapping[tuple[int, int], str]:
+        """Each sequence's text (first beam), by batch index and sequence index."""
+        texts: dict[tuple[int, int], str] = {}
+        for event in self.events:
+            if event.texts:
+                key = (event.batch_index, event.sequence_index)
+                texts[key] = texts.get(key, "") + event.text
+        return texts
+
+    @property
+    def text(self) -> str:
+        """The first sequence's text."""
+        return self.texts.get((0, 0), "")
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first sequence ended; ``None`` where the server does not tell."""
+        first = [e for e in self.events if (e.batch_index, e.sequence_index) == (0, 0)]
+        return next((e.finish_reason for e in reversed(first) if e.finish_reason), None)
+
+
+# --- what is sent: the caller's values as one message, by the contract table -------------------
+
+# Names, types and shapes are checked here. Servers differ in ranges and check those themselves.
+
+# numpy's kinds of values that convert to each type without loss; others are whole numbers.
+_KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu"}
+_MOST_CHARACTERS = 80
+
+
+def infer_request(
+    model: Model, fields: Mapping[str, Any], request_id: str, outputs: Sequence[str] = ()
+) -> Any:
+    """A ``ModelInferRequest`` of ``fields`` by wire name; ``None`` values are not sent.
+
+    ``outputs`` are the names of those to send back; none means every output. A value without a
+    batch dimension holds for every row of the batch. Raises ``InvalidRequest`` for a name the model
+    does not have and a value that does not fit its type or shape.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    for tensor in model.inputs:
+        if tensor.required and tensor.name not in given:
+            raise InvalidRequest(tensor.name, f"{model.name} needs it and it was not given")
+    unknown = next((name for name in given if name not in model.input_named), None)
+    if unknown is not None:
+        close = difflib.get_close_matches(unknown, model.input_named, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise InvalidRequest(unknown, f"{model.name} has no such input{hint}")
+    arrays = {name: _array(model.input_named[name], value) for name, value in given.items()}
+    rows = max((len(array) for array in arrays.values()), default=1)
+    inputs = []
+    for name, array in arrays.items():
+        dtype = model.input_named[name].dtype.replace("STRING", "BYTES")  # as messages name it
+        if len(array) not in (1, rows):
+            why = f"given for {len(array)} prompts, but the batch has {rows}"
+            raise InvalidRequest(name, why)
+        if len(array) < rows:
+            array = np.repeat(array, rows, axis=0)
+        inputs.append((name, dtype, array))
+    packed = packed_infer_message(model.name, request_id, inputs, outputs)
+    return service_pb2.ModelInferRequest.FromString(packed)
+
+
+def _array(tensor: Tensor, value: Any) -> NDArray[Any]:
+    """``[rows, *dims]``; one row where the value has no batch dimension."""
+    try:
+        array = np.asarray(value, dtype=object if tensor.dtype == "STRING" else None)
+        if tensor.dtype == "STRING":
+            texts = [item if isinstance(item, bytes) else item.encode() for item in array.flat]
+            array = np.array(texts, object).reshape(array.shape)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(tensor.name, half_character(error)) from None
+    except (AttributeError, ValueError):  # no text; nested lists of unequal lengths
+        raise _misfit(tensor, value) from None
+    if array.size and tensor.dtype != "STRING":
+        if array.dtype.kind not in _KINDS.get(tensor.dtype, "iu"):
+            raise _misfit(tensor, value)
+        if tensor.dtype not in _KINDS:
+            limits: Any = np.iinfo(tensor.numpy_type)
+            if array.min() < limits.min or array.max() > limits.max:
+                raise _misfit(tensor, value)
+    array = array.astype(tensor.numpy_type)
+    rank = len(tensor.dims)
+    if array.ndim == 0:
+        array = array.reshape(1)
+    if tensor.single and array.ndim == 1:
+        array = array.reshape(-1, 1)  # one per row
+    elif array.ndim == rank:
+        array = array[np.newaxis]
+    fits = array.ndim == rank + 1 and all(
+        wanted in (-1, size) for wanted, size in zip(tensor.dims, array.shape[1:], strict=True)
+    )
+    if not fits or len(array) == 0:
+        raise _misfit(tensor, value)
+    return array
+
+
+def _misfit(tensor: Tensor, value: Any) -> InvalidRequest:
+    text = str(value) if isinstance(value, np.ndarray) else repr(value)
+    text = " ".join(text.split())
+    if len(text) > _MOST_CHARACTERS:
+        text = text[:_MOST_CHARACTERS] + "..."
+    if tensor.single:
+        expected = f"one {tensor.dtype} value"
+    else:
+        dims = ", ".join("any" if size == -1 else str(size) for size in tensor.dims)
+        expected = f"{tensor.dtype} values of shape [{dims}]"
+    return InvalidRequest(tensor.name, f"{text} cannot be sent; expected {expected}")
+
+
+# --- one request on the wire, from sending to the last byte ------------------------------------
+
+# - Every request has a gRPC stream of its own. Its sending side closes right after the request, so
+#   the server ends the stream when the request is over.
+# - A reader takes responses off the wire as they arrive; the caller takes events at its own pace.
+# - A caller that leaves before the final response cancels the request on the server.
+# - After the final response nothing is cancelled: Triton 24.10 leaks a request if a cancel meets
+#   its final response. The reader reads on until the server ends the stream.
+
+# A server that has sent its final response ends the stream within milliseconds; one that has not
+# done so within this many seconds never will.
+END_OF_STREAM_S = 5.0
+# The longest pause before the first retry, and before any; each is drawn from 0 to its longest, so
+# that clients which failed together do not come back together.
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.4, 5.0
+
+
+class Reader(Arrivals[Event]):
+    """Reads one call ahead of ``next``, until ``MOST_WAITING`` events or ``MOST_WAITING_BYTES``
+    wait; further responses then stay at the server, by gRPC's flow control."""
+
+    def __init__(
+        self, call: Any, translate: Callable[[grpc.RpcError | None], TrtllmBlsError]
+    ) -> None:
+        """``translate(None)`` is the error for a call that ended before its request was sent."""
+        super().__init__()
+        self._taken: deque[Event] = deque()
+        self._caught_up = asyncio.Event()
+        self._call = call
+        self._translate = translate
+        self._answered = False  # the final response, or the error in its place, has arrived
+        self._left = False
+        self.task = asyncio.create_task(self._read())
+
+    async def next(self) -> Event | None:
+        """The next event; ``None`` after the last. Raises the error that ended the stream."""
+        if not self._taken:
+            await self.wait()
+            self._taken.extend(self.take())
+            self._caught_up.set()
+        return self._taken.popleft() if self._taken else None
+
+    def cancel(self) -> bool:
+        """Cancel the request on the server unless it is answered; returns whether it was."""
+        self._left = True
+        self._caught_up.set()  # what is left of the stream is dropped
+        return not self._answered and bool(self._call.cancel())
+
+    @staticmethod
+    async def join(readers: Collection[Reader]) -> None:
+        """Wait until their streams are over; after ``END_OF_STREAM_S`` close them from here."""
+        if readers:
+            await asyncio.wait({reader.task for reader in readers}, timeout=END_OF_STREAM_S)
+        for reader in readers:
+            reader._call.cancel()
+
+    async def _read(self) -> None:
+        flagged = False  # the server marks final responses
+        try:
+            async for message in self._call:
+                received_at = time.perf_counter()
+                if message.error_message:
+                    self._answered = True
+                    self.fail(from_wire(message.error_message))
+                    continue
+                event = read_event(message.infer_response, received_at)
+                flagged = flagged or "triton_final_response" in message.infer_response.parameters
+                self._answered = self._answered or event.final
+                self.put([event])
+                self._waiting_bytes += message.ByteSize()
+                is_full = len(self._arrived) == MOST_WAITING
+                if (is_full or self._waiting_bytes > MOST_WAITING_BYTES) and not self._left:
+                    self._caught_up.clear()
+                    await self._caught_up.wait()
+            if flagged and not self._answered:
+                problem = "the server ended the stream before the answer was complete"
+                self.fail(ConnectionFailed(problem))
+            self.end()
+        except asyncio.CancelledError:  # the client was closed, unless ``cancel`` was called
+            closed = ConnectionFailed("the client was closed during the request")
+            # grpc.aio itself cancels a call that is over before its request is written.
+            self.fail(closed if self._left else self._translate(None))
+        except grpc.RpcError as error:
+            self.fail(self._translate(error))
+        except Exception as error:  # for example an array shorter than its shape
+            self.fail(EngineError(f"unreadable response: {error}"))
+        self._call.cancel()  # nothing to do for a stream that is over
+
+
+class Stream:
+    """The events of one request: an async iterator, and a context manager that closes it.
+
+    The request is sent when the first event is asked for. Leaving early in any way (``aclose``,
+    the end of ``async with``, cancelling the task that waits for an event, dropping the object)
+    ends the work on the server. Iteration raises ``ConnectionFailed``, ``DeadlineExceeded`` or
+    the server's error (``InvalidRequest``, ``Overloaded``, ``EngineError``, ...) after the events
+    that came before; a cancelled stream just ends.
+
+    ``begin(seconds)`` sends the request, to be answered within that time. It is called again up to
+    ``retries`` times if the connection failed or the server was overloaded before the first
+    response, after the seconds that the server named. ``deadline_s`` bounds all attempts together.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        begin: Callable[[float | None], Reader],
+        retries: int = 0,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.started_at: float | None = None  # time.perf_counter() at sending
+        self.cancelled = False  # before the final response
+        self._begin = begin
+        self._tries_left = retries
+        self._deadline_s = deadline_s
+        self._left = asyncio.Event()  # the caller has; ends the pause before another try
+        self._reader: Reader | None = None
+        self._answered = False
+        self._over = False
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._over or self.cancelled:
+            raise StopAsyncIteration
+        if self._answered:
+            await self.aclose()
+            raise StopAsyncIteration
+        try:
+            event = await (self._reader.next() if self._reader else self._first())
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        except TrtllmBlsError:
+            self._over = True
+            if self.cancelled:
+                raise StopAsyncIteration from None
+            raise
+        if event is None or self.cancelled:
+            self._over = True
+            raise StopAsyncIteration
+        self._answered = event.final
+        return event
+
+    async def _first(self) -> Event | None:
+        """Send the request, retrying as configured; the first event of its answer."""
+        self.started_at = time.perf_counter()
+        over_at = self.started_at + (math.inf if self._deadline_s is None else self._deadline_s)
+        longest = FIRST_RETRY_S
+        while True:
+            left = None if self._deadline_s is None else over_at - time.perf_counter()
+            self._reader = self._begin(left)
+            try:
+                event = await self._reader.next()
+                break
+            except (ConnectionFailed, Overloaded) as error:
+                pause = random.uniform(0, longest)
+                if isinstance(error, Overloaded) and error.retry_after_s is not None:
+                    pause += error.retry_after_s
+                if not self._tries_left or time.perf_counter() + pause >= over_at:
+                    raise
+            longest = min(2 * longest, LONGEST_RETRY_S)
+            self._tries_left -= 1
+            self._reader = None  # it is over; there is nothing to cancel on the server
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._left.wait(), pause)
+            if self.cancelled:
+                return None
+        self._tries_left = 0
+        return event
+
+    def cancel(self) -> None:
+        """End the request on the server; iteration ends without an error.
+
+        Does nothing once the final response has arrived. May be called by another task.
+        """
+        if self._over or self.cancelled:
+            return
+        self.cancelled = self._reader is None or self._reader.cancel() or self._tries_left > 0
+        self._left.set()
+
+    async def aclose(self) -> None:
+        """Cancel what is unfinished; return when this side of the stream is over."""
+        self.cancel()
+        self._over = True
+        if self._reader:
+            await Reader.join([self._reader])
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if self._reader:  # ``break`` out of a plain ``async for`` ends here
+            self._reader.cancel()
+
+
+# --- the channel, any number of requests on it, and what its failures are called ---------------
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: a stream may be silent for long
+    # A retry that finds gRPC waiting to connect again fails at once.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+)
+_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
+# By default a gRPC server closes a connection that is pinged more often than every 300 s.
+KEEPALIVE_S = 310.0
+
+# grpc.aio's message if a call ends before its request is written, whatever the reason.
+_UNSENT = "Internal error from Core"
+_CLOCKS_DIFFER_S = 0.05  # gRPC's deadline may come so much before ours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Files (PEM) of a TLS connection; the system's root certificates are the default.
+
+    ``server_name``: the name in the server's certificate, if it is not the host of the URL.
+    """
+
+    root_certificates: Path | None = None
+    private_key: Path | None = None
+    certificate_chain: Path | None = None
+    server_name: str | None = None
+
+    @classmethod
+    def of_options(cls, given: Mapping[str, Any]) -> Tls | None:
+        """What a command's options say (``command_options.TlsConnection``); ``None`` = no TLS."""
+        named = {
+            "root_certificates": given["tls_ca"],
+            "private_key": given["tls_key"],
+            "certificate_chain": given["tls_cert"],
+            "server_name": given["tls_server_name"],
+        }
+        return cls(**named) if given["tls"] or any(named.values()) else None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """What the files hold, for gRPC. Raises ``SettingsError`` for one that cannot be read."""
+        contents: dict[str, bytes | None] = {}
+        for name in ("root_certificates", "private_key", "certificate_chain"):
+            path: Path | None = getattr(self, name)
+            try:
+                contents[name] = None if path is None else path.read_bytes()
+            except OSError as error:
+                what = f"{name.replace('_', ' ')}: cannot read {path}"
+                raise SettingsError(f"{what}: {error.strerror}") from error
+        return grpc.ssl_channel_credentials(**contents)
+
+
+_C = TypeVar("_C", bound="Client")
+
+
+class Client:
+    """A client of one Triton server over gRPC: ``async with Client("127.0.0.1:8001") as client:``.
+
+    Belongs to the event loop that entered it: a request in another loop, before entering or after
+    leaving is a ``RuntimeError``. ``url`` is ``host:port``. Leaving cancels what still runs.
+    ``compression`` is ``gzip``, ``deflate`` or none. ``retries``: how often a request is sent again
+    if it failed before its first response because the connection was refused or broke, or the
+    server was overloaded. A retry has the same id and the same deadline, and follows a random pause
+    of at most 0.4 s, 0.8 s, ... 5 s. ``keepalive_s``: seconds of silence before the client pings
+    the server. Raises ``SettingsError`` for invalid values.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        tls: Tls | None = None,
+        compression: str | None = None,
+        retries: int = 0,
+        keepalive_s: float = KEEPALIVE_S,
+    ) -> None:
+        if url.startswith(("http://", "https://", "grpc://")):
+            raise SettingsError(f"url: {url!r} has a scheme; write host:port, gRPC is understood")
+        if retries < 0:
+            raise SettingsError(f"retries: {retries} is not allowed; it must be at least 0")
+        if keepalive_s <= 0:
+            raise SettingsError(f"keepalive_s: {keepalive_s} is not allowed; it must be above 0")
+        self.url = url
+        self.retries = retries
+        self._credentials = None if tls is None else tls.credentials()
+        self._compression = grpc.Compression[compression.title()] if compression else None
+        keepalive = ("grpc.keepalive_time_ms", int(keepalive_s * 1000))
+        self._options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, keepalive]
+        if tls is not None and tls.server_name:
+            self._options.append(("grpc.ssl_target_name_override", tls.server_name))
+        if url.rpartition(":")[0] in _THIS_MACHINE:  # whatever proxy the environment names
+            self._options.append(("grpc.enable_http_proxy", 0))
+        self._channel: Any = None
+        self._stub: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._readers: set[Reader] = set()
+
+    async def __aenter__(self: _C) -> _C:
+        if self._stub is not None:
+            raise RuntimeError("the client is open already")
+        self._loop = asyncio.get_running_loop()
+        how = {"options": self._options, "compression": self._compression}
+        self._channel = (
+            grpc.aio.insecure_channel(self.url, **how)
+            if self._credentials is None
+            else grpc.aio.secure_channel(self.url, self._credentials, **how)
+        )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel unfinished requests, let finished ones end, close the channel."""
+        if self._channel is None:
+            return
+        self._stub = None
+        readers = tuple(self._readers)
+        for reader in readers:
+            reader.cancel()
+        try:
+            await Reader.join(readers)
+        finally:
+            await self._channel.close()
+
+    def stream(
+        self,
+        model: str | Model = BLS,
+        *,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        outputs: Sequence[str] = (),
+        **fields: Any,
+    ) -> Stream:
+        """The answer to one request as it comes; ``fields`` are inputs by wire name.
+
+        Values may be Python scalars, strings, lists or numpy arrays, with or without a batch
+        dimension; ``None`` means "not given". A model name outside the contract is taken for a
+        text model; for a renamed one pass ``dataclasses.replace(ENGINE, name=...)``. Streaming
+        is asked for unless ``fields`` say otherwise. ``deadline_s`` bounds the whole request.
+        Raises ``InvalidRequest`` at once for a field that cannot be sent.
+        """
+        row = model if isinstance(model, Model) else replace(BLS, name=model)
+        row = next((known for known in MODELS if known.name == model), row)
+        for flag in ("stream", "streaming"):
+            if flag in row.input_named:
+                fields.setdefault(flag, True)
+        request_id = request_id or uuid.uuid4().hex
+        message = infer_request(row, fields, request_id, outputs)
+        begin = partial(self._send, message, deadline_s)
+        return Stream(request_id, begin, self.retries, deadline_s)
+
+    async def generate(self, model: str | Model = BLS, **arguments: Any) -> Result:
+        """The whole answer; ``arguments`` and errors as for ``stream`` and its iteration.
+
+        With ``stream=False`` it is one response, also from a model that is not decoupled: Triton
+        serves those on a gRPC stream as well, so no unary call is needed.
+        """
+        async with self.stream(model, **arguments) as stream:
+            events = tuple([event async for event in stream])
+            assert stream.started_at is not None
+            return Result(request_id=stream.request_id, started_at=stream.started_at, events=events)
+
+    async def stop(self, request_id: str, model: str | Model = ENGINE) -> None:
+        """Ask an engine model to end its running request of that id.
+
+        The running request still gets its final answer, with what was generated so far.
+        """
+        required = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0}
+        await self.generate(model, request_id=request_id, stop=True, **required)
+
+    async def model_ready(self, model: str, timeout_s: float) -> bool:
+        """Whether ``model`` is ready; false also for a model that the server does not have.
+
+        Raises ``ConnectionFailed`` or ``DeadlineExceeded`` without an answer.
+        """
+        request: Any = service_pb2.ModelReadyRequest(name=model)
+        over_at = time.monotonic() + timeout_s
+        try:
+            return bool((await self._stub.ModelReady(request, timeout=timeout_s)).ready)
+        except grpc.aio.AioRpcError as error:
+            translated = _translated(self.url, timeout_s, over_at, error)
+            if isinstance(translated, (ConnectionFailed, DeadlineExceeded)):
+                raise translated from error
+            return False
+
+    def _send(self, message: Any, deadline_s: float | None, left_s: float | None) -> Reader:
+        if self._stub is None:
+            raise RuntimeError("the client is not open: use it as 'async with Client(...)'")
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "the client was opened in another event loop: open one in this loop too, "
+                "with 'async with Client(...)'"
+            )
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=left_s)
+        over_at = None if left_s is None else time.monotonic() + left_s
+        reader = Reader(call, partial(_translated, self.url, deadline_s, over_at))
+        self._readers.add(reader)
+        reader.task.add_done_callback(lambda _: self._readers.discard(reader))
+        return reader
+
+
+def _translated(
+    url: str, deadline_s: float | None, over_at: float | None, error: grpc.RpcError | None
+) -> TrtllmBlsError:
+    """gRPC's error as one of ours; ``None``: the call ended before its request was sent.
+
+    ``over_at``: the deadline on the monotonic clock.
+    """
+    code = grpc.StatusCode.INTERNAL if error is None else error.code()
+    details = _UNSENT if error is None else " ".join((error.details() or "").split())
+    if code is grpc.StatusCode.INTERNAL and details == _UNSENT:
+        late = over_at is not None and time.monotonic() > over_at - _CLOCKS_DIFFER_S
+        code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
+        details = "the call ended before the request was sent"
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return ConnectionFailed(f"{url}: {details}")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and deadline_s is not None:
+        return DeadlineExceeded(f"no complete answer within {deadline_s:g} s")
+    return EngineError(f"{code.name}: {details}")

@@ -1,0 +1,333 @@
+"""What the command-line clients share: options, exit codes, Ctrl-C, how errors are shown, and the
+figures of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import click
+import numpy as np
+
+from trtllm_bls.client.client import Client, Event, Model, Stream, Tls
+from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
+from trtllm_bls.settings.command_options import TlsConnection, options_of
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_EXIT_CODES = """\b
+Exit codes:
+  0    finished, or stopped as asked
+  1    the request failed or was refused
+  2    wrong usage
+  3    the server cannot be reached, or the connection broke
+  4    the deadline passed
+  130  interrupted"""
+
+# Inputs of the text model that have an option of their own, and its help. Flag, type and whether it
+# repeats follow from the contract.
+TEXT_INPUTS = {
+    "temperature": "0 is greedy; higher is more random.",
+    "top_k": "Choose among the k likeliest tokens; 0 is no limit.",
+    "top_p": "Choose among the likeliest tokens that together reach this probability.",
+    "runtime_top_p_min": "Lower bound of a decaying top-p.",
+    "runtime_top_p_decay": "Factor on top-p after each token.",
+    "runtime_top_p_reset_ids": "Token id that resets the decay.",
+    "min_p": "Leave out tokens less likely than this share of the likeliest's probability.",
+    "no_repeat_ngram_size": "Never repeat so many tokens in a row.",
+    "repetition_penalty": "Above 1 discourages tokens that were seen.",
+    "presence_penalty": "Subtracted from tokens that were generated.",
+    "frequency_penalty": "Subtracted for each time a token was generated.",
+    "min_tokens": "No end before this many tokens.",
+    "seed": "Same seed, same sampled text.",
+    "beam_width": "Beams; not while streaming.",
+    "length_penalty": "Beam search: above 0 favours longer answers.",
+    "early_stopping": "Beam search: end with the first full set of beams.",
+    "beam_search_diversity_rate": "Beam search: penalty on siblings.",
+    "num_return_sequences": "Independent answers to the prompt.",
+    "stop_words": "End before this string; repeatable, taken literally.",
+    "bad_words": "Never produce this string; repeatable, taken literally.",
+    "include_stop": "Keep the stop string in the text.",
+    "end_id": "Token id that ends the answer; -1 for none.",
+    "add_special_tokens": "Tokens such as BOS around the prompt.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "num_draft_tokens": "Speculation: tokens drafted per round; 0 turns it off.",
+    "use_draft_logits": "Speculation: verify by the draft's logits.",
+    "timeout_ms": "Let the server end the answer with what there is after this many ms.",
+    "draft_source": "Speculation: where drafts come from (off, model, ngram, mixed).",
+    "prediction": "Speculation: a text that the answer is expected to resemble.",
+    "return_log_probs": "Log probabilities of the tokens; seen with --json.",
+    "return_context_logits": "Logits of the prompt; seen with --json.",
+    "return_generation_logits": "Logits of the answer; seen with --json.",
+    "return_perf_metrics": "The engine's own figures; seen with --json.",
+}
+
+# What to do where gRPC's message has these words.
+_HTTP = "; this is an HTTP port: give --url the gRPC port, which is --grpc-port of serve (8001)"
+_MENDS = {
+    "Connection refused": "; nothing listens there: `trtllm-bls serve` starts a server",
+    "http1.x server": _HTTP,
+    "Expected SETTINGS frame": _HTTP,
+}
+
+
+class Exit(IntEnum):
+    """What the process tells its caller."""
+
+    FINISHED = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    DEADLINE = 4
+    INTERRUPTED = 130
+
+    @classmethod
+    def of(cls, error: TrtllmBlsError) -> Exit:
+        """The code for an expected failure."""
+        kinds: Mapping[type[TrtllmBlsError], Exit] = {
+            ConnectionFailed: cls.UNREACHABLE,
+            DeadlineExceeded: cls.DEADLINE,
+            SetupError: cls.USAGE,
+        }
+        return next((code for kind, code in kinds.items() if isinstance(error, kind)), cls.FAILED)
+
+
+def program() -> Callable[[Callable[..., Any]], click.Command]:
+    """Makes a client's command of a function; exit codes follow its help."""
+    settings = {"help_option_names": ["-h", "--help"]}
+    return click.command(epilog=_EXIT_CODES, context_settings=settings)
+
+
+def complain(error: TrtllmBlsError) -> Exit:
+    """Say what went wrong on stderr; the exit code for it."""
+    click.echo(f"error: {error}", err=True)
+    return Exit.of(error)
+
+
+def run(work: Callable[[], Exit]) -> None:
+    """Do ``work`` and leave the process with its exit code.
+
+    Characters that standard output cannot encode are written as ``\\uXXXX``. Output that cannot be
+    written is an error of one line.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = work()
+    except TrtllmBlsError as error:
+        code = complain(error)
+    except KeyboardInterrupt:
+        code = Exit.INTERRUPTED
+    except BrokenPipeError:  # click leaves quietly
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            # Python flushes its buffer at exit, which would fail again with a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        click.echo(f"error: cannot write the output: {error.strerror}", err=True)
+        code = Exit.FAILED
+    sys.exit(code)
+
+
+def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several option decorators as one, kept in the order written."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def connection_options(*key_flags: str) -> Callable[[Command], Command]:
+    """``--url``, ``--retries`` and TLS; ``key_flags`` are further spellings of ``--tls-key``."""
+    return options(
+        click.option("-u", "--url", default="localhost:8001", show_default=True, help="host:port"),
+        click.option(
+            "--retries",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            help="Send the request again, with back-off, up to so many times, if the server cannot "
+            "be reached or is overloaded and nothing of the answer has arrived.",
+        ),
+        options_of(TlsConnection, tls_key=key_flags),
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_client(
+    url: str, given: Mapping[str, Any], compression: str | None = None
+) -> AsyncIterator[Client]:
+    """The client that ``connection_options`` describe, while it is open.
+
+    Where a request in this block finds no gRPC server, its error says what to do.
+    """
+    tls, retries = Tls.of_options(given), given.get("retries", 0)
+    async with Client(url, tls=tls, compression=compression, retries=retries) as client:
+        try:
+            yield client
+        except ConnectionFailed as error:
+            mends = (mend for words, mend in _MENDS.items() if words in str(error))
+            raise ConnectionFailed(f"{error}{next(mends, '')}") from error
+
+
+def tensor_options(model: Model, inputs: Mapping[str, str]) -> Callable[[Command], Command]:
+    """One option per input, by wire name, with its help; type and flag follow."""
+    found = []
+    for name, text in inputs.items():
+        tensor = model.input_named[name]
+        flag = "--" + tensor.key.replace("_", "-")
+        kind = {"FP32": click.FLOAT, "STRING": click.STRING}.get(tensor.dtype, click.INT)
+        several = tensor.dtype == "STRING" and not tensor.single
+        if tensor.dtype == "BOOL":
+            found.append(click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text))
+        else:
+            found.append(click.option(flag, name, type=kind, multiple=several, help=text))
+    return options(*found)
+
+
+# For every input that has no flag; ``assignments`` reads it.
+other_inputs_option = click.option(
+    "--set",
+    "other_inputs",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any other input of the model; VALUE is JSON, or else taken as a string.",
+)
+
+
+def assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """The values of a repeated ``option`` NAME=VALUE by name: JSON, or else the text itself."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint=option)
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+@contextlib.contextmanager
+def interruptible(stream: Stream | asyncio.Task[Any]) -> Iterator[asyncio.Event]:
+    """Ctrl-C and SIGTERM cancel the request on the server, and set the event, instead of raising
+    here. The second Ctrl-C ends the process at once."""
+    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
+
+    def interrupt() -> None:
+        interrupted.set()
+        stream.cancel()
+        release()
+
+    def release() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield interrupted
+    finally:
+        release()
+
+
+# --- one answer as it arrives, and its figures ------------------------------------------------
+
+
+class ClientReply:
+    """An answer so far, to a request for ``max_tokens``.
+
+    Times are seconds of ``time.perf_counter()``. ``ended_here`` says why this side ended it, where
+    the server did not.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.text = ""
+        self.sent = time.perf_counter()
+        self.arrivals: list[float] = []  # of responses with text
+        self.finish_reason: str | None = None
+        self.endings: dict[tuple[int, int], str] = {}  # by batch row and sequence
+        self.ended_here: str | None = None
+        self.prompt_tokens: int | None = None
+        self.completion_tokens: int | None = None
+
+    def add(self, event: Event) -> None:
+        """Add a response. Some servers count the tokens of each response, others at the end."""
+        self.text += event.text
+        if any(event.texts):
+            self.arrivals.append(event.received_at)
+        if event.finish_reason:
+            self.finish_reason = event.finish_reason
+            stop = f" at {event.stop_reason!r}" if event.stop_reason else ""
+            self.endings[event.batch_index, event.sequence_index] = event.finish_reason + stop
+        if event.num_input_tokens is not None:
+            self.prompt_tokens = event.num_input_tokens
+        if event.num_output_tokens is not None:
+            self.completion_tokens = (self.completion_tokens or 0) + event.num_output_tokens
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From sending to the first text."""
+        return self.arrivals[0] - self.sent if self.arrivals else None
+
+    def figures(self) -> dict[str, Any]:
+        """What there is to measure; ``None`` for what there is not.
+
+        ``ended`` is the server's finish reason, of each sequence. ``num_output_tokens`` is ``None``
+        where the server did not count. ``gap_p50_ms`` and ``gap_p99_ms`` are times between
+        consecutive responses with text; a response may bring several tokens. ``tokens_per_s`` is
+        from sending to the last text.
+        """
+        gaps = np.diff(self.arrivals) * 1000
+        duration = self.arrivals[-1] - self.sent if self.arrivals else 0.0
+        tokens = self.completion_tokens
+        reasons = ", ".join(reason for _, reason in sorted(self.endings.items()))
+        return {
+            "ended": self.ended_here or reasons or "complete",
+            "max_tokens": self.max_tokens,
+            "num_input_tokens": self.prompt_tokens,
+            "num_output_tokens": tokens,
+            "responses": len(self.arrivals),
+            "ttft_ms": None if self.ttft_s is None else self.ttft_s * 1000,
+            "gap_p50_ms": float(np.percentile(gaps, 50)) if len(gaps) else None,
+            "gap_p99_ms": float(np.percentile(gaps, 99)) if len(gaps) else None,
+            "duration_ms": duration * 1000,
+            "tokens_per_s": tokens / duration if tokens and duration > 0 else None,
+        }
+
+    def lines(self) -> list[str]:
+        """The same, to be read."""
+        found = self.figures()
+        # Every text takes a token at least; an answer cut short comes without a count.
+        tokens, count = self.completion_tokens, len(self.arrivals)
+        came = f"at least {count}" if tokens is None else str(tokens)
+        each = " in each answer" if (tokens or 0) > self.max_tokens else ""
+        asked = "" if self.prompt_tokens is None else f", {self.prompt_tokens} in the prompt"
+        lines = [
+            f"ended: {found['ended']}",
+            f"tokens: {came} of {self.max_tokens} asked for{each}{asked}",
+            f"responses with text: {count} in {found['duration_ms'] / 1000:.2f} s",
+        ]
+        if count:
+            lines.append(f"first text: {found['ttft_ms']:.1f} ms after sending")
+        if count > 1:
+            p50, p99 = found["gap_p50_ms"], found["gap_p99_ms"]
+            lines.append(f"between responses: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+        if (speed := found["tokens_per_s"]) is not None:
+            lines.append(f"speed: {speed:.1f} tokens/s from sending to the last text")
+        return lines

@@ -1,0 +1,425 @@
+"""A conversation in the terminal: what the user types, what is sent, and how answers are shown.
+
+``TritonTextModel`` and ``OpenAIModel`` answer the same conversation with the same events, so that
+the rest does not know which API it talks to. While the user types a line, the event loop waits:
+reading is plain ``input`` with readline, with history, editing, and pasted text of several lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import re
+import ssl
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.text import Text
+
+from trtllm_bls.client.client import BLS, Client, Event
+from trtllm_bls.client.terminal import (
+    TEXT_INPUTS,
+    ClientReply,
+    Exit,
+    complain,
+    connection_options,
+    interruptible,
+    open_client,
+    program,
+    run,
+    tensor_options,
+)
+from trtllm_bls.errors import (
+    ConnectionFailed,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    SettingsError,
+    TrtllmBlsError,
+)
+
+_READY_S = 10.0
+_FIELDS = ("top_p", "top_k", "seed", "draft_source")  # sent when given
+# A model's text may not move the cursor, clear the screen or set the title.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_INDENTED = re.compile(r"\n\s").search
+_COMMANDS = """/help           this list
+/system [TEXT]  set the system prompt; without a text, take it away
+/stats          figures of the last answer and of the conversation
+/save FILE      write the conversation: as JSON if FILE ends in .json, else as Markdown
+/clear          forget the conversation; the system prompt stays
+/exit           leave, as Ctrl-D does
+Ctrl-C interrupts an answer and keeps its text. A pasted text may have several lines."""
+
+# Of a conversation, each with its role and content.
+Messages = Sequence[Mapping[str, str]]
+
+
+@program()
+@click.option("--model", help="The model to ask (tensorrt_llm_bls, or the API's first).")
+@click.option("--system", help="The system prompt.")
+@click.option("-o", "--max-tokens", type=click.IntRange(1), default=512, show_default=True)
+@click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")
+@tensor_options(BLS, {name: TEXT_INPUTS[name] for name in _FIELDS})
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Key of an OpenAI API.", show_envvar=True)
+@click.option("--plain", is_flag=True, help="Show answers as they come, without Markdown.")
+@connection_options()
+def main(**given: Any) -> None:
+    """Chat with a model in the terminal.
+
+    --url is HOST:PORT of Triton's gRPC port, or http://HOST:PORT/v1 of an OpenAI API. Without a
+    terminal, each line of standard input is a message. /help lists the commands.
+
+    \b
+    Examples:
+      trtllm-bls chat
+      trtllm-bls chat --url http://127.0.0.1:9000/v1 --system "Answer briefly."
+      trtllm-bls chat --temperature 0 --draft-source model --plain
+    """
+
+    async def talk() -> Exit:
+        async with server_at(given["url"], given["model"], given) as server:
+            return await TerminalChat(server, given).talk()
+
+    # Not ``asyncio.run``: with its handler of Ctrl-C, ``input`` would go on.
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        run(lambda: loop.run_until_complete(talk()))
+
+
+class TerminalChat:
+    """What was said so far, and the loop that asks for more."""
+
+    def __init__(self, server: Server, given: Mapping[str, Any]) -> None:
+        self._server = server
+        self._max_tokens = given["max_tokens"]
+        names = ("temperature", *_FIELDS)
+        self._fields = {name: given[name] for name in names if given[name] is not None}
+        self._system: str | None = given["system"]
+        self._turns: list[dict[str, str]] = []
+        self._replies: list[ClientReply] = []
+        self._console = Console(highlight=False)
+        self._renders = self._console.is_terminal and not given["plain"]
+
+    async def talk(self) -> Exit:
+        """Until the user leaves. Without a terminal, the first failure ends it."""
+        tty = sys.stdin.isatty()
+        if tty:
+            with suppress(ImportError):
+                import readline  # noqa: F401  (input() edits lines with it from then on)
+            self._say(f"{self._server.model}; /help lists the commands, Ctrl-D leaves")
+        for line in _lines(tty):
+            text = line.strip()
+            if text in ("/exit", "/quit"):
+                break
+            command, _, argument = text.partition(" ")
+            if re.fullmatch(r"/\w+", command):
+                self._obey(command, argument.strip())
+            elif text:
+                failed = await self._exchange(line)
+                if failed is not None and not tty:
+                    return failed
+        return Exit.FINISHED
+
+    async def _exchange(self, text: str) -> Exit | None:
+        """Ask, and keep what came; the exit code of a failure."""
+        self._turns.append({"role": "user", "content": text})
+        reply, failure = ClientReply(self._max_tokens), None
+        reading = asyncio.create_task(self._read(reply))
+        try:
+            with interruptible(reading) as interrupted, suppress(asyncio.CancelledError):
+                await reading
+        except TrtllmBlsError as error:
+            failure = complain(error)
+        else:
+            if interrupted.is_set():
+                reply.ended_here = "interrupted"
+                self._say("interrupted; the text stays in the conversation")
+            self._replies.append(reply)
+        if reply.text:
+            self._turns.append({"role": "assistant", "content": reply.text})
+        else:
+            self._turns.pop()
+        return failure
+
+    async def _read(self, reply: ClientReply) -> None:
+        """Fill ``reply`` and show it, until it ends or this task is cancelled."""
+        asked = self._server.ask(self._messages, self._max_tokens, self._fields)
+        with self._display(reply) as show, suppress(asyncio.CancelledError):
+            async with aclosing(asked) as events:
+                async for event in events:
+                    reply.add(event)
+                    show(event.text)
+
+    @contextlib.contextmanager
+    def _display(self, reply: ClientReply) -> Iterator[Callable[[str], None]]:
+        """Shows the answer as it grows: as Markdown in a terminal, else text as it comes."""
+        if not self._renders:
+            yield lambda text: click.echo(_CONTROLS.sub("", text), nl=False)
+            click.echo()
+            return
+        with Live(console=self._console, transient=True, auto_refresh=False) as live:
+            yield lambda _: live.update(_tail(reply.text, self._console), refresh=True)
+        self._console.print(_markdown(_CONTROLS.sub("", reply.text)))
+
+    @property
+    def _messages(self) -> tuple[dict[str, str], ...]:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return (*system, *self._turns)
+
+    def _say(self, text: str) -> None:
+        self._console.print(Text(text, style="dim"), soft_wrap=True)
+
+    def _obey(self, command: str, argument: str) -> None:
+        match command:
+            case "/help":
+                self._say(_COMMANDS)
+            case "/system":
+                self._system = argument or None
+                self._say("the system prompt is set" if argument else "there is no system prompt")
+            case "/stats":
+                total = sum(reply.completion_tokens or 0 for reply in self._replies)
+                conversation = f"conversation: {len(self._replies)} answers, {total} tokens"
+                last = self._replies[-1].lines() if self._replies else []
+                self._say("\n".join([*last, conversation]))
+            case "/save" if not argument:
+                self._say("/save needs a file name")
+            case "/save":
+                messages = self._messages
+                if argument.endswith(".json"):
+                    text = json.dumps(messages, indent=1, ensure_ascii=False) + "\n"
+                else:
+                    parts = (f"## {turn['role']}\n\n{turn['content']}\n" for turn in messages)
+                    text = "\n".join(parts)
+                try:
+                    Path(argument).expanduser().write_text(text, encoding="utf-8")
+                except OSError as error:
+                    self._say(f"{argument}: cannot be written: {error.strerror}")
+                else:
+                    self._say(f"{len(messages)} messages are in {argument}")
+            case "/clear":
+                self._turns.clear()
+                self._replies.clear()
+                self._say("the conversation begins anew")
+            case _:
+                self._say(f"{command} is no command; /help lists them")
+
+
+def _lines(tty: bool) -> Iterator[str]:
+    """What the user types, message by message; Ctrl-C at the prompt drops the line."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # what is not text is refused as a message
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if not tty:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            click.echo()
+            return
+        except KeyboardInterrupt:
+            click.echo("\n(Ctrl-D leaves)")
+
+
+def _markdown(text: str) -> Markdown:
+    """``text`` rendered, with its line ends: models seldom mean Markdown's long lines.
+
+    A paragraph with indented lines is code without a fence, and shown as it is.
+    """
+    shown = Markdown(text)
+    kept: list[Any] = []
+    for token in shown.parsed:
+        if (
+            token.type == "inline"
+            and kept[-1].type == "paragraph_open"
+            and _INDENTED(token.content)
+        ):
+            kept[-1] = replace(token, type="code_block", tag="code", children=None)
+        elif token.type != "paragraph_close" or kept[-1].type != "code_block":
+            kept.append(token)
+        for part in token.children or ():
+            part.type = part.type.replace("softbreak", "hardbreak")
+    shown.parsed = kept
+    return shown
+
+
+def _tail(text: str, console: Console) -> Text:
+    """As much of the end as fits the screen: what has scrolled off cannot be drawn again."""
+    height = max(1, console.height - 2)
+    visible = Text(_CONTROLS.sub("", text[-console.width * height :]))
+    return Text("\n").join(visible.wrap(console, console.width)[-height:])
+
+
+# --- the two APIs -----------------------------------------------------------------------------
+
+
+@dataclass
+class TritonTextModel:
+    """``tensorrt_llm_bls``, or another model with its tensors, over gRPC.
+
+    ``ask`` has the answer as it comes, and raises what went wrong; closing it ends the server's
+    work. ``fields`` have their names in OpenAI's API, which are the tensors' names too.
+    """
+
+    client: Client
+    model: str
+
+    async def ask(
+        self, messages: Messages, max_tokens: int, fields: Mapping[str, Any]
+    ) -> AsyncGenerator[Event, None]:
+        conversation = json.dumps(messages, ensure_ascii=False)
+        given: dict[str, Any] = {"messages": conversation, "max_tokens": max_tokens}
+        given |= {"return_num_input_tokens": True, "return_num_output_tokens": True, **fields}
+        if fields.get("temperature") and not fields.keys() & {"top_k", "top_p"}:
+            given["top_p"] = 1.0  # a temperature alone stays greedy there
+        async with self.client.stream(self.model, **given) as stream:
+            async for event in stream:
+                yield event
+
+
+@dataclass
+class OpenAIModel:
+    """A model behind OpenAI's API, ours or another's.
+
+    ``ask`` raises ``InvalidRequest``, ``Overloaded`` and ``EngineError`` as the server answers,
+    ``ConnectionFailed`` where it cannot be reached or ends before its last event.
+    """
+
+    http: httpx.AsyncClient
+    url: str
+    model: str
+
+    async def first_model(self) -> str:
+        """The first model that the server names."""
+        async with self._response("GET", "models") as response:
+            body = await response.aread()
+        try:
+            return str(json.loads(body)["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise EngineError(f"{self.url}/models: names no model") from None
+
+    async def ask(
+        self, messages: Messages, max_tokens: int, fields: Mapping[str, Any]
+    ) -> AsyncGenerator[Event, None]:
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
+        body["messages"] = messages
+        body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
+        incomplete, ended = b"", False
+        async with self._response("POST", "chat/completions", json.dumps(body)) as response:
+            # Not httpx's ``aiter_lines``: it also splits at U+2028, which JSON may hold as it is.
+            async for part in response.aiter_bytes():
+                *blocks, incomplete = (incomplete + part).replace(b"\r\n", b"\n").split(b"\n\n")
+                for data in (block[5:] for block in blocks if block.startswith(b"data:")):
+                    if data.strip() == b"[DONE]":
+                        if ended:
+                            return
+                        raise ConnectionFailed(f"{self.url}: the answer has no finish_reason")
+                    event = self._event(data)
+                    ended = ended or event.finish_reason is not None
+                    yield event
+        raise ConnectionFailed(f"{self.url}: the answer ended before its last event")
+
+    def _event(self, data: bytes) -> Event:
+        now = time.perf_counter()
+        try:
+            event = json.loads(data)
+            if event.get("error"):
+                raise _refusal(500, data)
+            usage = event.get("usage") or {}
+            choice: Mapping[str, Any] = next(iter(event.get("choices") or ()), {})
+            delta = choice.get("delta") or {}
+            text = delta.get("content") or delta.get("refusal") or ""
+        except (ValueError, AttributeError):
+            raise EngineError(f"{self.url}: an event cannot be read: {data[:80]!r}") from None
+        return Event(
+            texts=(text,),
+            received_at=now,
+            finish_reason=choice.get("finish_reason"),
+            num_input_tokens=usage.get("prompt_tokens"),
+            num_output_tokens=usage.get("completion_tokens"),
+        )
+
+    @asynccontextmanager
+    async def _response(
+        self, method: str, path: str, body: str | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """The response, its body not yet read; leaving closes the connection."""
+        try:
+            async with self.http.stream(method, path, content=body) as response:
+                if response.status_code == 200:
+                    yield response
+                    return
+                refusal = _refusal(response.status_code, await response.aread())
+        except httpx.HTTPError as error:
+            raise ConnectionFailed(f"{self.url}: {error}") from error
+        if response.status_code == 404 and not self.url.rstrip("/").endswith("/v1"):
+            mend = "an OpenAI API's base usually ends in /v1"
+            raise SettingsError(f"--url {self.url}: {refusal}; {mend}")
+        raise refusal
+
+
+def _refusal(status: int, body: bytes) -> TrtllmBlsError:
+    """What the server says, as one of our errors."""
+    message, field = f"the server answered {status}", "request"
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        error = json.loads(body)["error"]
+        message, field = str(error["message"]), str(error.get("param") or field)
+    if status in (429, 503):
+        return Overloaded(message)
+    if 400 <= status < 500:
+        return InvalidRequest(field, message.removeprefix(f"{field}: "))
+    return EngineError(message)
+
+
+Server = TritonTextModel | OpenAIModel
+
+
+@asynccontextmanager
+async def server_at(url: str, model: str | None, given: Mapping[str, Any]) -> AsyncIterator[Server]:
+    """The server at ``url``, with the API key, the TLS and the retries that a command was given.
+
+    ``host:port`` is Triton's gRPC, ``http://HOST:PORT/v1`` an OpenAI API's base. The default of
+    ``model`` is ``tensorrt_llm_bls``, or the first that an API names. Opening raises
+    ``TrtllmBlsError`` where that already shows what is wrong. For use in one event loop.
+    """
+    if "://" not in url:
+        async with open_client(url, given) as client:
+            served = TritonTextModel(client, model or BLS.name)
+            if not client.retries:  # else the first request may wait for the server
+                await client.model_ready(served.model, _READY_S)
+            yield served
+        return
+    # A compressed stream would arrive in larger pieces.
+    headers = {"accept-encoding": "identity", "content-type": "application/json"}
+    if given["api_key"]:
+        headers["authorization"] = f"Bearer {given['api_key']}"
+    try:
+        base = httpx.URL(url)
+        usable = base.scheme in ("http", "https") and base.host and (base.port or 0) < 65536
+    except httpx.InvalidURL:
+        usable = False
+    if not usable:
+        raise SettingsError(f"--url {url}: write http://HOST:PORT/v1, or HOST:PORT for gRPC")
+    async with httpx.AsyncClient(
+        base_url=base,
+        headers=headers,
+        verify=ssl.create_default_context(),
+        trust_env=False,  # no proxy stands between the clock and the server
+        timeout=None,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+    ) as http:
+        api = OpenAIModel(http, url, model or "")
+        api.model = model or await api.first_model()
+        yield api

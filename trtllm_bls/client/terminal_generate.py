@@ -1,0 +1,235 @@
+"""Text in, text out, as it arrives: a terminal client of ``tensorrt_llm_bls`` and ``ensemble``.
+
+Owns options and output; ``trtllm_bls.client`` owns the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_bls.client.client import BLS, Event
+from trtllm_bls.client.terminal import (
+    TEXT_INPUTS,
+    ClientReply,
+    Exit,
+    assignments,
+    complain,
+    connection_options,
+    interruptible,
+    open_client,
+    other_inputs_option,
+    program,
+    run,
+    tensor_options,
+)
+from trtllm_bls.errors import TrtllmBlsError
+
+_FAILED = {Exit.DEADLINE: "deadline", Exit.UNREACHABLE: "connection lost"}
+
+
+@program()
+@click.argument("prompt", required=False)
+@click.option("-p", "--prompt", "prompt_option", help="The prompt, for those used to the option.")
+@click.option(
+    "-f",
+    "--file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Read the prompt from this file (UTF-8).",
+)
+@click.option("--model-name", default=BLS.name, show_default=True)
+@click.option(
+    "-o",
+    "--max-tokens",
+    "--output-len",
+    "max_tokens",
+    type=int,
+    default=128,
+    show_default=True,
+    help="Most tokens to generate.",
+)
+@click.option("-S", "--stream/--no-stream", default=True, help="Text in pieces or in one.")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
+@click.option("--system", help="A system message before it; implies --chat.")
+@click.option("--echo", is_flag=True, help="Show the prompt before the answer.")
+@tensor_options(BLS, TEXT_INPUTS)
+@other_inputs_option
+@click.option("--request-id", help="Shown in the server's log; made up when absent.")
+@click.option(
+    "-t",
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Deadline of the whole request in seconds.",
+)
+@click.option(
+    "--stop-after-ms", type=click.IntRange(min=0), help="Cancel the request after this time."
+)
+@click.option(
+    "--overwrite-output-text",
+    is_flag=True,
+    help="The server sends all text so far each time (accumulate_tokens).",
+)
+@click.option("--counts/--no-counts", default=True, help="Ask the server to count tokens.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per event, then a summary.")
+@click.option("-q", "--quiet", is_flag=True, help="No summary.")
+@connection_options()
+def main(**given: Any) -> None:
+    """Send a prompt and show the answer as it arrives.
+
+    The prompt is the argument, or --file, or standard input. Text goes to standard output, the
+    summary and errors to standard error.
+
+    \b
+    Examples:
+      trtllm-bls generate "Once upon a time" -o 64
+      trtllm-bls generate --chat --system "Answer briefly." "What is a B-tree?" --temperature 0.7
+      trtllm-bls generate "1, 2, 3," --stop-words "10" --stop-words $'\\n'
+      git diff | trtllm-bls generate --json -o 200 | jq -r .text
+      trtllm-bls generate "Count to a thousand:" -o 1000 --stop-after-ms 500
+    """
+    run(lambda: asyncio.run(_ask(given, _fields(given))))
+
+
+async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
+    several = any((fields.get(name) or 1) > 1 for name in ("beam_width", "num_return_sequences"))
+    whole = given["overwrite_output_text"]
+    display: JsonDisplay | TextDisplay = TextDisplay(several=several, whole=whole)
+    if given["as_json"]:
+        display = JsonDisplay()
+    elif given["echo"] and fields["stream"]:
+        click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
+    how = {"deadline_s": given["timeout"], "request_id": given["request_id"]}
+    stop_after_ms = given["stop_after_ms"]
+    reply, failure = ClientReply(fields["max_tokens"]), None
+    try:
+        async with (
+            open_client(given["url"], given) as client,
+            client.stream(given["model_name"], **how, **fields) as stream,
+        ):
+            reply.sent = time.perf_counter()
+            with interruptible(stream) as interrupted:
+                if stop_after_ms is not None:
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(stop_after_ms / 1000, stream.cancel)
+                async for event in stream:
+                    reply.add(event)
+                    display.event(event, (event.received_at - reply.sent) * 1000)
+        if stream.cancelled:
+            stopped = f"stopped after {stop_after_ms} ms"
+            reply.ended_here = "interrupted" if interrupted.is_set() else stopped
+    except TrtllmBlsError as error:
+        failure = error
+        reply.ended_here = _FAILED.get(Exit.of(error), "error")
+    display.end(reply, failure)
+    if not given["quiet"] and (failure is None or reply.arrivals):
+        click.echo("\n".join(reply.lines()), err=True)
+    if failure is not None:
+        return complain(failure)
+    return Exit.INTERRUPTED if reply.ended_here == "interrupted" else Exit.FINISHED
+
+
+def _fields(given: dict[str, Any]) -> dict[str, Any]:
+    """The request by wire name; what the user did not say is not in it."""
+    prompt = _prompt(given)
+    fields = {name: given[name] for name in TEXT_INPUTS if given[name] not in (None, ())}
+    fields |= {"max_tokens": given["max_tokens"], "stream": given["stream"]}
+    if given["chat"] or given["system"] is not None:
+        system = [{"role": "system", "content": given["system"]}] if given["system"] else []
+        turns = [*system, {"role": "user", "content": prompt}]
+        fields["messages"] = json.dumps(turns, ensure_ascii=False)
+    else:
+        fields["text_input"] = prompt
+    if given["echo"]:
+        fields["exclude_input_in_output"] = False
+    if given["counts"]:
+        fields |= {"return_num_input_tokens": True, "return_num_output_tokens": True}
+    return fields | assignments("--set", given["other_inputs"])
+
+
+def _prompt(given: dict[str, Any]) -> str:
+    sources = [given[name] for name in ("prompt", "prompt_option", "file")]
+    named = [source for source in sources if source is not None]
+    if len(named) > 1:
+        raise click.UsageError("Give the prompt once: as argument, with --prompt or with --file.")
+    if not named and (sys.stdin is None or sys.stdin.isatty()):
+        raise click.UsageError("No prompt: give it as argument, with --file or on standard input.")
+    source = named[0] if named else "-"
+    if isinstance(source, str) and source != "-":
+        return source
+    try:
+        raw = source.read_bytes() if isinstance(source, Path) else sys.stdin.buffer.read()
+        return raw.decode("utf-8-sig")  # a byte order mark is no part of the prompt
+    except UnicodeDecodeError as error:
+        position = f"byte {error.start}: {error.reason}"
+        raise click.UsageError(f"The prompt is not UTF-8 ({position}).") from error
+    except OSError as error:
+        raise click.UsageError(f"The prompt cannot be read: {error.strerror}.") from error
+
+
+@dataclass
+class TextDisplay:
+    """Prints only the text, as it arrives.
+
+    ``several``: there are several sequences, which are printed one after another at the end, since
+    they would mix. ``whole``: each event has all text so far instead of the new text.
+    """
+
+    several: bool
+    whole: bool
+    texts: dict[tuple[int, int, int], str] = field(default_factory=dict)  # by row, sequence, beam
+
+    def event(self, event: Event, at_ms: float) -> None:
+        for beam, text in enumerate(event.texts):
+            key = (event.batch_index, event.sequence_index, beam)
+            before = self.texts.get(key, "")
+            now = self.texts[key] = text if self.whole else before + text
+            if not self.several:
+                # A whole text that takes back what was shown begins a new line.
+                new = now[len(before) :] if now.startswith(before) else f"\n{now}"
+                click.echo(new, nl=False)
+
+    def end(self, reply: ClientReply, failure: TrtllmBlsError | None) -> None:
+        """Finish the line, or show the sequences held back."""
+        if self.several:
+            for number, (_, text) in enumerate(sorted(self.texts.items())):
+                click.echo(f"--- {number} ---\n{text}")
+        elif any(text and not text.endswith("\n") for text in self.texts.values()):
+            click.echo()
+
+
+class JsonDisplay:
+    """One object per event and a last one of type ``summary``."""
+
+    def event(self, event: Event, at_ms: float) -> None:
+        """Show the event; ``at_ms`` is its arrival after sending."""
+        told = {name: value for name, value in vars(event).items() if name != "received_at"}
+        texts = told.pop("texts")
+        beams = {"texts": texts} if len(texts) > 1 else {}
+        told["outputs"] = {name: _plain(array) for name, array in event.outputs.items()}
+        self._line(type="event", at_ms=round(at_ms, 3), text=event.text, **beams, **told)
+
+    def end(self, reply: ClientReply, failure: TrtllmBlsError | None) -> None:
+        self._line(type="summary", **reply.figures(), error=failure and str(failure))
+
+    def _line(self, **values: Any) -> None:
+        ascii = sys.stdout.encoding != "utf-8"  # every escape must be JSON's
+        click.echo(json.dumps(values, ensure_ascii=ascii, allow_nan=False))
+
+
+def _plain(array: NDArray[Any]) -> Any:
+    if array.dtype.kind == "O":
+        array = np.char.decode(array.astype(bytes), "utf-8", "replace")
+    elif array.dtype.kind == "f":  # JSON has no infinity
+        finite = np.isfinite(array)
+        array = array.astype(object)
+        array[~finite] = None
+    return array.tolist()

@@ -1,0 +1,360 @@
+"""Token ids in, token ids out: a command-line client of the engine model ``tensorrt_llm``.
+
+Has the flags and the messages of the client that users of TensorRT-LLM's Triton backend know
+(docs/contract.md lists them). Owns options and output; ``trtllm_bls.client`` owns the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_bls.client.client import ENGINE, Client, Event, Model, Stream
+from trtllm_bls.client.terminal import (
+    TEXT_INPUTS,
+    Exit,
+    assignments,
+    complain,
+    connection_options,
+    interruptible,
+    open_client,
+    other_inputs_option,
+    program,
+    run,
+    tensor_options,
+)
+from trtllm_bls.errors import EngineError, SettingsError, TrtllmBlsError
+from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
+
+_PRINTED_IDS = 256
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+_AS_FOR_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+# Inputs that are sent only when given, with the help of their options.
+_OPTIONAL = {
+    **{name: TEXT_INPUTS[name] for name in _AS_FOR_TEXT},
+    "lora_task_id": "Adapter to use; with --lora-path it is sent along.",
+    "exclude_input_in_output": "Answers without the prompt; the server decides when not given.",
+    **{name: "" for name in ENGINE.input_named if name.startswith("return_")},
+}
+_LOOKAHEAD = [
+    f"lookahead_{part}" for part in ("window_size", "ngram_size", "verification_set_size")
+]
+
+
+@program()
+@click.option("-v", "--verbose", is_flag=True, help="Show the request on standard error.")
+@click.option("--text", default="Once upon a time", show_default=True)
+@click.option("--input-tokens-csv", type=_FILE, help="First row: prompt ids; no tokenizer needed.")
+@click.option("--draft-tokens-csv", type=_FILE, help="First row: draft ids to verify.")
+@click.option("--output-tokens-csv", type=_FILE, help="First row: expected ids, for -c.")
+@click.option("--tokenizer-dir", type=_FOLDER, help="To encode --text and to show text.")
+@click.option("--tokenizer-type", hidden=True, help="Accepted; the directory says it all.")
+@click.option("--end-id", type=int, default=-1, show_default=True, help="Without a tokenizer.")
+@click.option("--pad-id", type=int, default=50256, show_default=True, help="Without a tokenizer.")
+@click.option("-S", "--streaming", is_flag=True, help="Ids as they are generated.")
+@click.option("--request-output-len", type=int, default=16, show_default=True)
+@click.option("-b", "--beam-width", type=int, default=1, show_default=True)
+@click.option("-n", "--num-return-sequences", type=int)
+@click.option("--temperature", type=float, default=1.0, show_default=True)
+@click.option("--top-k", "runtime_top_k", type=int, default=1, show_default=True)
+@click.option("--top-p", "runtime_top_p", type=float, default=0.0, show_default=True)
+@tensor_options(ENGINE, _OPTIONAL)
+@click.option("-c", "--check-output", is_flag=True, help="Compare with --output-tokens-csv.")
+@click.option("--correctness-threshold", type=click.FloatRange(0, 1), default=1.0)
+@click.option(
+    "--stop-after-ms",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Stop the running request after this time, by a stop request; 0 is never.",
+)
+@click.option(
+    "--stop-via-request-cancel",
+    "--request-cancellation",
+    "cancels",
+    is_flag=True,
+    help="Stop by cancelling the request instead.",
+)
+@click.option("--request-id", help="Made up when absent.")
+@click.option(
+    "--requested-outputs", multiple=True, help="Repeatable; must have output_ids. Default: all."
+)
+@click.option("--prompt-embedding-table-path", type=_FILE, help="npy file, one table per task.")
+@click.option("--prompt-task-id", type=int, default=0, show_default=True)
+@click.option("--prompt-table-extra-id", "--prompt_table_extra_id", type=int)
+@click.option("--vocab-size", "--vocab_size", type=int, help="With --prompt-table-extra-id.")
+@click.option("--dtype", type=click.Choice(["float16"]), default="float16", hidden=True)
+@click.option("--lora-path", type=_FOLDER, help="Has model.lora_weights.npy, model.lora_config.npy")
+@click.option("--lookahead-config", "--lookahead_config", metavar="[W,N,G]")
+@other_inputs_option
+@click.option("--model-name", default=ENGINE.name, show_default=True)
+@click.option(
+    "-t",
+    "--stream-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Deadline of the whole request in seconds.",
+)
+@click.option("-C", "--grpc-compression-algorithm", type=click.Choice(["gzip", "deflate"]))
+@connection_options("-p")
+def main(**given: Any) -> None:
+    """Send token ids (or text, with a tokenizer) to the engine model and print the ids.
+
+    \b
+    Examples:
+      client/inflight_batcher_llm_client.py --tokenizer-dir ./tokenizer \\
+          --text "Once upon" --streaming
+      client/inflight_batcher_llm_client.py --input-tokens-csv in.csv \\
+          --output-tokens-csv out.csv -c
+      client/inflight_batcher_llm_client.py --input-tokens-csv in.csv -S \\
+          --stop-after-ms 200 --request-output-len 500
+    """
+    if given["check_output"] and not given["output_tokens_csv"]:
+        raise click.UsageError("--check-output needs --output-tokens-csv.")
+    if given["requested_outputs"] and "output_ids" not in given["requested_outputs"]:
+        raise click.UsageError("--requested-outputs must have output_ids.")
+    if given["input_tokens_csv"] is None and given["tokenizer_dir"] is None:
+        raise click.UsageError("Give --input-tokens-csv, or --tokenizer-dir to encode --text.")
+    run(lambda: asyncio.run(_ask(given)))
+
+
+async def _ask(given: dict[str, Any]) -> Exit:
+    tokenizer = None if given["input_tokens_csv"] else load_tokenizer(given["tokenizer_dir"])
+    prompt = (
+        _first_row(given["input_tokens_csv"])
+        if tokenizer is None
+        else list(tokenizer.encode(given["text"], True))
+    )
+    fields = _fields(given, prompt, tokenizer)
+    click.echo(f"Input sequence: {prompt[:_PRINTED_IDS]}")
+    if given["verbose"]:
+        click.echo("\n".join(f"{name}: {value}" for name, value in fields.items()), err=True)
+    answer = TokenAnswer(
+        prompt,
+        streaming=given["streaming"],
+        beam_width=given["beam_width"],
+        excluded=bool(given["exclude_input_in_output"]),
+    )
+    outputs = given["requested_outputs"]
+    if outputs:  # ids are padded to this length
+        outputs = tuple(dict.fromkeys((*outputs, "sequence_length")))
+    model = replace(ENGINE, name=given["model_name"])
+    how = {"deadline_s": given["stream_timeout"], "request_id": given["request_id"]}
+    async with (
+        open_client(given["url"], given, given["grpc_compression_algorithm"]) as client,
+        client.stream(model, **how, outputs=outputs, **fields) as stream,
+    ):
+        with interruptible(stream) as interrupted:
+            await _receive(client, stream, model, given, answer)
+    _show(answer, tokenizer, prompt)
+    if stream.cancelled and interrupted.is_set():
+        return Exit.INTERRUPTED
+    return _verdict(given, answer)
+
+
+async def _receive(
+    client: Client, stream: Stream, model: Model, given: dict[str, Any], answer: TokenAnswer
+) -> None:
+    """Show new ids as they come; stop the request after ``--stop-after-ms`` if it still runs."""
+    stops: list[asyncio.Task[None]] = []
+
+    async def send_stop() -> None:
+        try:
+            await client.stop(stream.request_id, model)
+            click.echo("Got cancellation response from server")
+        except TrtllmBlsError as error:  # the running request goes on, and decides how this ends
+            complain(error)
+
+    def stop() -> None:
+        if given["cancels"]:
+            stream.cancel()
+        else:
+            stops.append(asyncio.create_task(send_stop()))
+
+    delay = given["stop_after_ms"] / 1000
+    timer = asyncio.get_running_loop().call_later(delay, stop) if delay else None
+    try:
+        async for event in stream:
+            came = answer.add(event)
+            if given["streaming"]:
+                click.echo("".join(f"{ids}\n" for ids in came.values() if ids), nl=False)
+            elif came:
+                click.echo("Got completed request")
+    finally:
+        if timer:
+            timer.cancel()
+        await asyncio.gather(*stops)
+    if stream.cancelled:
+        click.echo("Request is cancelled")
+
+
+def _fields(
+    given: dict[str, Any], prompt: list[int], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """The request by wire name."""
+    end_id, pad_id = given["end_id"], given["pad_id"]
+    if tokenizer is not None:
+        end_id = -1 if tokenizer.eos_id is None else tokenizer.eos_id
+        pad_id = end_id if tokenizer.pad_id is None else tokenizer.pad_id
+    named = (
+        *("request_output_len", "beam_width", "temperature", "streaming"),
+        *("runtime_top_k", "runtime_top_p"),
+    )
+    optional = ("num_return_sequences", *_OPTIONAL)
+    fields: dict[str, Any] = {
+        "input_ids": prompt,
+        "input_lengths": len(prompt),
+        "end_id": end_id,
+        "pad_id": pad_id,
+        **{name: given[name] for name in named},
+        **{name: given[name] for name in optional if given[name] is not None},
+    }
+    if given["draft_tokens_csv"]:
+        fields["draft_input_ids"] = _first_row(given["draft_tokens_csv"])
+    if given["prompt_embedding_table_path"] is not None:
+        tables = _numpy_file(given["prompt_embedding_table_path"], np.float16)
+        if tables.ndim != 3:
+            problem = f"{tables.shape} is no [task, row, size]"
+            raise SettingsError(f"--prompt-embedding-table-path: {problem}")
+        if not 0 <= given["prompt_task_id"] < len(tables):
+            raise SettingsError(f"--prompt-task-id: the file has tasks 0 to {len(tables) - 1}")
+        table = tables[given["prompt_task_id"]]
+        fields |= {"prompt_embedding_table": table, "prompt_vocab_size": len(table)}
+        extra_id, vocab_size = given["prompt_table_extra_id"], given["vocab_size"]
+        if extra_id is not None:
+            if vocab_size is None:
+                raise SettingsError("--prompt-table-extra-id: give --vocab-size too")
+            extra_ids = [extra_id if token >= vocab_size else 0 for token in prompt]
+            fields["prompt_table_extra_ids"] = extra_ids
+    if folder := given["lora_path"]:
+        fields["lora_weights"] = _numpy_file(folder / "model.lora_weights.npy", np.float16)
+        fields["lora_config"] = _numpy_file(folder / "model.lora_config.npy", np.int32)
+    if given["lookahead_config"]:
+        try:
+            fields |= zip(_LOOKAHEAD, json.loads(given["lookahead_config"]), strict=True)
+        except (ValueError, TypeError) as error:
+            problem = f"{given['lookahead_config']!r} is not [W,N,G]"
+            raise SettingsError(f"--lookahead-config: {problem}") from error
+    return fields | assignments("--set", given["other_inputs"])
+
+
+def _first_row(path: Path) -> list[int]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as lines:
+            return [int(value) for value in next(csv.reader(lines), [])]
+    except ValueError as error:
+        raise SettingsError(
+            f"{path}: the first row is not a list of token ids ({error})"
+        ) from error
+
+
+def _numpy_file(path: Path, dtype: type) -> NDArray[Any]:
+    try:
+        return np.asarray(np.load(path)).astype(dtype)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path}: cannot be read as a numpy array") from error
+
+
+def _show(answer: TokenAnswer, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
+    several = len({sequence for sequence, _ in answer.sequences}) > 1
+    if tokenizer is not None:
+        click.echo(f"Input: {tokenizer.decode(prompt)}")
+        for (sequence, beam), ids in answer.generated.items():
+            label = f"sequence {sequence} beam {beam}" if several else f"beam {beam}"
+            click.echo(f"Output {label}: {tokenizer.decode(ids)}")
+    for ids in answer.sequences.values():
+        click.echo(f"Output sequence: {ids}")
+    for name, values in answer.outputs.items():
+        if name not in ("output_ids", "sequence_length"):
+            # Logits of a whole vocabulary are unreadable; their shape and numpy's summary are not.
+            shown = values if values.size > 1 else values.item()
+            click.echo(f"{name} {list(values.shape)}: {shown}")
+
+
+def _verdict(given: dict[str, Any], answer: TokenAnswer) -> Exit:
+    missing = [name for name in given["requested_outputs"] if name not in answer.outputs]
+    if missing:
+        raise EngineError(f"the answer lacks requested outputs: {', '.join(missing)}")
+    generated = list(answer.generated.values())
+    if given["stop_after_ms"] and any(len(ids) >= given["request_output_len"] for ids in generated):
+        raise EngineError("the request ran to its full length although it was to be stopped")
+    if given["check_output"]:
+        expected = _first_row(given["output_tokens_csv"])
+        actual = next(iter(answer.sequences.values()), [])
+        passed = agrees(actual, expected, given["correctness_threshold"])
+        click.echo("PASS!" if passed else "FAIL!")
+        return Exit.FINISHED if passed else Exit.FAILED
+    return Exit.FINISHED
+
+
+SequenceKey = tuple[int, int]  # sequence index, beam
+
+
+class TokenAnswer:
+    """The ids of one prompt's answer so far, by sequence and beam.
+
+    What a response holds depends on what was asked for: streaming with one beam brings new ids;
+    streaming with several brings each beam anew, because beams may be rewritten; not streaming
+    brings everything, the prompt included unless it was ``excluded``. ``outputs`` are all tensors
+    that came: logits of streamed steps joined, anything else as last sent.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], *, streaming: bool, beam_width: int, excluded: bool
+    ) -> None:
+        self._prompt = list(prompt)
+        self._brings_prompt = not streaming and not excluded
+        self._appends = streaming and beam_width == 1
+        self._prompt_in_output = [] if excluded else self._prompt
+        self._generated: dict[SequenceKey, list[int]] = {}
+        self.outputs: dict[str, NDArray[Any]] = {}
+
+    def add(self, event: Event) -> Mapping[SequenceKey, list[int]]:
+        """Take one response in; the ids it brought, by sequence and beam."""
+        counts = {name: getattr(event, name) for name in ("num_input_tokens", "num_output_tokens")}
+        told = {name: np.array(count) for name, count in counts.items() if count is not None}
+        for name, values in {**event.outputs, **told}.items():
+            if name == "generation_logits" and name in self.outputs:
+                values = np.concatenate([self.outputs[name], values], axis=1)
+            self.outputs[name] = values
+        if "output_ids" not in event.outputs:
+            return {}
+        beams = event.outputs["output_ids"][0].tolist()
+        lengths = event.outputs["sequence_length"].reshape(-1).tolist()
+        came: dict[SequenceKey, list[int]] = {}
+        for beam, (padded, length) in enumerate(zip(beams, lengths, strict=True)):
+            key = (event.sequence_index, beam)
+            ids = padded[:length]
+            if self._brings_prompt and ids[: len(self._prompt)] == self._prompt:
+                ids = ids[len(self._prompt) :]
+            came[key] = ids
+            before = self._generated.get(key, []) if self._appends else []
+            self._generated[key] = before + ids
+        return came
+
+    @property
+    def generated(self) -> Mapping[SequenceKey, list[int]]:
+        """New ids of every sequence and beam, in order."""
+        return dict(sorted(self._generated.items()))
+
+    @property
+    def sequences(self) -> Mapping[SequenceKey, list[int]]:
+        """The same after the prompt, unless it was excluded."""
+        return {key: self._prompt_in_output + ids for key, ids in self.generated.items()}
+
+
+def agrees(actual: Sequence[int], expected: Sequence[int], threshold: float) -> bool:
+    """Whether ids match: at 1.0 all of them, else a share of positions above ``threshold``."""
+    if threshold >= 1:
+        return list(actual) == list(expected)
+    same = sum(one == other for one, other in zip(actual, expected, strict=False))
+    return same / max(len(actual), len(expected), 1) > threshold

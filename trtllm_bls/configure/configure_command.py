@@ -1,0 +1,416 @@
+"""The command line of ``configure``, and the repository that ``--from`` names.
+
+An existing repository of TensorRT-LLM's own models is read as options of ``configure``: from each
+``config.pbtxt``, after its template was filled in. A value that the new repository cannot hold, or
+that had no effect, is left out and named in a note.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+from tritonclient.grpc import model_config_pb2
+
+from trtllm_bls.configure.engine_dir import LOGITS_DTYPES, read_engine
+from trtllm_bls.configure.repository import (
+    DRAFT,
+    ConfigureOptions,
+    Repository,
+    launcher_command,
+    plan,
+    plan_llm_api,
+    slurm_script,
+    write,
+)
+from trtllm_bls.configure.upgrade import is_ours, names_of
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.settings.command_options import Override, option, options_of
+from trtllm_bls.settings.cpp_backend import LAST, Version, check_backend, keys_of, parse_version
+from trtllm_bls.settings.model_config import dtype_of, instances_of, read_config, values_of
+from trtllm_bls.settings.model_yaml import ModelYaml
+from trtllm_bls.settings.parameters import check
+from trtllm_bls.wire.contract import (
+    BLS,
+    ENGINE,
+    ENSEMBLE,
+    LLMAPI,
+    MODELS,
+    POSTPROCESSING,
+    PREPROCESSING,
+)
+
+_PATH = click.Path(path_type=Path)
+
+
+def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None) -> None:
+    if release is None:
+        return
+    version = parse_version(release, "--keys")
+    for name, key in sorted(keys_of(version).items()):
+        always = " (always written)" if key.is_demanded(version) else ""
+        click.echo(f"{name}: {key.expected}{always}")
+    ctx.exit()
+
+
+@click.command(name="configure")
+@click.option(
+    "--from",
+    "existing",
+    type=_PATH,
+    metavar="REPOSITORY",
+    help="Read engines, tokenizer and values from a repository of TensorRT-LLM's own models.",
+)
+@options_of(ConfigureOptions)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Write nothing if the new repository lacks something of --from's.",
+)
+@click.option(
+    "--map",
+    "names",
+    multiple=True,
+    metavar="NAME=MODEL",
+    help="The model NAME of --from's is upstream's MODEL.",
+)
+@click.option("--slurm", type=_PATH, metavar="FILE", help="Write a Slurm job script too.")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="[MODEL.]KEY=VALUE",
+    help="Any parameter; of tensorrt_llm where no model is named.",
+)
+@click.option(
+    "--set-draft", "draft_sets", multiple=True, metavar="KEY=VALUE", help="The same, of the draft."
+)
+@click.option(
+    "--keys",
+    is_eager=True,
+    expose_value=False,
+    callback=_print_keys,
+    metavar="RELEASE",
+    help="Print what the C++ backend of a release reads, with the values allowed, and exit.",
+)
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
+    """Write a model repository for TensorRT-LLM's C++ backend, or its LLM API.
+
+    \b
+    Examples:
+      trtllm-bls configure --engine-dir ./engine --tokenizer-dir ./llama --out ./repository
+      trtllm-bls configure --from ./old --out ./new --version 0.18
+      trtllm-bls configure --engine-dir ./e --tokenizer-dir ./t --out ./r --set max_beam_width=2
+      trtllm-bls configure --engine llm_api --tokenizer-dir ./llama --model-yaml ./y --out ./r
+    """
+    slurm, source = options.pop("slurm"), options.pop("existing")
+    sets, draft_sets, strict = (options.pop(name) for name in ("sets", "draft_sets", "strict"))
+    names = names_of(options.pop("names"))
+    overrides = [
+        *(_override(text, ENGINE.name) for text in sets),
+        *(_override(f"{DRAFT}.{text}", DRAFT) for text in draft_sets),
+    ]
+    repository, found = _plan(ctx, options, overrides, source, names)
+    if strict and found.losses:
+        raise SettingsError(f"--strict: {source} would lose: {'; '.join(found.losses)}")
+    out: Path = options["out"]
+    script = slurm_script(repository.launch, out) if slurm else ""
+    if slurm and not slurm.absolute().parent.is_dir():
+        raise SettingsError(f"--slurm {slurm}: there is no such directory")
+    try:
+        write(repository, out, options["force"])
+        if slurm:
+            slurm.write_text(script, encoding="utf-8")
+            click.echo(f"wrote {slurm}")
+    except OSError as error:
+        raise SettingsError(f"{error.filename}: cannot be written: {error.strerror}") from error
+    for name, config in repository.configs.items():
+        click.echo(f"wrote {out / name} ({config.backend or config.platform})")
+    lost = [f"lost: {loss}" for loss in found.losses]
+    for note in (*found.notes, *lost, *repository.warnings):
+        click.echo(f"note: {note}")
+    launch = repository.launch
+    if launch.world_size == 1 and not launch.orchestrator:  # one server process
+        click.echo(f"next: trtllm-bls serve --model-repository {out}")
+    else:
+        click.echo("next: start it with TensorRT-LLM's launcher, on a machine with these GPUs")
+        click.echo(f"      {launcher_command(launch, out)}")
+
+
+def _plan(
+    ctx: click.Context,
+    options: dict[str, Any],
+    overrides: list[Override],
+    source: Path | None,
+    names: Mapping[str, str],
+) -> tuple[Repository, Found]:
+    """What ``source`` has counts where the command line does not say."""
+    if source and is_ours(source):
+        mend = f"copy it, then run trtllm-bls upgrade on the copy: cp -r {source} {options['out']}"
+        raise SettingsError(f"--from {source}: a version of this package wrote it; {mend}")
+    given = {n for n in ctx.params if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE}
+    yaml = upstreams_yaml(source) if source else None
+    for_llm_api = options["engine"] == "llm_api" or yaml is not None
+    found = Found()
+    if for_llm_api and (unread := sorted(given - _OF_LLM_API)):
+        what = "has no meaning with the LLM API; see --model-yaml"
+        raise SettingsError(f"{option(unread[0])}: {what}")
+    if source and yaml:
+        found = read_llm_api(source, yaml)
+    elif source and not for_llm_api:
+        found = read_cpp(source, options["version"], names)
+    taken = found.options.keys() - given
+    options |= {name: found.options[name] for name in taken}
+    if "decoupled" in given:  # it holds for the engines, too
+        found.overrides = [each for each in found.overrides if each.parameter != "decoupled"]
+    for name in ("tokenizer_dir",) if for_llm_api else ("engine_dir", "tokenizer_dir"):
+        if options[name] is None:
+            where = f", which is not in {source}" if source else ""
+            raise click.UsageError(f"Missing option '{option(name)}'{where}.", ctx)
+    wanted = ConfigureOptions(overrides=(*found.overrides, *overrides), **options)
+    try:
+        return plan_llm_api(wanted, found.upstreams) if for_llm_api else plan(wanted), found
+    except SettingsError as error:
+        if str(error).split()[0] not in map(option, taken):
+            raise
+        raise SettingsError(f"--from {source}: {error}") from None
+
+
+def _override(text: str, model: str) -> Override:
+    """Read ``[MODEL.]KEY=VALUE``; without a model it is a parameter of ``model``."""
+    key, equals, _ = text.partition("=")
+    return Override.parse(text if "." in key or not equals else f"{model}.{text}")
+
+
+# --- the repository that --from names -------------------------------------------------------
+
+# Not copied as they are: `configure` has options for them or sets them itself.
+_NOT_COPIED = {"gpt_model_path", "gpt_model_type", "gpu_device_ids"}
+_TRUE_BY_DEFAULT_SINCE = Version(0, 11)  # preprocessing's add_special_tokens
+_WORKER_PATH_RENAMED = Version(0, 10)
+_TEXT_PARAMETERS = {  # a parameter of one of their models, and our models that have it too
+    (PREPROCESSING.name, "add_special_tokens"): (PREPROCESSING.name, BLS.name),
+    (POSTPROCESSING.name, "skip_special_tokens"): (POSTPROCESSING.name, BLS.name),
+    (BLS.name, "accumulate_tokens"): (BLS.name,),
+}
+_TOLD_ELSEWHERE = {  # which our models need not be told again
+    *("tokenizer_dir", "tokenizer_type", "tensorrt_llm_model_name"),
+    "tensorrt_llm_draft_model_name",
+}
+# Inputs that upstream declares for what is not here, without which nothing else changes.
+_NOT_HERE = {
+    *("encoder_input_features", "encoder_output_lengths", "cross_attention_mask"),
+    *("skip_cross_attn_blocks", "context_phase_params", "mrope_rotary_cos_sin"),
+    *("mrope_position_deltas", "return_kv_cache_reuse_stats", "runtime_top_p_min"),
+}
+_TEXT = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, BLS)
+# One process of it serves all requests, and takes those that came meanwhile as one batch.
+_NOT_CARRIED = ((BLS.name, "instance_group"), (BLS.name, "dynamic_batching"))
+_CARRIED = ("instance_group", "dynamic_batching", "model_warmup")
+_WRITTEN = {  # fields of a configuration that `configure` writes, or of which it has an option
+    *("name", "platform", "backend", "max_batch_size", "input", "output", "parameters"),
+    *("model_transaction_policy", "ensemble_scheduling", "default_model_filename", "runtime"),
+}
+
+
+_OF_LLM_API = {  # the options that have a meaning there
+    *("existing", "names", "engine", "model_yaml", "tokenizer_dir", "out", "gpu_device_ids"),
+    *("decoupled", "bls_instances", "check", "force", "sets", "strict"),
+}
+
+
+@dataclass
+class Found:
+    """``options`` of ``ConfigureOptions`` by name, parameters to set, and what the user is told.
+
+    ``notes`` say what is meant otherwise here, ``losses`` what the new repository does not have.
+    ``upstreams`` is the configuration of upstream's ``llmapi`` model, where it is its repository.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    overrides: list[Override] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
+    upstreams: Any = None
+
+
+def upstreams_yaml(directory: Path) -> Path | None:
+    """The ``model.yaml`` of upstream's ``llmapi`` repository; ``None`` if it is none."""
+    version = directory / LLMAPI.name / "1"
+    path = version / os.environ.get("LLM_CONFIG_PATH", "model.yaml")
+    return path if path.is_file() and (version / "model.py").is_file() else None
+
+
+def read_llm_api(directory: Path, yaml: Path) -> Found:
+    """Upstream's ``llmapi`` repository, which has this ``model.yaml``; raises ``SettingsError``."""
+    found = Found({"model_yaml": yaml})
+    found.upstreams = read_config(directory / LLMAPI.name / "config.pbtxt")
+    known = {*LLMAPI.input_named, *LLMAPI.output_named}
+    names = [tensor.name for tensor in (*found.upstreams.input, *found.upstreams.output)]
+    unread = [key for key in values_of(found.upstreams) if key != "gpu_device_ids"]
+    found.losses += [f"tensor {name}" for name in names if name not in known]
+    found.losses += [f"parameter {key}" for key in unread]
+    if model := ModelYaml.read(yaml).arguments.get("model"):
+        found.options["tokenizer_dir"] = Path(model)
+    return found
+
+
+def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Found:
+    """A repository of the models for the C++ backend.
+
+    ``version`` is the container's release; if it is empty, the engine's counts. ``names``: which
+    of upstream's models those of other names are. Raises ``SettingsError`` where ``directory`` has
+    no target model or a file that cannot be read.
+    """
+    found = Found()
+    if not directory.is_dir():
+        raise SettingsError(f"{directory}: no such directory")
+    files = sorted(directory.glob("*/config.pbtxt"))
+    configs = {names.get(path.parent.name, path.parent.name): read_config(path) for path in files}
+    for name, model in names.items():
+        if not (directory / name / "config.pbtxt").is_file():
+            raise SettingsError(f"--map {name}={model}: {directory} has no model {name}")
+        found.notes.append(f"{name} is called {model} here; requests to it need the new name")
+    for code in sorted(directory.glob("*/1/model.py")):
+        what = "is not taken over; changes of your own in it are lost"
+        found.notes.append(f"{code.relative_to(directory)} {what}")
+    values = {}
+    for model, config in configs.items():
+        filled = {key: text for key, text in values_of(config).items() if "${" not in text}
+        if empty := [key for key in values_of(config) if key not in filled]:
+            found.notes.append(f"{model}: not filled in, so not set: {', '.join(empty)}")
+        values[model] = {key: text for key, text in filled.items() if text}
+    bls = values.get(BLS.name, {})
+    target = bls.get("tensorrt_llm_model_name", ENGINE.name)
+    draft = bls.get("tensorrt_llm_draft_model_name", "")
+    if target not in configs:
+        there = ", ".join(configs) or "none"
+        raise SettingsError(f"--from {directory}: it has no model {target}; there are: {there}")
+    for name, key, to in (
+        (target, "gpt_model_path", "engine_dir"),
+        (PREPROCESSING.name, "tokenizer_dir", "tokenizer_dir"),
+        (draft, "gpt_model_path", "draft_engine_dir"),
+    ):
+        if path := values.get(name, {}).get(key):
+            found.options[to] = Path(path)
+    engine, old = found.options.get("engine_dir"), configs[target]
+    built = read_engine("--from", engine, check=False) if engine else None
+    release = built.release() if built and not version else parse_version(version or "last")
+    release = release or LAST
+    _add_engine(found, target, ENGINE.name, old, values[target], release)
+    if draft in configs:
+        _add_engine(found, draft, DRAFT, configs[draft], values[draft], release)
+        found.overrides.append(Override(BLS.name, "draft_source", "off"))
+        found.notes.append(
+            "drafts are made for requests that ask for them (num_draft_tokens), as before; "
+            "tensorrt_llm_bls.draft_source=model makes them for all"
+        )
+    elif draft:
+        found.losses.append(f"there is no model {draft}, so no drafts of a model either")
+    if built and not (built.path / "config.json").is_file():
+        types = {tensor.name: dtype_of(tensor) for tensor in old.output}
+        spelled = {dtype: name for name, dtype in LOGITS_DTYPES.items()}
+        found.options["logits_dtype"] = spelled.get(types.get("generation_logits", ""))
+    first, batching = configs.get(BLS.name, old), old.dynamic_batching
+    found.options |= {
+        "max_batch_size": old.max_batch_size or None,
+        "max_queue_delay_us": batching.max_queue_delay_microseconds,
+        "max_queue_size": batching.default_queue_policy.max_queue_size,
+        "decoupled": first.model_transaction_policy.decoupled,
+    }
+    if not found.options["decoupled"] and "exclude_input_in_output" not in values[target]:
+        found.notes.append("answers begin with the prompt, as before")
+    count = instances_of(first)
+    if first is not old and count > 1:
+        found.notes.append(
+            f"tensorrt_llm_bls had {count} instances, one per request at a time; one process "
+            "serves them all here (--bls-instances for more)"
+        )
+    names = {target: ENGINE.name, draft: DRAFT} | {model.name: model.name for model in _TEXT}
+    _add_fields(found, {old: (new, configs[old]) for old, new in names.items() if old in configs})
+    _add_text_parameters(found, values, release)
+    others = configs.keys() - {model.name for model in MODELS} - {target, draft}
+    found.losses += [f"{name}: a model that is not converted" for name in sorted(others)]
+    return found
+
+
+def _add_engine(
+    found: Found, old: str, new: str, config: Any, values: dict[str, str], release: Version
+) -> None:
+    """The parameters of the engine ``old`` that the release reads, for the model ``new``."""
+    if new != old:
+        found.notes.append(f"{old} is called {new} here; requests to it need the new name")
+    if config.backend == "python":
+        told = "its Python backend is replaced by the C++ backend tensorrtllm"
+        found.notes.append(f"{old}: {told}")
+    kind = values.get("gpt_model_type", "inflight")
+    if "inflight" not in kind:
+        found.losses.append(f"{old}: gpt_model_type {kind} becomes in-flight batching")
+    if "gpu_device_ids" in values:
+        name = "gpu_device_ids" if new == ENGINE.name else "draft_gpu_device_ids"
+        found.options[name] = values["gpu_device_ids"]
+    for key, value in values.items():
+        if key in _NOT_COPIED:
+            continue
+        if key == "worker_path" and release >= _WORKER_PATH_RENAMED:
+            key = "executor_worker_path"
+        try:
+            check_backend(key, value, release)
+            found.overrides.append(Override(new, key, value))
+            if key == "exclude_input_in_output" and new == ENGINE.name:
+                found.overrides.append(Override(BLS.name, key, value))
+        except SettingsError as error:
+            why = f"as it had no effect: {error}"
+            found.notes.append(f"{old}.{key}={value} is left out, {why}")
+    policy = str(config.model_transaction_policy.decoupled).lower()
+    found.overrides.append(Override(new, "decoupled", policy))
+    known = {tensor.name: tensor.dtype for tensor in ENGINE.inputs}
+    for tensor in config.input:
+        name, dtype = tensor.name, dtype_of(tensor)
+        if name not in known.keys() | _NOT_HERE:
+            found.losses.append(f"{config.name}: input {name} is left out")
+        elif dtype != known.get(name, dtype) and name != "draft_logits":  # by the engine
+            here = f"{known[name]} here, not {dtype}"
+            found.losses.append(f"{config.name}: input {name} is {here}")
+
+
+def _add_fields(found: Found, configs: dict[str, tuple[str, Any]]) -> None:
+    """What is carried over as it is: instances, queue policies, warm-up. The rest is named.
+
+    ``configs`` has, by the old name of a model, its name here and its configuration.
+    """
+    carried = found.options["carried"] = {}
+    for old, (new, config) in configs.items():
+        for each, _ in config.ListFields():
+            kept = each.name in _CARRIED and (new, each.name) not in _NOT_CARRIED
+            files = each.name == "model_warmup" and "input_data_file" in str(config)
+            if kept and not files:
+                part = model_config_pb2.ModelConfig(**{each.name: getattr(config, each.name)})
+                carried.setdefault(new, model_config_pb2.ModelConfig()).MergeFrom(part)
+            elif each.name not in _WRITTEN and (new, each.name) != _NOT_CARRIED[0]:
+                why = "; copy its files" if files else ""
+                found.losses.append(f"{old}.{each.name} is left out: set it by hand{why}")
+
+
+def _add_text_parameters(found: Found, values: dict[str, dict[str, str]], release: Version) -> None:
+    """The text models' parameters, with the defaults that the release had."""
+    for (model, key), models in _TEXT_PARAMETERS.items():
+        value = values.get(model, {}).get(key)
+        if value is None and key == "add_special_tokens" and release < _TRUE_BY_DEFAULT_SINCE:
+            value = "false"
+            found.notes.append("add_special_tokens was not set, which meant false before 0.11")
+        if value is not None:
+            found.overrides += [Override(name, key, value) for name in models]
+    for name in [model.name for model in _TEXT]:
+        for key, value in values.get(name, {}).items():
+            try:
+                check(name, key, value)
+            except SettingsError as error:
+                if key not in _TOLD_ELSEWHERE:
+                    found.losses.append(f"{name}.{key} is left out: {error}")

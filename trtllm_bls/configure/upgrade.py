@@ -1,0 +1,425 @@
+"""``trtllm-bls upgrade``: a repository of an earlier version, brought to today's form in place.
+
+Each of this package's models is recognised by its ``model.py``, not by its name. Of its
+configuration only inputs, outputs and the ensemble's wires are written anew. The rest stays as the
+user has it, comments included. ``needs_upgrade`` tells ``serve`` why a repository cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import difflib
+import hashlib
+import os
+import pkgutil
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from trtllm_bls.bundled import REPOSITORY
+from trtllm_bls.configure.engine_dir import EngineDir, engine_facts, models_for, read_engine
+from trtllm_bls.configure.pbtxt import FORMAT, STEPS, model_config
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.settings.cpp_backend import Version, check_backend, parse_version
+from trtllm_bls.settings.model_config import dtype_of, read_config, values_of
+from trtllm_bls.settings.parameters import FORMAT_VERSION, WRITTEN_BY, check
+from trtllm_bls.wire.contract import BLS, ENGINE, ENSEMBLE, LLMAPI, MODELS, Model
+
+CPP_BACKEND = "tensorrtllm"
+_STEPS = [model.name for model in STEPS]
+# The first 16 digits of the SHA-256 of every model.py that versions before 0.3.0 wrote.
+with Path(__file__).with_name("model_files.csv").open(encoding="utf-8") as _file:
+    _WRITTEN = {row["sha256"]: row["model"] for row in csv.DictReader(_file)}
+_TODAYS = re.compile(
+    r'\s*(?:""".*?"""\s*)?from trtllm_bls\.triton\.(\w+) import TritonPythonModel\s*', re.S
+)
+_SPELLED_ANEW = {  # values that earlier versions wrote, and how they are spelled today
+    ("one_core", "true"): "on",
+    ("one_core", "false"): "off",
+    ("engine_transport", "bls"): "auto",
+}
+# Parameters that are gone, whose effect nobody misses: nothing is lost without them.
+_GONE = {"token_cache_bytes"}
+_PATHS = ("tokenizer_dir", "draft_tokenizer_dir", "model_dir", "model_yaml")
+
+
+@click.command(name="upgrade")
+@click.argument("repository", type=click.Path(path_type=Path))
+@click.option("--check", is_flag=True, help="Write nothing; exit code 1 if anything would change.")
+@click.option(
+    "--map",
+    "names",
+    multiple=True,
+    metavar="NAME=MODEL",
+    help="NAME is this package's MODEL, whatever its model.py holds, which is replaced.",
+)
+@click.option(
+    "--version",
+    "release",
+    default="",
+    help="TensorRT-LLM release of the container.  [default: the engine's]",
+)
+def command(repository: Path, check: bool, names: tuple[str, ...], release: str) -> None:
+    """Bring a model repository of an earlier version to today's form, in place.
+
+    The difference is shown first. Settings, comments, instances, queue policies, warm-up, caches
+    and models that are not this package's stay. What cannot be kept is named.
+
+    \b
+    Examples:
+      trtllm-bls upgrade /repository --check
+      trtllm-bls upgrade /repository
+      trtllm-bls upgrade /repository --map my_text=tensorrt_llm_bls
+    """
+    plan = plan_upgrade(repository, names_of(names), parse_version(release) if release else None)
+    for path, text in plan.files.items():
+        old = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        name = str(path.relative_to(repository))
+        lines = difflib.unified_diff(old, text.splitlines(), name, name, lineterm="")
+        click.echo("\n".join(lines))
+    for note in (*plan.notes, *(f"lost: {loss}" for loss in plan.losses)):
+        click.echo(f"note: {note}")
+    if check:
+        verdict = f"{len(plan.files)} files would change" if plan.files else "up to date"
+        click.echo(f"{repository}: {verdict}")
+        raise SystemExit(bool(plan.files))
+    for path, text in plan.files.items():
+        try:
+            replace_file(path, text)
+        except OSError as error:
+            raise SettingsError(f"{path}: cannot be written: {error.strerror}") from error
+    done = f"{len(plan.files)} files written" if plan.files else "up to date"
+    click.echo(f"{repository}: {done}")
+    click.echo(f"next: trtllm-bls serve --model-repository {repository}")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all; a link stays a link."""
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    if path.exists():
+        new.chmod(path.stat().st_mode)
+    new.replace(path)
+
+
+def names_of(texts: tuple[str, ...]) -> dict[str, str]:
+    """``NAME=MODEL`` of ``--map``; raises ``SettingsError``."""
+    found = {}
+    known = [model.name for model in MODELS]
+    for text in texts:
+        name, _, model = text.partition("=")
+        if not name or model not in known:
+            raise SettingsError(f"--map {text}: write NAME=MODEL; models: {', '.join(known)}")
+        found[name] = model
+    return found
+
+
+# --- which model it is ------------------------------------------------------------------------
+
+
+def model_of(code: Path) -> str | None:
+    """Which of this package's models a ``model.py`` is; ``None`` where no version wrote it so."""
+    try:
+        text = code.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if match := _TODAYS.fullmatch(text):
+        return match[1]
+    return _WRITTEN.get(hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def names_gone(code: Path) -> Iterator[str]:
+    """What a ``model.py`` imports from this package, as an earlier version had it."""
+    with suppress(OSError, SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(code.read_bytes())):
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            module = getattr(node, "module", None)
+            for alias in node.names:
+                name = f"{module}.{alias.name}" if module else alias.name
+                if name.partition(".")[0] == "trtllm_bls":
+                    try:
+                        pkgutil.resolve_name(name)
+                    except (ImportError, AttributeError):
+                        yield name
+
+
+def needs_upgrade(repository: Path) -> str:
+    """Why this version cannot load a repository, with the command to run; empty where it can."""
+    for code in sorted(repository.glob("*/[0-9]*/model.py")):
+        if gone := next(names_gone(code), None):
+            what = f"{code}: imports {gone}, which this version does not have"
+            return f"{what}; run trtllm-bls upgrade {shlex.quote(str(repository))}"
+    return ""
+
+
+def is_ours(repository: Path) -> bool:
+    """Whether a version of this package wrote any model of a repository."""
+    return any(model_of(code) for code in repository.glob("*/[0-9]*/model.py"))
+
+
+# --- what is to change ------------------------------------------------------------------------
+
+
+@dataclass
+class Upgrade:
+    """The files to write, what the user is told, and what is lost."""
+
+    files: dict[Path, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
+
+
+def plan_upgrade(repository: Path, names: Mapping[str, str], release: Version | None) -> Upgrade:
+    """What brings a repository to today's form. Raises ``SettingsError``."""
+    plan, configs = Upgrade(), _read(repository, names)
+    roles = _roles(plan, repository, configs, names)
+    engines = {}
+    for name, config in configs.items():
+        if config.backend == CPP_BACKEND and (place := values_of(config).get("gpt_model_path")):
+            engines[name] = read_engine(f"{name}: gpt_model_path", Path(place), check=False)
+    if engines:
+        told = values_of(configs[BLS.name]) if BLS.name in configs else {}
+        target = engines.get(told.get("tensorrt_llm_model_name", ENGINE.name))
+        release = release or (target.release() if target else None)
+        if release is None:
+            why = "the engine is not here, so tensors of the C++ backend stay as they are"
+            plan.notes.append(f"{why}; --version names TensorRT-LLM's release")
+    for name, role in roles.items():
+        old, wanted = configs[name], model_config_pb2.ModelConfig()
+        wanted.CopyFrom(old)
+        models = _models(old, bool(engines), release)
+        if values_of(old).get("tensors") == "llmapi":
+            models[role] = LLMAPI
+        if role in models:
+            called = zip(_STEPS, old.ensemble_scheduling.step, strict=False)
+            steps = [replace(models[each], name=step.model_name) for each, step in called]
+            model = replace(models[role], name=name)
+            _add_tensors(plan, wanted, model_config(model, {}, steps, old.max_batch_size))
+        _add_parameters(plan, repository, wanted, role, engines.get(name), release)
+        path = repository / name / "config.pbtxt"
+        text = path.read_text(encoding="utf-8")
+        is_todays = values_of(old).get(FORMAT_VERSION) == FORMAT[FORMAT_VERSION]
+        if not is_todays or edited(text, wanted) != text:
+            for key, value in FORMAT.items():
+                wanted.parameters[key].string_value = value
+            plan.files[path] = edited(text, wanted)
+        todays_code = (REPOSITORY / role / "1" / "model.py") if old.backend == "python" else None
+        for code in sorted((repository / name).glob("[0-9]*/model.py")):
+            if todays_code and code.read_bytes() != todays_code.read_bytes():
+                plan.files[code] = todays_code.read_text(encoding="utf-8")
+    return plan
+
+
+def _read(repository: Path, names: Mapping[str, str]) -> dict[str, Any]:
+    """Each model's configuration; raises ``SettingsError`` where nothing can be upgraded."""
+    if not repository.is_dir():
+        raise SettingsError(f"{repository}: no such directory")
+    files = sorted(repository.glob("*/config.pbtxt"))
+    configs = {path.parent.name: read_config(path) for path in files}
+    if unknown := names.keys() - configs.keys():
+        raise SettingsError(f"--map {unknown.pop()}: no such model; there are {', '.join(configs)}")
+    if not names and not is_ours(repository):
+        mend = f"for TensorRT-LLM's own: trtllm-bls configure --from {repository} --out NEW"
+        raise SettingsError(f"{repository}: no version of this package wrote it; {mend}")
+    for config in configs.values():
+        if int(values_of(config).get(FORMAT_VERSION) or 0) > int(FORMAT[FORMAT_VERSION]):
+            writer = values_of(config).get(WRITTEN_BY, "a later version")
+            raise SettingsError(f"{repository}: {writer} wrote it; install that version")
+    return configs
+
+
+def _roles(
+    plan: Upgrade, repository: Path, configs: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, str]:
+    """Which of this package's models each one is, by name; others are left out."""
+    roles = {}
+    for name, config in configs.items():
+        codes = sorted((repository / name).glob("[0-9]*/model.py"))
+        written = [model_of(code) for code in codes]
+        gone = [each for code in codes for each in names_gone(code)]
+        if config.backend == CPP_BACKEND:
+            roles[name] = ENGINE.name
+        elif name in names:
+            roles[name] = names[name]
+            if None in written:
+                plan.losses.append(f"{name}: its own model.py, which --map replaces")
+        elif written and None not in written:
+            roles[name] = str(written[0])
+        elif gone:
+            what = "its model.py is not as any version wrote it, so it stays"
+            plan.losses.append(f"{name}: {what}; it imports {', '.join(gone)}, not here any more")
+    for name, config in configs.items():
+        if [roles.get(step.model_name) for step in config.ensemble_scheduling.step] == _STEPS:
+            roles[name] = ENSEMBLE.name
+    return roles
+
+
+def _models(config: Any, cpp: bool, release: Version | None) -> dict[str, Model]:
+    """Tensors as they are today, by model; without those that an unknown release decides."""
+    if not cpp:
+        return {model.name: model for model in MODELS}
+    if release is None:
+        return {BLS.name: BLS}
+    types = {tensor.name: dtype_of(tensor) for tensor in config.output}
+    return models_for(release, types.get("generation_logits", "FP32"))
+
+
+def _add_tensors(plan: Upgrade, wanted: Any, todays: Any) -> None:
+    """Inputs, outputs and an ensemble's wires as they are today."""
+    for side in ("input", "output"):
+        known = {tensor.name for tensor in getattr(todays, side)}
+        for tensor in getattr(wanted, side):
+            if tensor.name not in known:
+                plan.losses.append(f"{wanted.name}: {side} {tensor.name}")
+        wanted.ClearField(side)
+        getattr(wanted, side).extend(getattr(todays, side))
+    for step, now in zip(
+        wanted.ensemble_scheduling.step, todays.ensemble_scheduling.step, strict=False
+    ):
+        for maps in ("input_map", "output_map"):
+            mapped, known = getattr(step, maps), getattr(now, maps)
+            gone = sorted(key for key, wire in mapped.items() if known.get(key) != wire)
+            plan.losses += [f"{wanted.name}: {step.model_name}.{key} from another" for key in gone]
+            mapped.clear()
+            mapped.update(known)
+    batches = wanted if wanted.HasField("dynamic_batching") else todays
+    if FORMAT_VERSION not in wanted.parameters and batches.HasField("dynamic_batching"):
+        wanted.dynamic_batching.CopyFrom(batches.dynamic_batching)  # 0.1.0 wrote none
+
+
+def _add_parameters(
+    plan: Upgrade,
+    repository: Path,
+    wanted: Any,
+    role: str,
+    engine: EngineDir | None,
+    release: Version | None,
+) -> None:
+    """Parameters as they are spelled today; paths inside the repository become relative."""
+    for key, value in values_of(wanted).items():
+        new = _SPELLED_ANEW.get((key, value.lower()), value)
+        if key in _PATHS and role != ENSEMBLE.name and new:
+            new = _inside(plan, repository, wanted.name, key, new)
+        try:
+            if wanted.backend == CPP_BACKEND:
+                check_backend(key, new, release)
+            else:
+                check(role, key, new)
+            wanted.parameters[key].string_value = new
+        except SettingsError as error:
+            if key not in _GONE:
+                plan.losses.append(f"{wanted.name}.{key}={value}: {error}")
+            del wanted.parameters[key]
+    values = values_of(wanted)
+    if engine is not None and release is not None and engine.version:
+        for key, value in engine_facts(engine, release, values).items():
+            wanted.parameters[key].string_value = values.get(key, value)
+
+
+def _inside(plan: Upgrade, repository: Path, name: str, key: str, value: str) -> str:
+    """A path of a parameter. ``model.yaml`` is copied in, so that the repository is whole."""
+    path, root = Path(os.path.abspath(repository / value)), Path(os.path.abspath(repository))
+    if path.is_relative_to(root):
+        return str(path.relative_to(root))
+    if key != "model_yaml":
+        return value
+    copy = repository / name / "1" / "model.yaml"
+    try:
+        plan.files[copy] = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"{name}: {key}={value} cannot be read ({error})"
+        plan.losses.append(f"{what}; copy it to {copy.relative_to(repository)}")
+    return str(copy.relative_to(repository))
+
+
+# --- a configuration, edited as text ----------------------------------------------------------
+
+_TOKEN = re.compile(
+    r"""\s+|#[^\n]*|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?|[][{}<>:;,]|[^][{}<>:;,\s"'#]+"""
+)
+
+
+def edited(text: str, wanted: Any) -> str:
+    """A ``config.pbtxt`` that means ``wanted``. What means the same keeps its words and its place,
+    and every comment stays."""
+    todo = dict(_elements(wanted, Counter()))
+    seen: Counter[str] = Counter()
+    pieces = [""]
+    last: dict[str, int] = {}
+    for piece in _pieces(text):
+        part = text_format.Parse(piece, model_config_pb2.ModelConfig(), allow_unknown_field=True)
+        elements = dict(_elements(part, seen))
+        if any(todo.get(name) != spelled for name, spelled in elements.items()):
+            comments = [t + "\n" for t in _TOKEN.findall(piece) if t.startswith("#")]
+            piece = "".join([*comments, *(todo.get(name, "") for name in elements)])
+        for name in elements:
+            todo.pop(name, None)
+            last[name[0]] = len(pieces)
+        pieces.append(piece)
+    for (kind, _), spelled in todo.items():
+        place = last.get(kind, len(pieces) - 1)
+        line_end = "" if pieces[place][-1:] in ("", "\n") else "\n"
+        pieces[place] += line_end + spelled
+    return "".join(pieces)
+
+
+def _elements(config: Any, seen: Counter[str]) -> Iterator[tuple[tuple[str, Any], str]]:
+    """Each field, or each element of one that repeats, with its words. Tensors and parameters are
+    known by their names, other elements by their place; ``seen`` counts them."""
+    for each, value in config.ListFields():
+        kind, make = each.name, model_config_pb2.ModelConfig
+        if kind == "parameters":
+            parts = [(key, make(parameters={key: value[key]})) for key in sorted(value)]
+        elif isinstance(value, str) or not hasattr(value, "__len__"):
+            parts = [("", make(**{kind: value}))]
+        elif kind in ("input", "output"):
+            parts = [(item.name, make(**{kind: [item]})) for item in value]
+        else:
+            parts = [(str(seen[kind] + i), make(**{kind: [item]})) for i, item in enumerate(value)]
+            seen[kind] += len(value)
+        for name, part in parts:
+            yield (kind, name), text_format.MessageToString(part)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text cut before each field; comments stand with the field that they precede or share a
+    line with."""
+    cuts, depth, named, done = [0], 0, False, False  # inside a field; behind its value
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token[0].isspace() or token[0] == "#":
+            if done and "\n" in token:
+                cuts.append(match.start() + token.index("\n") + 1)
+                done = False
+            continue
+        if token in "[{<":
+            depth += 1
+        elif token in "]}>":
+            depth -= 1
+            done, named = depth == 0, depth > 0
+        elif depth or token in ":;,":
+            continue
+        elif token[0] in "\"'" and not named:  # a text goes on where another one ended
+            if not done:
+                cuts.pop()
+            done = True
+        elif named:
+            done, named = True, False
+        else:
+            if done:
+                cuts.append(match.start())
+            done, named = False, True
+    yield from (text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True) if a < b)

@@ -1,0 +1,130 @@
+"""Conversations with a model of a Triton server that answers them by itself: a pipeline's ``chat``.
+
+A request is one JSON text, and an answer events of JSON, in the tensors that the contract names.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import AsyncGenerator
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+from trtllm_bls.errors import EngineError, EngineUnavailable, Unsupported, from_wire
+from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
+from trtllm_bls.types import KEY_SALT, Sampling, TextRequest
+from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
+from trtllm_bls.wire.kserve import (
+    SERVICE,
+    ResponseStream,
+    is_final,
+    output_arrays,
+    packed_infer_message,
+)
+
+_SAME = (
+    *("max_tokens", "fits_max_tokens", "stop_words", "include_stop", "stop_token_ids"),
+    *("bad_words", "end_id", "skip_special_tokens", "prediction"),
+)
+_GUIDES = {"json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
+
+
+def chat_request(request: TextRequest) -> bytes:
+    """A request for a conversation, as JSON. Raises ``Unsupported`` for what no pipeline can do."""
+    if request.messages is None:
+        raise Unsupported("model", "is a pipeline, which answers conversations alone")
+    if request.num_return_sequences > 1:
+        raise Unsupported("n", "above 1: a pipeline gives one answer; send several requests")
+    if request.wants.log_probs:
+        raise Unsupported("logprobs", "a pipeline tells none")
+    options: dict[str, Any] = {
+        each.name: getattr(request.sampling, each.name) for each in fields(Sampling)
+    }
+    options |= {name: getattr(request, name) for name in _SAME}
+    options |= {
+        "token_bias": dict(request.token_bias),
+        "variables": request.chat.variables,
+        "tool_choice": None if request.chat.tool_choice == "auto" else request.chat.tool_choice,
+        "parallel_tool_calls": None if request.chat.parallel_tool_calls else False,
+        "continue_final_message": request.chat.continue_final_message,
+    }
+    guide = {name: array.item().decode() for name, array in request.extras.items()}
+    if (kind := guide.get("guided_decoding_guide_type")) is not None:
+        name = _GUIDES.get(kind, "json_schema")
+        options[name] = guide.get("guided_decoding_guide", '{"type":"object"}')
+    salt = request.cache_salt  # one that the caller chose is another, of its key
+    if "cache_salt" in guide:
+        salt = KEY_SALT + guide["cache_salt"]
+    asked = {
+        "messages": json.loads(request.messages),
+        "tools": json.loads(request.chat.tools or "[]"),
+        "options": {name: value for name, value in options.items() if value not in (None, (), {})},
+        "key": request.tenant,
+        "cache_salt": salt,
+    }
+    return json.dumps(asked).encode()
+
+
+class ChatModels:
+    """The pipelines behind the gRPC port ``url``."""
+
+    def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
+        self._channel = GrpcChannel(url, tls=tls)
+
+    async def events(
+        self, model: str, request: TextRequest
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """The events of an answer as they come. Closing the iterator ends the model's work."""
+        text = np.array([chat_request(request), None], np.object_)[:1]
+        message = packed_infer_message(
+            model,
+            request.request_id,
+            [(CHAT_REQUEST, "BYTES", text)],
+            [CHAT_EVENTS],
+            request.traceparent,
+        )
+        stream = _Events(model, self._channel, message)
+        try:
+            await stream.wait()
+            while arrived := stream.take():
+                for events in arrived:
+                    yield events
+                await stream.wait()
+        finally:
+            await stream.aclose()
+
+    async def close(self) -> None:
+        """End what runs, and disconnect."""
+        await self._channel.close()
+
+
+class _Events(ResponseStream[list[dict[str, Any]]]):
+    """The events of one answer, as far as they have arrived."""
+
+    def __init__(self, model: str, channel: GrpcChannel, message: bytes) -> None:
+        super().__init__()
+        self._model = model
+        self._call = channel.open(SERVICE + "ModelStreamInfer", self.on_messages, self.on_end)
+        self._call.send(message)
+
+    def _read(self, messages: list[bytes], items: list[list[dict[str, Any]]]) -> bool:
+        for message in messages:
+            reply = service_pb2.ModelStreamInferResponse.FromString(message)
+            if reply.error_message:
+                raise from_wire(reply.error_message)
+            outputs = output_arrays(reply.infer_response)
+            items += [json.loads(packed) for packed in outputs.get(CHAT_EVENTS, ())]
+            if is_final(reply.infer_response):
+                return True
+        return False
+
+    def _failure(self, error: GrpcError | None) -> EngineError:
+        kind = EngineUnavailable if error is not None and error.unreachable else EngineError
+        return kind(f"{self._model}: {error.details if error else 'ended in mid-stream'}")
+
+    def _unreadable(self, error: Exception) -> EngineError:
+        return EngineError(f"{self._model}: a response cannot be read: {error}")

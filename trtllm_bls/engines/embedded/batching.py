@@ -1,0 +1,464 @@
+"""The embedded engine: sequences, the steps that compute them, and the thread that runs steps.
+
+``Sequence`` decides when a sequence ends and what its chunks hold; ``Batcher`` which sequences run,
+and what each step computes for them; ``EmbeddedEngine`` owns the thread, the queue limit and
+delivery (one wake-up per step and event loop, however many tokens the step made).
+
+One step is one forward pass over all running sequences: the next token of each, drafts to be
+verified, and as much of waiting prompts as fits. Sequences join and leave between any two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
+from trtllm_bls.engines.embedded.guides import GUIDE, GUIDE_TYPE, GrammarMatcher, Guides
+from trtllm_bls.engines.embedded.model import Runner, Segment, load
+from trtllm_bls.engines.request_checks import check_request
+from trtllm_bls.engines.sampling import TokenSampler, log_prob
+from trtllm_bls.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    Unsupported,
+)
+from trtllm_bls.settings.parameters import EngineParameters
+from trtllm_bls.text.stopping import StoppingCriteria
+from trtllm_bls.types import (
+    Array,
+    EngineCapacity,
+    EngineChunk,
+    EngineMetrics,
+    EngineRequest,
+    FinishReason,
+)
+
+_QUEUE_SIZE = 1024  # where the parameter leaves it to the engine
+_SHORT = 64  # rows; a draft round or a chat's next turn: cheap enough to pass a long prompt
+
+_log = logging.getLogger(__name__)
+
+EngineEvent: TypeAlias = EngineChunk | EngineError | InvalidRequest
+
+
+@dataclass(eq=False)
+class Submission:
+    """One request of ``unfinished`` sequences, whose events go to ``chunks`` on ``loop``.
+
+    Once it is ``cancelled``, which any thread may do, it ends within a step.
+    """
+
+    unfinished: int
+    chunks: QueuedChunks
+    loop: asyncio.AbstractEventLoop
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: bool = False
+
+
+class Sequence:
+    """Number ``index`` of its request; ``owner`` gets its chunks. ``capacity``: the engine's own.
+
+    ``guide`` is this sequence's alone.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        index: int,
+        capacity: EngineCapacity,
+        owner: Submission,
+        guide: GrammarMatcher | None = None,
+    ) -> None:
+        assert capacity.vocab_size is not None and capacity.max_sequence_tokens is not None
+        self.request, self.index, self.owner = request, index, owner
+        self.tokens = list(request.input_ids)
+        self.slot: int | None = None
+        self.computed = 0  # tokens whose keys and values the slot holds
+        self.finish: FinishReason | None = None
+        self._vocab_size, length = capacity.vocab_size, capacity.max_sequence_tokens
+        self._sampler = TokenSampler(request, index, self._vocab_size, guide)
+        room = length - len(self.tokens)
+        self._criteria = StoppingCriteria.of(request, min(request.max_tokens, room))
+        self._draft = request.draft.token_ids[:room] if request.draft else ()
+        wants = request.wants
+        wanted = wants.log_probs or wants.generation_logits or wants.context_logits
+        self.needs_rows = wanted or self._sampler.needs_row  # beyond the best token of each
+        self._reported = len(self.tokens)
+        self._cum_log_prob = 0.0
+        self._log_probs: list[float] = []
+        self._logits: list[Array] = []
+        self._context: list[Array] = []
+        self._metrics = {
+            "arrival_time_ns": time.monotonic_ns(),
+            "total_accepted_draft_tokens": 0,
+            "total_draft_tokens": len(self._draft),
+        }
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether prompt tokens are still to be computed."""
+        return self.computed < len(self.request.input_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens to be computed before the next one can be chosen, and the draft after them."""
+        return len(self.tokens) - self.computed + len(self._draft)
+
+    def start(self, slot: int, reused: int) -> None:
+        """It has a slot, which holds its first ``reused`` tokens already."""
+        self.slot, self.computed = slot, reused
+        self._metrics["first_scheduled_time_ns"] = time.monotonic_ns()
+        self._metrics["kv_cache_reused_blocks"] = reused
+
+    def segment(self, most: int) -> Segment:
+        """Its next rows: all that is left, draft included, or a piece of ``most`` tokens."""
+        assert self.slot is not None
+        tokens, keep = [*self.tokens[self.computed :], *self._draft], 1 + len(self._draft)
+        if len(tokens) > most:
+            # A draft is verified in one piece. One row at least is kept, to see NaN early.
+            tokens, keep = tokens[: min(most, len(tokens) - keep)], 1
+        if self.request.wants.context_logits and self.reads_prompt:
+            keep = len(tokens)
+        return Segment(self.slot, self.computed, tokens, keep)
+
+    def computed_to(self, end: int, best: list[int], rows: Array | None) -> None:
+        """Its tokens up to ``end`` are computed, and perhaps its draft: choose what comes next.
+
+        ``best`` and ``rows`` [kept, vocab] are of the last rows of what was computed; rows only
+        where ``needs_rows``. Raises ``EngineError`` where no token can be chosen.
+        """
+        if self.request.wants.context_logits and rows is not None and self.reads_prompt:
+            self._context.append(rows[: len(self.request.input_ids) - self.computed].copy())
+        self.computed = end
+        if end < len(self.tokens):
+            return
+        if self._sampler.complete:
+            self.finish = FinishReason.END_ID  # nothing may follow the prompt
+            return
+        for position, drafted in enumerate([*self._draft, None]):
+            row = None if rows is None else rows[position - len(self._draft) - 1]
+            token = best[position - len(self._draft) - 1]
+            if row is not None and self._sampler.needs_row:
+                token = self._sampler.choose(row, position)
+            self._metrics["total_accepted_draft_tokens"] += token == drafted
+            self._take(token, row)
+            if self.finish or token != drafted:
+                break
+        if self._draft:  # verified, and so finished, whatever it asked for
+            self.finish = self.finish or FinishReason.LENGTH
+
+    def chunk(self) -> EngineChunk | None:
+        """What is new and may leave now; of a non-streaming sequence all of it, at its end."""
+        new = tuple(self.tokens[self._reported :])
+        if not self.finish and not (new and self.request.streaming):
+            return None
+        wants, logits, metrics = self.request.wants, None, None
+        reused = self._metrics.get("kv_cache_reused_blocks", 0)
+        if wants.generation_logits:
+            logits = np.array(self._logits, dtype=np.float32).reshape(-1, self._vocab_size)
+        if wants.perf_metrics:  # on every response, as TensorRT-LLM sends them
+            metrics = EngineMetrics(  # a block is one token here
+                kv_cache_alloc_new_blocks=self.computed - reused,
+                kv_cache_alloc_total_blocks=self.computed,
+                **self._metrics,
+            )
+        chunk = EngineChunk(
+            token_ids=new,
+            sequence_index=self.index,
+            final=self.finish is not None,
+            finish_reason=self.finish,
+            log_probs=tuple(self._log_probs) if wants.log_probs else None,
+            cum_log_prob=self._cum_log_prob if wants.log_probs else None,
+            context_logits=np.concatenate(self._context) if self._context else None,
+            generation_logits=logits,
+            metrics=metrics,
+            cached_tokens=reused if self._reported == len(self.request.input_ids) else None,
+        )
+        self._reported = len(self.tokens)
+        self._log_probs, self._logits, self._context = [], [], []
+        return chunk
+
+    def _take(self, token: int, row: Array | None) -> None:
+        """Make the token part of the text, unless it is the end token, and see whether it ends."""
+        self._metrics["last_token_time_ns"] = time.monotonic_ns()
+        self._metrics.setdefault("first_token_time_ns", self._metrics["last_token_time_ns"])
+        kept, self.finish = self._criteria.feed((token,))
+        if not kept:
+            return
+        self.tokens.append(token)
+        self._sampler.push(token)
+        if row is not None and self.request.wants.log_probs:
+            self._log_probs.append(log_prob(row, token))
+            self._cum_log_prob += self._log_probs[-1]
+        if row is not None and self.request.wants.generation_logits:
+            self._logits.append(row.copy())  # the row is part of the whole step's array
+        if self._sampler.complete and self.finish is not FinishReason.STOP:
+            self.finish = FinishReason.END_ID
+
+
+class Batcher:
+    """``events``: what happened since they were last taken. ``max_rows`` is of one step.
+
+    Only the engine's thread may call it; ``add`` and ``num_present`` may be called from any.
+    """
+
+    def __init__(self, runner: Runner, max_rows: int) -> None:
+        self.events: list[tuple[Submission, EngineEvent]] = []
+        self.num_computed_tokens = 0  # rows of all forward passes so far
+        self._runner, self._slots, self._max_rows = runner, runner.slots, max_rows
+        self._waiting: list[Sequence] = []  # in order of arrival, like those that run
+        self._running: list[Sequence] = []
+
+    @property
+    def num_present(self) -> int:
+        """Sequences that wait or run."""
+        return len(self._waiting) + len(self._running)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue them; they start in order of arrival, as soon as a slot is free."""
+        self._waiting.extend(sequences)
+
+    def step(self) -> None:
+        """One forward pass. Never raises for what a request or the model did wrong."""
+        for sequence in [s for s in (*self._running, *self._waiting) if s.owner.cancelled]:
+            sequence.finish = FinishReason.CANCELLED
+            self._report(sequence)
+        self._admit()
+        # Single tokens come first, in the order of their slots. Rows and slots then line up, and
+        # attention needs no gather.
+        planned = sorted(self._plan(), key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
+        if not planned:
+            return
+        segments = [segment for _, segment in planned]
+        num_rows = sum(len(segment.tokens) for segment in segments)
+        try:
+            logits = self._runner.forward(segments)
+            highest, best = (part.tolist() for part in logits.max(dim=-1))
+        except Exception as error:
+            _log.exception("a step of %d rows failed", num_rows)
+            for sequence, _ in planned:
+                problem = f"the engine's step failed: {type(error).__name__}"
+                self._fail(sequence, EngineError(problem))
+            return
+        self.num_computed_tokens += num_rows
+        host = logits.cpu().numpy() if any(s.needs_rows for s, _ in planned) else None
+        kept = slice(0, 0)
+        for sequence, segment in planned:
+            kept = slice(kept.stop, kept.stop + segment.keep)
+            if not all(map(math.isfinite, highest[kept])):
+                self._slots.scrub(segment.slot)  # its keys and values are no better
+                self._fail(sequence, EngineError("the model gave logits that are not finite"))
+                continue
+            rows = host[kept] if host is not None and sequence.needs_rows else None
+            try:
+                sequence.computed_to(segment.end, best[kept], rows)
+            except (EngineError, InvalidRequest) as error:
+                self._fail(sequence, error)
+            except Exception as error:
+                _log.exception("choosing a token failed")
+                problem = f"choosing a token failed: {type(error).__name__}"
+                self._fail(sequence, EngineError(problem))
+            else:
+                self._report(sequence)
+
+    def fail_all(self, problem: str) -> None:
+        """End everything with an ``EngineError``."""
+        for sequence in [*self._running, *self._waiting]:
+            self._fail(sequence, EngineError(problem))
+
+    def _admit(self) -> None:
+        # The sequences of one request share its prompt: the first computes it, the others wait.
+        read = {id(s.request) for s in self._running if s.reads_prompt}
+        for sequence in self._waiting.copy():
+            reuse = not sequence.request.wants.context_logits
+            if not self._slots.free:
+                break
+            if reuse and id(sequence.request) in read:
+                continue
+            slot, reused = self._slots.claim(sequence.tokens, reuse=reuse)
+            sequence.start(slot, reused)
+            self._running.append(sequence)
+            self._waiting.remove(sequence)
+            if reused < len(sequence.tokens) - 1:
+                read.add(id(sequence.request))
+
+    def _plan(self) -> list[tuple[Sequence, Segment]]:
+        """This step's segment of each sequence that gets one.
+
+        Sequences that decode a single token always get it. Then those with few rows pass those with
+        many, but half of the rows that are left stays for the latter. The oldest sequence may take
+        all rows that are left, so that nobody starves.
+        """
+        planned = [(s, s.segment(1)) for s in self._running if s.num_rows == 1]
+        several = [s for s in self._running if s.num_rows > 1]
+        left = self._max_rows - len(planned)
+        reserved = left // 2 if any(s.num_rows > _SHORT for s in several) else 0
+        for sequence in sorted(several, key=lambda s: s.num_rows > _SHORT):
+            passes = sequence.num_rows <= _SHORT and sequence is not several[0]
+            segment = sequence.segment(max(left - reserved, 0) if passes else left)
+            if segment.tokens:
+                planned.append((sequence, segment))
+                left -= len(segment.tokens)
+        return planned
+
+    def _fail(self, sequence: Sequence, error: EngineError | InvalidRequest) -> None:
+        self.events.append((sequence.owner, error))
+        sequence.owner.cancelled = True  # the other sequences of the request end with it
+        self._free(sequence)
+
+    def _report(self, sequence: Sequence) -> None:
+        chunk = sequence.chunk()
+        if chunk is not None:
+            self.events.append((sequence.owner, chunk))
+        if sequence.finish:
+            self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        if sequence.slot is None:
+            self._waiting.remove(sequence)
+        else:
+            self._slots.release(sequence.slot)
+            self._running.remove(sequence)
+
+
+class EmbeddedEngine:
+    """Runs a Hugging Face decoder-only checkpoint, many requests at once.
+
+    Loading takes seconds and raises ``CheckpointError`` or ``SettingsError``. Implements
+    ``trtllm_bls.engines.base.Engine``; as a context manager it closes itself.
+    """
+
+    def __init__(
+        self, parameters: EngineParameters, name: str = "embedded", device: str | None = None
+    ) -> None:
+        self.name = name
+        self._queue_size = parameters.max_queue_size or _QUEUE_SIZE
+        self._most = parameters.max_batch + self._queue_size
+        self._runner = load(parameters, device)
+        self._capacity = EngineCapacity(
+            vocab_size=self._runner.vocab_size,
+            max_sequence_tokens=self._runner.slots.length,
+            max_draft_tokens=parameters.max_draft_len,
+        )
+        self._guides = Guides(
+            parameters.model_dir, self._runner.vocab_size, parameters.guide_compile_seconds
+        )
+        self._batcher = Batcher(self._runner, parameters.max_tokens_per_step)
+        self._closing = False
+        self._changed = threading.Condition()  # of closing, or of what the batcher has to do
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._thread.start()
+
+    async def capacity(self) -> EngineCapacity:
+        """Known since the load."""
+        return self._capacity
+
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        """See ``Engine.generate``. May be called on several event loops."""
+        return TaskChunks(partial(self._answer, request))
+
+    async def _answer(self, request: EngineRequest, chunks: QueuedChunks) -> None:
+        """Fill ``chunks``; cancelling it cancels the request."""
+        check_request(request, self._capacity)
+        for name, array in request.extras.items():
+            if np.size(array) and name not in (GUIDE, GUIDE_TYPE):
+                raise Unsupported(name, "this engine cannot honour it")
+        wanted, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
+        if wanted > length:
+            note = "%s: prompt and completion of %d tokens are cut to %d"
+            _log.warning(note, request.request_id, wanted, length)
+        guide = await self._guides.of(request) if request.extras else None
+        submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
+        sequences = [
+            Sequence(request, index, self._capacity, submission, guide and guide.copy())
+            for index in range(request.num_return_sequences)
+        ]
+        self._add(sequences)
+        try:
+            await submission.ended.wait()
+        finally:
+            submission.cancelled = True
+
+    def _add(self, sequences: list[Sequence]) -> None:
+        with self._changed:
+            if self._closing:
+                raise EngineUnavailable("the engine is closed")
+            if self._batcher.num_present + len(sequences) > self._most:
+                problem = f"Maximum queue size of {self._queue_size} is reached"
+                raise Overloaded(problem, retry_after_s=1)
+            self._batcher.add(sequences)
+            self._changed.notify()
+
+    async def close(self) -> None:
+        """``shutdown`` without blocking the loop."""
+        await asyncio.to_thread(self.shutdown)
+
+    def shutdown(self) -> None:
+        """End what runs with an ``EngineError`` and free the model. May be called twice."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._guides.close()
+
+    def __enter__(self) -> EmbeddedEngine:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.shutdown()
+
+    def _run(self) -> None:
+        """The engine's thread: a step after the other while there is work."""
+        torch.set_num_threads(self._runner.threads)  # torch keeps it per thread
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._batcher.num_present)
+                if self._closing:
+                    break
+            try:
+                self._batcher.step()
+            except Exception:  # a mistake of ours; the engine lives on
+                _log.exception("a step failed outside the model")
+                self._batcher.fail_all("the engine's scheduler failed")
+            self._deliver()
+        self._batcher.fail_all("the engine was closed")
+        self._deliver()
+        self._runner.close()
+
+    def _deliver(self) -> None:
+        """Hand the step's events over, one wake-up per event loop."""
+        events, self._batcher.events = self._batcher.events, []
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Submission, EngineEvent]]] = {}
+        for owner, event in events:
+            loops.setdefault(owner.loop, []).append((owner, event))
+        for loop, batch in loops.items():
+            try:
+                loop.call_soon_threadsafe(_put, batch)
+            except RuntimeError:  # the loop is closed: nobody will read
+                for owner, _ in batch:
+                    owner.cancelled = True
+
+
+def _put(batch: list[tuple[Submission, EngineEvent]]) -> None:
+    """Hand events to their readers, on their loop."""
+    for owner, event in batch:
+        if isinstance(event, EngineChunk):
+            owner.chunks.put([event])
+            owner.unfinished -= event.final
+        else:
+            owner.chunks.fail(event)
+            owner.unfinished = 0
+        if not owner.unfinished:
+            owner.ended.set()

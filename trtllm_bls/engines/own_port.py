@@ -1,0 +1,64 @@
+"""Whether a gRPC port is that of the server to which this process belongs, and what that tells."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+
+from trtllm_bls.errors import EngineUnavailable
+from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
+
+_STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+
+
+def listening_processes(url: str) -> set[int]:
+    """The processes that listen at ``url`` (host:port); none where the host is another machine.
+
+    Processes of other users cannot be seen.
+    """
+    host, _, port = url.rpartition(":")
+    if host.strip("[]") not in ("localhost", "127.0.0.1", "::1") or not port.isdecimal():
+        return set()
+    import psutil
+
+    return {
+        connection.pid
+        for connection in psutil.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+        and tuple(connection.laddr)[1:] == (int(port),)
+        and connection.pid is not None
+    }
+
+
+def is_own(url: str) -> bool | None:
+    """Whether the port belongs to a process that this one descends from.
+
+    With host networking another Triton may own the default port. ``None``: nobody listens at the
+    port, or its owner cannot be seen.
+    """
+    known = listening_processes(url)
+    if not known:
+        return None
+    import psutil
+
+    return not known.isdisjoint((os.getpid(), *(each.pid for each in psutil.Process().parents())))
+
+
+async def stream_thread_has_returned(url: str, tls: ssl.SSLContext | None = None) -> None:
+    """Return once the thread has returned from handing over each request that came before.
+
+    It is the thread of the server that this process belongs to, whose gRPC port is at ``url``
+    (host:port). Triton has one thread for the requests of all streams, so it answers another stream
+    only after that. The request sent here names no model, so the thread itself answers with an
+    error and no model sees it. Raises ``EngineUnavailable`` where the server cannot be asked.
+    """
+    if not await asyncio.to_thread(is_own, url):
+        raise EngineUnavailable(f"{url} is not known to be this server's gRPC port")
+    channel = GrpcChannel(url, tls=tls)
+    try:
+        await channel.unary(_STREAM_INFER, b"")
+    except GrpcError as error:
+        raise EngineUnavailable(f"{url}: {error}") from error
+    finally:
+        await channel.close()

@@ -1,1 +1,0 @@
-"""Triton models over gRPC (``grpc``), and whose the gRPC port is (``own_port``)."""

@@ -1,0 +1,423 @@
+"""TensorRT-LLM's own gRPC service (``trtllm-serve --grpc``) as an engine.
+
+One HTTP/2 connection; each request is a call of its own. A request is ended from here by ``Abort``,
+and only then is its call cancelled: a cancelled call alone can leave the server generating to the
+end. The end of an aborted stream is never waited for, since a queued request may have none.
+
+In this order: a request as a message, messages as an answer, the engine, and its running requests.
+Written from the service's protocol and source and tested against a server that plays it
+(``doubles.trtllm_service``); not run on a TensorRT-LLM so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import ssl
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from packaging.version import InvalidVersion, Version
+
+from trtllm_bls.engines import trtllm_fields as trtllm
+from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls, wire_id
+from trtllm_bls.engines.trtllm_service import service_messages as messages
+from trtllm_bls.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    TrtllmBlsError,
+    Unsupported,
+)
+from trtllm_bls.types import (
+    EngineCapacity,
+    EngineChunk,
+    EngineRequest,
+    FinishReason,
+    SpeculationStats,
+    TopLogProbs,
+)
+from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
+
+_ASK_SECONDS = 10.0  # for information about the model
+_PROBE_SECONDS = 5.0  # for a silent server to say how it is
+# For an Abort to be answered, before its call is cancelled all the same: on a busy host a server
+# takes seconds, and a call that is cancelled first may run to its end.
+_ABORT_SECONDS = 10.0
+_AGAIN_SECONDS = 0.2  # until a request that may not have begun is aborted again
+_CLOSE_SECONDS = 1.0  # for aborts under way
+_HEALTH_SECONDS = 1.0  # between questions for its health
+_LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
+_READ = Version("1.3.0rc29")  # whose source was read; earlier ones ignore some fields
+
+_TOO_LONG = re.compile(
+    r"maximum context length|default_max_tokens.{0,200}must be greater than 0|max_num_tokens"
+    r"|message larger than max|(prompt|input) length.{0,200}exceed|exceeds? max_(input|seq)_len",
+    re.IGNORECASE,
+)
+_OTHER = "another gRPC service answers there, not TrtllmService"
+_response = messages.GenerateResponse.FromString
+
+log = logging.getLogger(__name__)
+
+# --- a request as a message -----------------------------------------------------------------
+
+_NOWHERE = "TrtllmService has no field for it"
+_DROPPED = "TrtllmService drops what it computes of them"
+_TAKEN = {"guided_decoding_guide_type", "guided_decoding_guide", "lora_task_id"}
+_REFUSED = {
+    "draft_input_ids": f"{_NOWHERE}; {trtllm.SPECULATES}",
+    "embedding_bias": "TrtllmService wants another length than that of the logits",
+    "return_context_logits": _DROPPED,
+    "return_generation_logits": _DROPPED,
+    "return_perf_metrics": "TrtllmService reports no figures",
+    "bad_words_list": "TrtllmService takes bad words of one token only",
+    "lora_weights": "TrtllmService takes lora_task_id alone, of an adapter that its server has",
+    "lora_config": "TrtllmService takes lora_task_id alone, of an adapter that its server has",
+}
+_GUIDE_TYPES = {kind: number for number, kind in enumerate(trtllm.GUIDE_TYPES, start=1)}
+
+
+def service_request(
+    request: EngineRequest, request_id: str, eos_id: int | None, capacity: EngineCapacity
+) -> tuple[bytes, bool]:
+    """The request as a message, serialised, and whether the server knows every end of it, so that
+    it ends by itself. ``eos_id``: the id at which it does.
+
+    Raises ``InvalidRequest``, or ``Unsupported`` for what the service has no way to honour.
+    """
+    trtllm.check(request, capacity, _TAKEN, _REFUSED, _NOWHERE)
+    sampling = trtllm.sampling_fields(request.sampling)
+    message = messages.GenerateRequest(
+        request_id=request_id,
+        max_tokens=request.max_tokens,
+        sampling_config={
+            "beam_width": 1,
+            "num_return_sequences": len(trtllm.sequence_ends(request)),
+            **sampling,
+        },
+        bad_token_ids=[words[0] for words in request.bad_sequences],
+    )
+    if request.wants.log_probs:
+        message.output_config.logprobs = max(1, request.wants.top_log_probs)  # 0 gives none at all
+    known = _add_ends(message, request, eos_id)
+    # An answer that is ended from here is read while it grows.
+    message.streaming = request.streaming or not known
+    if (guide := trtllm.guide_of(request.extras)) is not None:
+        kind, text = guide
+        message.guided_decoding.guide_type = _GUIDE_TYPES[kind]
+        message.guided_decoding.guide = text or kind  # without one nothing is guided
+    adapter = np.asarray(request.extras.get("lora_task_id", 0)).reshape(-1)[0]
+    if adapter:  # 0 is the model itself
+        message.lora_config.task_id = int(adapter)
+    return messages.packed_request(message, request.input_ids), known
+
+
+def _add_ends(message: Any, request: EngineRequest, eos_id: int | None) -> bool:
+    """Whether the server knows every end of the request."""
+    never_ends, least = request.end_id in (None, -1), request.sampling.min_tokens or 0
+    message.ignore_eos = never_ends or request.end_id != eos_id
+    if message.ignore_eos:  # turns stop ids off, too
+        if not never_ends and least > 1:
+            raise Unsupported("min_tokens", f"only the model's own end_id ({eos_id}) waits for it")
+        return never_ends and not request.stop_sequences
+    if least:
+        message.sampling_config.min_tokens = least
+    single, known = trtllm.stop_ids(request)
+    message.stop_token_ids.extend(single)
+    # Otherwise the id is cut off the answer, or is not, depending on how it ends.
+    message.include_stop_token_in_output = bool(single)
+    return known
+
+
+# --- messages as an answer, without I/O -----------------------------------------------------
+
+
+class ServiceAnswer:
+    """The answer of one request, which the service knows as ``request_id``.
+
+    A sequence ends here as soon as its last token is there. The server's own word on it,
+    ``complete``, comes when all sequences have ended, repeats every token, and is believed only
+    about what the chunks before it did not have.
+    """
+
+    def __init__(self, request: EngineRequest, request_id: str) -> None:
+        self._request_id = request_id
+        self._scored, self._top = request.wants.log_probs, request.wants.top_log_probs
+        self._sequences = trtllm.sequence_ends(request)
+
+    def read(self, raw_messages: list[bytes], chunks: list[EngineChunk]) -> bool:
+        """Add what the messages hold to ``chunks``; whether all sequences have ended.
+
+        Raises ``EngineError``, and protobuf's errors for bytes that are no message.
+        """
+        for raw in raw_messages:
+            response = _response(raw)
+            chunks += self._read(response)
+            done = response.complete
+            # From proto 0.4.17 on. In a stream the last token may have left before, without them.
+            if done.spec_draft_tokens and chunks and chunks[-1].final:
+                chunks[-1].speculation = SpeculationStats(
+                    drafted=done.spec_draft_tokens, accepted=done.spec_accepted_tokens
+                )
+        return all([sequence.done for sequence in self._sequences])
+
+    def _read(self, response: Any) -> list[EngineChunk]:
+        if response.request_id != self._request_id:
+            raise EngineError("the engine answered to another request's id")
+        streamed = response.HasField("chunk")
+        if not streamed and not response.HasField("complete"):
+            return []
+        part: Any = response.chunk if streamed else response.complete
+        index: int = part.sequence_index
+        if index >= len(self._sequences):
+            raise EngineError(f"the engine answered for sequence {index}: none such")
+        sequence = self._sequences[index]
+        if sequence.done:
+            return []
+        if not sequence.received:
+            sequence.cached_tokens = part.cached_tokens
+        if not streamed:
+            return self._read_complete(sequence, part)
+        several = part.token_ids  # all of them new
+        # Iterating over a repeated field takes two microseconds, even of one value.
+        ids = (several[0],) if len(several) == 1 else tuple(several[:])
+        if not self._scored:
+            return sequence.feed(ids)
+        return sequence.feed(ids, *self._scores(ids, part.logprobs))
+
+    def _read_complete(self, sequence: trtllm.SequenceEnds, part: Any) -> list[EngineChunk]:
+        """A ``GenerateComplete``, which repeats all ids, or all but those of a stop."""
+        if part.finish_reason == "error":
+            raise EngineError("the engine failed while it answered")
+        every: tuple[int, ...] = tuple(part.output_token_ids[:])
+        scores: tuple[Any, Any] = (None, None)
+        if self._scored:
+            scores = self._scores(every, part.logprobs, sequence.received)
+        ids, reason = every[sequence.received :], trtllm.REASONS.get(part.finish_reason)
+        if part.finish_reason == "stop":
+            matched = part.matched_token_id if part.HasField("matched_token_id") else None
+            if matched in sequence.stop_ids:
+                reason = FinishReason.STOP
+            elif ids and matched in (None, ids[-1]):
+                ids = ids[:-1]  # an end id of the server's own
+        return sequence.feed(ids, *scores, ended=True, reason=reason)
+
+    def _scores(
+        self, ids: Sequence[int], entries: Iterable[Any], skip: int = 0
+    ) -> tuple[list[float], list[TopLogProbs] | None]:
+        """Log-probabilities of the ids after the first ``skip``, and those of the likeliest ids of
+        each place. There may be other entries, for ids that were cut off."""
+        left = iter(entries)
+        found: list[Any] = [
+            next((entry for entry in left if entry.token_id == token), None) for token in ids
+        ]
+        if None in found:
+            raise EngineError("the engine's log-probabilities are not those of its tokens")
+        values = [entry.logprob for entry in found[skip:]]
+        if not self._top:
+            return values, None
+        pairs = [
+            [(top.token_id, top.logprob) for top in each.top_logprobs] for each in found[skip:]
+        ]
+        return values, [trtllm.likeliest(listed, self._top) for listed in pairs]
+
+
+# --- the engine -----------------------------------------------------------------------------
+
+
+class TrtllmServiceEngine:
+    """The TrtllmService at ``url`` (host:port). Implements ``trtllm_bls.engines.base.Engine``.
+
+    What the service cannot be asked, or not reliably: ``eos_id``, the id at which it ends by
+    itself, its tokenizer's; ``vocab_size``, the ids that there are; ``max_sequence_tokens`` as in
+    ``EngineCapacity``. ``stall_seconds`` is that of ``RunningCalls``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        eos_id: int | None = None,
+        vocab_size: int | None = None,
+        max_sequence_tokens: int | None = None,
+        stall_seconds: float = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.name = f"trtllm://{url}"
+        self._eos_id, self._vocab_size = eos_id, vocab_size
+        self._max_sequence_tokens = max_sequence_tokens
+        self.channel = GrpcChannel(url, tls=tls, coalesce_reads=True)
+        self._capacity = AskedCapacity(self._ask_capacity, _HEALTH_SECONDS)
+        self._aborting: set[asyncio.Task[None]] = set()
+        probe = partial(self._problem, _PROBE_SECONDS)
+        self.calls = RunningCalls(self.name, stall_seconds, probe, self._capacity.doubt)
+
+    async def capacity(self) -> EngineCapacity:
+        """What the service and its settings tell. Raises ``EngineUnavailable``.
+
+        A service that is not healthy by its own account is unavailable, too.
+        """
+        return await self._capacity.get()
+
+    def generate(self, request: EngineRequest) -> ServiceChunks:
+        """See ``Engine.generate``."""
+        capacity = self._capacity.known
+        if capacity is None:
+            raise EngineUnavailable(f"{self.name}: not asked for its capacity yet")
+        request_id = wire_id(request)
+        asked = service_request(request, request_id, self._eos_id, capacity)
+        return ServiceChunks(self, request, request_id, *asked)
+
+    async def close(self) -> None:
+        """Abort what runs and close the connection."""
+        self.calls.close()
+        for chunks in list(self.calls.running):
+            await chunks.aclose()
+        if self._aborting:
+            await asyncio.wait(self._aborting, timeout=_CLOSE_SECONDS)
+        await self.channel.close()
+        await self._capacity.close()
+
+    # --- used by the running requests ---------------------------------------------------------
+
+    def abort(self, request_id: str, call: GrpcCall) -> None:
+        """End a request's work: ``Abort``, then the call is cancelled."""
+        task = asyncio.create_task(self._abort(request_id, call))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+
+    def failure(self, error: GrpcError) -> TrtllmBlsError:
+        """A call's status as an error of ours."""
+        details = error.details.strip().partition("\n")[0] or error.status
+        details = details.removeprefix(f"{self.channel.target}: ")  # which is in our name
+        if error.status == "UNIMPLEMENTED":
+            return EngineError(f"{self.name}: {_OTHER}")
+        if _TOO_LONG.search(error.details):
+            return InvalidRequest("input_ids", details)
+        if error.unreachable:
+            return EngineUnavailable(f"{self.name}: {details}")
+        if error.status == "INVALID_ARGUMENT":
+            return InvalidRequest("request", details)
+        if error.status == "RESOURCE_EXHAUSTED":
+            return Overloaded(f"{self.name}: {details}", retry_after_s=1)
+        return EngineError(details)
+
+    # --- the server ---------------------------------------------------------------------------
+
+    async def _abort(self, request_id: str, call: GrpcCall) -> None:
+        message = messages.AbortRequest(request_id=request_id).SerializeToString()
+        try:
+            await self.channel.unary(messages.SERVICE + "Abort", message, _ABORT_SECONDS)
+            if not call.replies:
+                # An Abort that overtakes its request finds nothing, and the request may begin
+                # before its call is cancelled: so a request without an answer is aborted twice.
+                await asyncio.sleep(_AGAIN_SECONDS)
+                if not call.done:
+                    await self.channel.unary(messages.SERVICE + "Abort", message, _ABORT_SECONDS)
+        except GrpcError as error:
+            log.warning("%s: Abort failed: %s", self.name, error)
+        finally:
+            call.cancel()
+
+    async def _ask(self, method: str, timeout: float) -> Any:
+        request = messages.MESSAGES[f"{method}Request"]().SerializeToString()
+        answer = await self.channel.unary(messages.SERVICE + method, request, timeout)
+        try:
+            return messages.MESSAGES[f"{method}Response"].FromString(answer)
+        except DecodeError as error:
+            raise GrpcError("INTERNAL", f"its {method}Response cannot be read") from error
+
+    async def _problem(self, timeout: float) -> str | None:
+        """What is wrong with the server, by its own account or for want of one."""
+        try:
+            status = (await self._ask("HealthCheck", timeout)).status
+        except GrpcError as error:
+            problem = _OTHER if error.status == "UNIMPLEMENTED" else error.details
+        else:
+            problem = "" if status == "OK" else f"it is not healthy: {status}"
+        return f"{self.name}: {problem.partition(chr(10))[0]}" if problem else None
+
+    async def _ask_capacity(self) -> EngineCapacity:
+        problem = await self._problem(_ASK_SECONDS)
+        if problem is not None:
+            raise EngineUnavailable(problem)
+        if self._capacity.known is not None:
+            return self._capacity.known
+        try:
+            model = await self._ask("GetModelInfo", _ASK_SECONDS)
+            server = await self._ask("GetServerInfo", _ASK_SECONDS)
+        except GrpcError as error:
+            raise EngineUnavailable(f"{self.name}: {error.details}") from error
+        log.info("%s: TensorRT-LLM %s, %s", self.name, server.version, model.model_id)
+        try:
+            is_read = Version(server.version) >= _READ
+        except InvalidVersion:
+            is_read = False
+        if not is_read:
+            log.warning(
+                "%s: TensorRT-LLM %s may ignore penalties, bad words, n-grams and seeds",
+                self.name,
+                server.version or "of an unknown version",
+            )
+        # Repeating max_input_len, it is a default that nothing enforces.
+        told = model.max_seq_len if model.max_seq_len != model.max_input_len else 0
+        return EngineCapacity(
+            vocab_size=self._vocab_size,  # theirs leaves added tokens out
+            max_sequence_tokens=self._max_sequence_tokens or told or None,
+            max_draft_tokens=0,
+            tells_top_log_probs=True,
+            speculates=trtllm.SPECULATES,
+        )
+
+
+class ServiceChunks(CallChunks):
+    """One request over one ``Generate`` call; ``ends_known``: as ``service_request`` tells."""
+
+    def __init__(
+        self,
+        engine: TrtllmServiceEngine,
+        request: EngineRequest,
+        request_id: str,
+        message: bytes,
+        ends_known: bool,
+    ) -> None:
+        self._engine = engine
+        self._request_id, self._ends_known = request_id, ends_known
+        self._answer = ServiceAnswer(request, request_id)
+        super().__init__(engine.calls)
+        self._call = engine.channel.open(
+            messages.SERVICE + "Generate", self.on_messages, self.on_end, request.traceparent
+        )
+        self._call.send(message)
+        self._call.half_close()
+
+    def _read(self, messages: list[bytes], chunks: list[EngineChunk]) -> bool:
+        return self._answer.read(messages, chunks)
+
+    def _failure(self, error: GrpcError | None) -> TrtllmBlsError:
+        if error is not None:
+            return self._engine.failure(error)
+        return EngineError(f"{self._engine.name} ended its stream without a last message")
+
+    def _let_go(self, *, finished: bool) -> None:
+        self._calls.running.discard(self)
+        if self._call.done:
+            return
+        if not finished:
+            self._abort()
+            return
+        # The server ends by itself what has had its last token, unless it does not know of that end
+        # or errs.
+        seconds = _LINGER_SECONDS if self._ends_known else 0
+        timer = asyncio.get_running_loop().call_later(seconds, self._abort)
+        self._call.on_messages, self._call.on_end = ignore, lambda error: timer.cancel()
+
+    def _abort(self) -> None:
+        self._call.on_messages = self._call.on_end = ignore
+        self._engine.abort(self._request_id, self._call)

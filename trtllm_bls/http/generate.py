@@ -1,0 +1,661 @@
+"""Triton's HTTP surface: ``generate`` over gRPC, what else ``routes`` has forwarded to Triton.
+
+A ``generate`` runs in the same model as it would over Triton's port, with the same id and
+parameters, and the engine's work ends when the caller leaves.
+
+The body of a ``generate`` is a flat object. A member named like an input of the model becomes that
+tensor, every other member a parameter of the request; the members of ``parameters`` are treated as
+if they stood outside it. ``tests/live/test_triton_http.py`` compares all of it with Triton's own
+answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import re
+import ssl
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from typing import Annotated, Any, Protocol, TypeAlias
+
+import httpx
+import msgspec
+import numpy as np
+from starlette.types import Receive, Scope, Send
+from tritonclient.grpc import service_pb2
+
+from trtllm_bls.errors import (
+    EngineError,
+    Overloaded,
+    from_wire,
+    half_character,
+    printable,
+    to_wire,
+    unexpected,
+)
+from trtllm_bls.http.limits import (
+    BODY_WRITE,
+    JSON,
+    OCTETS,
+    RETRY,
+    BodyReader,
+    ClientGone,
+    Refused,
+    check_json,
+    header,
+    traceparent,
+)
+from trtllm_bls.http.routes import JSON_LENGTH, TRACE, judged
+from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
+from trtllm_bls.wire.kserve import SERVICE, ResponseStream, is_final
+
+_METADATA_SECONDS = 10.0  # a model may be loaded again with other tensors
+_TIMEOUT_SECONDS = 30.0
+_MOST_OTHER_BYTES = 64 * 2**20  # of a body that is forwarded
+_ONLY_ONE = (
+    "generate expects model to produce exactly 1 response, "
+    "use generate stream for model that generates various number of responses"
+)
+# How Triton begins its refusal of a request that no model has seen; it is never an event.
+_NOT_RUN = "[request id: "
+_LIMITED = "tensorrt_llm_bls"
+_TO_STOP = b'"stop"'  # the key of a request that ends another one, and needs no place itself
+_DRAINING = "has no available versions"  # Triton's words from the moment that it is told to stop
+_JSON = (b"content-type", b"application/json")
+_EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+# Headers of Triton's answers that clients get.
+_ANSWERED = (b"content-type", b"content-length", JSON_LENGTH)
+# What Triton reads from a gRPC request's parameters for itself. ``generate`` has no such meaning
+# for them: a model sees them as parameters like all others, and they change nothing.
+_READ_BY_TRITON = frozenset(
+    ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+)
+_FINAL = "triton_final_response"
+_MOST_PARAMETERS = 1000
+_encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode
+
+log = logging.getLogger(__name__)
+
+
+class Places(Protocol):
+    """How many requests a model takes: an ``Admission``, at whose places nobody waits here."""
+
+    def check_room(self) -> None: ...
+
+    def take(self, sequences: int) -> Any: ...
+
+    def leave(self, place: Any) -> None: ...
+
+
+class TritonHttp:
+    """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it.
+
+    Triton is at ``grpc``, as host:port, and at ``http``, a URL; ``tls`` is for gRPC. Without
+    ``grpc``, ``generate`` is forwarded, too. ``bodies`` reads those of ``generate``. ``is_allowed``
+    judges the ``authorization`` of requests that need a key. ``opens_control``: the control APIs
+    are answered.
+
+    ``places``: those that ``tensorrt_llm_bls`` in Triton has. Triton needs seconds to refuse many
+    requests at once, so one that has no place is refused before it is sent there. Clients of gRPC
+    and of other workers take places too, so Triton may have fewer, and never has more.
+    ``on_refused`` counts a refusal.
+    """
+
+    def __init__(
+        self,
+        grpc: str,
+        http: str,
+        tls: ssl.SSLContext | None = None,
+        bodies: BodyReader | None = None,
+        is_allowed: Callable[[bytes], object] | None = None,
+        places: Places | None = None,
+        on_refused: Callable[[Overloaded], None] = lambda error: None,
+        opens_control: bool = False,
+    ) -> None:
+        self._places = places
+        self._on_refused = on_refused
+        self._opens_control = opens_control
+        self._grpc = GrpcChannel(grpc, tls=tls) if grpc else None
+        self._bodies = bodies or BodyReader()
+        self._tensors = BodyReader(_MOST_OTHER_BYTES, 2 * _MOST_OTHER_BYTES, set_by="")
+        self._is_allowed = is_allowed
+        self._http = httpx.AsyncClient(
+            base_url=http,
+            # A stopping Triton waits for its HTTP connections to close, also idle ones.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            timeout=httpx.Timeout(None, connect=_TIMEOUT_SECONDS),
+            trust_env=False,  # a proxy of the environment is not for this machine's own ports
+        )
+        # What models declare, by name and version, and when they were asked.
+        self._declared: dict[tuple[str, str], tuple[float, asyncio.Task[dict[str, Any]]]] = {}
+
+    async def close(self) -> None:
+        """Close the connections to Triton; requests that run end with an error."""
+        if self._grpc is not None:
+            await self._grpc.close()
+        await self._http.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, receive, send)
+        except Refused as error:
+            await self.refuse(scope, send, error)
+        except ClientGone:
+            pass
+        except Exception as error:
+            await _send_error(send, Refused(500, str(unexpected(error, "port 8000"))))
+
+    async def refuse(self, scope: Scope, send: Send, error: Refused) -> None:
+        """Answer a request that no model sees."""
+        await _send_error(send, error)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["raw_path"], scope["method"]
+        asks = self._is_allowed
+        has_key = asks is None or bool(asks(header(scope, b"authorization")))
+        route, match = judged(method, path, has_key, self._opens_control)
+        length = header(scope, b"content-length")
+        if not route.body and (length.strip(b"0") or header(scope, b"transfer-encoding")):
+            raise Refused(400, f"{method} at this path takes no body; send none")
+        if route.by_grpc and self._grpc is not None:
+            await self._generate(self._grpc, match, scope, receive, send)
+            return
+        # Of the request, Triton reads the path that was matched and what is written here.
+        headers = {b"accept-encoding": b"identity"}
+        if TRACE in route.headers and (trace := traceparent(scope)):
+            headers[TRACE] = trace
+        url = self._http.base_url.copy_with(raw_path=path)
+        if not route.body:
+            await self._forward(httpx.Request(method, url, headers=headers), receive, send)
+            return
+        async with self._tensors.read(scope, receive, route.body) as body:
+            told = header(scope, JSON_LENGTH) if JSON_LENGTH in route.headers else b""
+            most = self._bodies.max_bytes
+            if body or not route.control:
+                kind = InferBody if JSON_LENGTH in route.headers else dict
+                json_size, body = await self._tensors.in_turn(
+                    len(body), rewritten, body, told, kind, most
+                )
+                headers[b"content-type"] = OCTETS if told else JSON
+                if told:
+                    headers[JSON_LENGTH] = b"%d" % json_size
+            request = httpx.Request(method, url, headers=headers, content=body)
+            await self._forward(request, receive, send)
+
+    async def _generate(
+        self,
+        channel: GrpcChannel,
+        match: re.Match[bytes],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        # Triton reads 001 as 1: one spelling, or what is known of a model would be kept for each.
+        model, version = match[1].decode(), str(int(match[2])) if match[2] else ""
+        async with self._bodies.read(scope, receive) as body:
+            is_limited = model == _LIMITED and _TO_STOP not in body
+            places = self._places if is_limited else None
+            try:
+                if places is not None:
+                    places.check_room()
+                declared = await self._inputs(channel, model, version)
+                request = await self._bodies.in_turn(
+                    len(body), infer_request, body, model, declared, version, traceparent(scope)
+                )
+                exchange = _Exchange()
+                if places is not None:  # others may have taken the last one meanwhile
+                    exchange = _Exchange(partial(places.leave, places.take(1)))
+            except Overloaded as error:
+                self._on_refused(error)
+                raise _error_of_model(to_wire(error)) from error
+            except GrpcError as error:
+                raise _error_of_call(error) from error
+        stream, write = scope["raw_path"].endswith(b"_stream"), scope.get(BODY_WRITE)
+        await exchange.run(channel, request, receive, send, stream, write)
+
+    async def _inputs(self, channel: GrpcChannel, model: str, version: str) -> dict[str, Any]:
+        """What the model declares, by name. Raises ``GrpcError``."""
+
+        async def ask() -> dict[str, Any]:
+            asked = service_pb2.ModelMetadataRequest(name=model, version=version)
+            method = SERVICE + "ModelMetadata"
+            answer = await channel.unary(method, asked.SerializeToString(), _TIMEOUT_SECONDS)
+            inputs = service_pb2.ModelMetadataResponse.FromString(answer).inputs
+            return {tensor.name: tensor for tensor in inputs}
+
+        now = asyncio.get_running_loop().time()
+        asked_at, asking = self._declared.get((model, version), (-math.inf, None))
+        if asking is None or now - asked_at > _METADATA_SECONDS:
+            asking = asyncio.create_task(ask())
+            self._declared[model, version] = now, asking
+        try:
+            # A caller that leaves meanwhile does not end the question, which others wait for too.
+            return asking.result() if asking.done() else await asyncio.shield(asking)
+        except GrpcError:
+            self._declared.pop((model, version), None)
+            raise
+
+    async def _forward(self, request: httpx.Request, receive: Receive, send: Send) -> None:
+        """Have Triton's HTTP port answer, until the caller leaves."""
+        relaying = asyncio.ensure_future(self._relay(request, send))
+        leaving = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait({relaying, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if relaying.done():
+                relaying.result()
+        finally:
+            relaying.cancel()
+            leaving.cancel()
+
+    async def _relay(self, request: httpx.Request, send: Send) -> None:
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.HTTPError as error:
+            log.warning("Triton's HTTP port does not answer: %r", error)
+            raise Refused(503, "the server does not answer; try again", RETRY) from error
+        try:
+            told = [(key.lower(), value) for key, value in response.headers.raw]
+            kept = [(key, value) for key, value in told if key in _ANSWERED]
+            status = response.status_code
+            await send({"type": "http.response.start", "status": status, "headers": kept})
+            async for piece in response.aiter_raw():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except httpx.HTTPError as error:  # the client sees that its connection breaks
+            log.warning("Triton's HTTP port ended within its answer: %r", error)
+        finally:
+            await response.aclose()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Exchange(ResponseStream[bytes]):
+    """One ``generate``: the responses of the model, as JSON, for a caller that may leave.
+
+    ``leave`` is called when the model's work ends, which a slow reader may outlast.
+    """
+
+    def __init__(self, leave: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._leave = leave
+        self._gone = False  # the caller has left
+
+    async def run(
+        self,
+        connection: GrpcChannel,
+        request: bytes,
+        receive: Receive,
+        send: Send,
+        stream: bool,
+        write: Callable[[bytes], bool] | None,
+    ) -> None:
+        """Answer the caller; where it leaves, the model's work is cancelled.
+
+        ``write`` is tried before ``send`` for events, in a third of its time.
+        """
+        self._call = connection.open(SERVICE + "ModelStreamInfer", self.on_messages, self.on_end)
+        self._call.send(request)
+        watching = asyncio.create_task(self._watch(receive))
+        try:
+            if stream:
+                await self._send_events(send, write)
+                return
+            answers, error, over = await self._next()
+            while not over:
+                more, error, over = await self._next()
+                answers += more
+            if error is not None and not answers:
+                await _send_error(send, error)
+            elif error is not None or len(answers) != 1:
+                await _send_error(send, Refused(200, _ONLY_ONE))
+            else:
+                await _send_json(send, 200, answers[0], [])
+        finally:
+            watching.cancel()
+            await self.aclose()
+
+    async def _send_events(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
+        begun = over = False
+        while not over:
+            events, error, over = await self._next()
+            if not begun:
+                if error is not None and error.message.startswith(_NOT_RUN):
+                    await _send_error(send, error)
+                    return
+                # An error in place of the first response decides the status, as in Triton.
+                first = error if error is not None and not events else Refused(200, "")
+                headers = [_EVENTS, *first.header_pairs]
+                await send(
+                    {"type": "http.response.start", "status": first.status, "headers": headers}
+                )
+                begun = True
+            if error is not None:
+                events.append(error_json(error.message))
+            body = b"".join([b"data: %b\n\n" % event for event in events])
+            if over or write is None or not write(body):
+                await send({"type": "http.response.body", "body": body, "more_body": not over})
+
+    async def _next(self) -> tuple[list[bytes], Refused | None, bool]:
+        """The responses that have arrived, the error that ended the model's work, and whether it
+        is over. Raises ``ClientGone``, also for a caller that reads too slowly."""
+        error = None
+        try:
+            await self.wait()
+        except Refused as refused:
+            error = refused
+        except Overloaded as behind:
+            raise ClientGone from behind
+        if self._gone:
+            raise ClientGone
+        if isinstance(self._error, Refused):
+            error = self._error
+        over = self._over
+        return self.take(), error, over
+
+    async def _watch(self, receive: Receive) -> None:
+        await _until_gone(receive)
+        self._gone = True
+        await self.aclose()
+
+    def _read(self, messages: list[bytes], items: list[bytes]) -> bool:
+        for message in messages:
+            reply = service_pb2.ModelStreamInferResponse.FromString(message)
+            if reply.error_message:
+                raise _error_of_model(reply.error_message)
+            response, last = reply.infer_response, is_final(reply.infer_response)
+            if response.outputs or not last:
+                items.append(response_json(response))
+            if last:
+                return True
+        return False
+
+    def _failure(self, error: GrpcError | None) -> Refused:
+        ended = GrpcError("UNAVAILABLE", "the server ended before its last response")
+        return _error_of_call(error or ended)
+
+    def _unreadable(self, error: Exception) -> Refused:
+        if isinstance(error, Refused):
+            return error
+        log.error("a response cannot be written as JSON", exc_info=error)
+        return Refused(500, f"a response cannot be written as JSON: {error!r}")
+
+    def _let_go(self, *, finished: bool) -> None:
+        super()._let_go(finished=finished)
+        self._leave()
+
+
+def _error_of_model(text: str) -> Refused:
+    """What a model, or Triton in its place, said. Triton's own HTTP port answers 400 to all."""
+    error = from_wire(text)
+    if isinstance(error, Overloaded) and error.retry_after_s is not None:
+        return Refused(429, text, {"retry-after": str(error.retry_after_s)})
+    if isinstance(error, Overloaded) or _DRAINING in text:
+        return Refused(503, text, RETRY)
+    return Refused(502 if text.startswith(EngineError.status) else 400, text)
+
+
+def _error_of_call(error: GrpcError) -> Refused:
+    if _DRAINING in error.details or error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+        return Refused(503, error.details, RETRY)
+    if error.status == "NOT_FOUND":
+        return Refused(404, error.details)
+    return Refused(400 if error.status == "INVALID_ARGUMENT" else 502, error.details)
+
+
+async def _send_error(send: Send, error: Refused) -> None:
+    await _send_json(send, error.status, error_json(error.message), error.header_pairs)
+
+
+async def _send_json(
+    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
+) -> None:
+    length = (b"content-length", b"%d" % len(body))
+    headers = [_JSON, length, *headers]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+# --- JSON: a body to tensors, a response to JSON; no I/O ---------------------------------------
+
+
+_Values: TypeAlias = Annotated[
+    dict[str, bool | int | float | str], msgspec.Meta(max_length=_MOST_PARAMETERS)
+]
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class InferOutput(msgspec.Struct, omit_defaults=True):
+    """An output that the client asks for."""
+
+    name: str
+    parameters: _Values = {}
+
+
+class InferInput(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """A tensor, whose values are here or follow the JSON."""
+
+    name: str
+    datatype: str
+    shape: list[_Size]
+    parameters: _Values = {}
+    data: list[Any] | bool | float | str | msgspec.UnsetType = msgspec.UNSET
+
+
+class InferBody(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The JSON of ``infer``; what else a client sends is not forwarded."""
+
+    id: str = ""
+    parameters: _Values = {}
+    inputs: Annotated[list[InferInput], msgspec.Meta(max_length=_MOST_PARAMETERS)]
+    outputs: Annotated[list[InferOutput], msgspec.Meta(max_length=_MOST_PARAMETERS)] = []
+
+
+def rewritten(body: bytes, told: bytes, kind: type[Any], most: int) -> tuple[int, bytes]:
+    """``body`` with its JSON of at most ``most`` bytes, a ``kind``, written anew; that JSON's size.
+
+    ``told``: how long the client says that the JSON is, before binary tensors; empty: it is all.
+    Raises ``Refused`` for what Triton 24.10 does not bear: JSON so deep that its parser ends the
+    process, more parameters than it reads in time, a classification of text, which divides by zero,
+    and a batch without rows, which it drops.
+    """
+    size = int(told) if told.isdigit() and len(told) < 10 else -1
+    if told and not 0 <= size <= len(body):
+        named = "Inference-Header-Content-Length"
+        raise Refused(400, f"{named}: send the bytes of JSON, of {len(body)} in the body")
+    text, rest = (body[:size], body[size:]) if told else (body, b"")
+    if told and not size:  # one binary tensor, and no JSON
+        return 0, body
+    if len(text) > most:
+        limit = f"{most} bytes (--max-body-bytes)"
+        raise Refused(413, f"the JSON is larger than {limit}; send values as binary tensors")
+    check_json(text)
+    try:
+        read = msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError as error:
+        raise Refused(400, f"the body is not JSON that this path takes: {error}") from None
+    for output in read.outputs if isinstance(read, InferBody) else ():
+        if "classification" in output.parameters:
+            problem = "classification is not served; read the tensor itself"
+            raise Refused(400, f"outputs: {printable(output.name, 80)}: {problem}")
+    if isinstance(read, InferBody) and all(each.shape[:1] == [0] for each in read.inputs):
+        raise Refused(
+            400, "inputs: they have no rows, which Triton never answers; send at least one"
+        )
+    written = msgspec.json.encode(read)
+    return len(written), written + rest
+
+
+@cache
+def _numpy_type(datatype: str) -> np.dtype[Any]:
+    """Of Triton's numbers and BOOL. Raises ``TypeError`` for others."""
+    return np.dtype(datatype.lower().replace("fp", "float"))
+
+
+class _Members(list[tuple[str, Any]]):
+    """The members of a JSON object, in order; a dict would hide a repeated key, which is wrong."""
+
+
+def infer_request(
+    body: bytes, model: str, inputs: Mapping[str, Any], version: str, trace: bytes = b""
+) -> bytes:
+    """``body`` as a ``ModelInferRequest`` to ``model``, whose metadata has these ``inputs``.
+
+    Raises ``Refused``; for more parameters than a request may have, too, whose time in Triton grows
+    with the square of their number.
+    """
+    try:
+        members = json.loads(body, object_pairs_hook=_Members)
+    except ValueError as error:
+        raise Refused(400, f"the body is not JSON: {error}") from None
+    if not isinstance(members, _Members):
+        raise Refused(400, "the body must be a JSON object")
+    request = service_pb2.ModelInferRequest(model_name=model, model_version=version)
+    given = set()
+    for key, value in _flat(members):
+        if key in given:
+            raise wrong(key, "is sent twice; send it once")
+        given.add(key)
+        if key in inputs:
+            _add_input(request, inputs[key], value)
+        elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
+            if len(request.parameters) == _MOST_PARAMETERS:
+                problem = f"more than {_MOST_PARAMETERS} members are no inputs of the model"
+                raise Refused(400, problem)
+            _set_parameter(request.parameters[key], key, value)
+    request_id = dict(members).get("id", "")
+    if not isinstance(request_id, str):
+        raise wrong("id", "must be a string")
+    request.id = request_id
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    if trace:
+        request.parameters["traceparent"].string_param = trace.decode()
+    return bytes(request.SerializeToString())
+
+
+def wrong(field: str, problem: str) -> Refused:
+    """The refusal of a member's value."""
+    return Refused(400, f"{printable(field, 80)}: {problem}")
+
+
+def _flat(members: _Members) -> Iterator[tuple[str, Any]]:
+    for key, value in members:
+        if key != "parameters":
+            yield key, value
+        elif isinstance(value, _Members):
+            yield from value
+        else:
+            raise wrong(key, "must be an object")
+
+
+def _set_parameter(parameter: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int) and -(2**63) <= value < 2**63:
+        parameter.int64_param = value
+    elif isinstance(value, float):
+        parameter.double_param = value
+    elif isinstance(value, str):
+        parameter.string_param = _encoded(key, value)
+    else:
+        problem = "the model has no such input; send a boolean, a string or a 64-bit number"
+        raise wrong(key, problem)
+
+
+def _add_input(request: Any, declared: Any, value: Any) -> None:
+    """Add a tensor; the innermost open dimension takes what the others leave."""
+    values = [*_values(value)]
+    content, count, dims = _packed(declared, values), len(values), declared.shape
+    fixed = math.prod(dim for dim in dims if dim >= 0)
+    shape = [1 if dim < 0 else dim for dim in dims]
+    open_dims = [axis for axis, dim in enumerate(dims) if dim < 0]
+    if open_dims and fixed and count % fixed == 0:
+        shape[open_dims[-1]] = count // fixed
+    elif count != fixed:
+        raise wrong(declared.name, f"{count} values do not fill the shape {list(dims)}")
+    request.inputs.add(name=declared.name, datatype=declared.datatype, shape=shape)
+    request.raw_input_contents.append(content)
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Those of a list and of the lists in it, in order; what else ``value`` is, is one."""
+    if isinstance(value, list) and not isinstance(value, _Members):
+        for each in value:
+            yield from _values(each)
+    else:
+        yield value
+
+
+def _packed(declared: Any, values: Sequence[Any]) -> bytes:
+    kinds, datatype, name = set(map(type, values)), declared.datatype, declared.name
+    if datatype == "BYTES" and kinds <= {str}:
+        texts = [_encoded(name, value) for value in values]
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    if datatype == "BOOL" and kinds <= {bool}:
+        return bytes(values)
+    if "INT" in datatype and kinds <= {int}:
+        held = np.iinfo(_numpy_type(datatype))
+        for value in (min(values), max(values)) if values else ():
+            if not held.min <= value <= held.max:  # Triton would cut it to other digits
+                raise wrong(name, f"{printable(str(value), 40)} does not fit {datatype}")
+        return np.array(values, held.dtype).tobytes()
+    if datatype in ("FP32", "FP64") and kinds <= {int, float}:
+        with suppress(OverflowError):
+            return np.array(values, _numpy_type(datatype)).tobytes()
+    if datatype in ("FP16", "BF16"):
+        raise wrong(name, f"{datatype} has no form in JSON; send it over gRPC")
+    raise wrong(name, f"must be {_NAMES.get(datatype, 'integers')} ({datatype}), or a list of them")
+
+
+_NAMES = {"BYTES": "strings", "BOOL": "booleans", "FP32": "numbers", "FP64": "numbers"}
+
+
+def _encoded(name: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise wrong(name, half_character(error)) from None
+
+
+def response_json(response: Any) -> bytes:
+    """A ``ModelInferResponse`` as one JSON object, its members sorted by name."""
+    members: dict[str, Any] = {
+        "model_name": response.model_name,
+        "model_version": response.model_version,
+    }
+    if response.id:
+        members["id"] = response.id
+    for key, parameter in response.parameters.items():
+        if key != _FINAL:
+            members[key] = getattr(parameter, parameter.WhichOneof("parameter_choice"))
+    for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
+        values: list[Any] = []
+        if output.datatype != "BYTES":
+            numbers = np.frombuffer(content, _numpy_type(output.datatype)).tolist()
+            # JSON has no infinity. RapidJSON writes nothing in its place, which no client can read.
+            values = [number if math.isfinite(number) else None for number in numbers]
+        else:
+            offset = 0
+            while offset < len(content):
+                (size,) = struct.unpack_from("<I", content, offset)
+                offset += 4 + size
+                # Bytes that are not UTF-8 are passed on as they are, as Triton does.
+                values.append(content[offset - size : offset].decode("utf-8", "surrogateescape"))
+        members[output.name] = values[0] if len(values) == 1 else values
+    return _written(members)
+
+
+def error_json(message: str) -> bytes:
+    """The body of an error."""
+    return _written({"error": message})
+
+
+def _written(members: Mapping[str, Any]) -> bytes:
+    return _encode(members).encode("utf-8", "surrogateescape")

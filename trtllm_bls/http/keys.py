@@ -1,0 +1,41 @@
+"""The API keys of HTTP clients.
+
+``serve`` reads them, too, without the packages that the OpenAI API needs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from hashlib import sha256
+from pathlib import Path
+
+from trtllm_bls.errors import SettingsError
+
+KEYS_VARIABLE = "TRTLLM_BLS_API_KEYS"
+
+
+def read_keys(file: Path | None) -> tuple[bytes, ...]:
+    """Digests of the keys in ``file``, one a line, and of those in the variable, with commas.
+
+    Blank lines and lines that begin with ``#`` are skipped. Raises ``SettingsError``.
+    """
+    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--api-keys-file {file}: cannot be read: {error}") from error
+        found = [line for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise SettingsError(f"--api-keys-file {file}: holds no key; write one on each line")
+        keys += found
+    return tuple(sha256(key.strip().encode()).digest() for key in keys if key.strip())
+
+
+def key_of(keys: tuple[bytes, ...], authorization: bytes) -> bytes | None:
+    """Which of ``keys`` the header's value has, compared in constant time."""
+    scheme, _, key = authorization.partition(b" ")
+    given = sha256(key.strip()).digest()
+    matches = [hmac.compare_digest(given, known) for known in keys]
+    return given if scheme.lower() == b"bearer" and any(matches) else None

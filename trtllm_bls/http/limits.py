@@ -1,0 +1,459 @@
+"""What HTTP clients may send, how much of it, and how slowly: for an ASGI program under uvicorn.
+
+``ConnectionLimits``  headers, time and number of connections, in uvicorn's protocol
+``BodyReader``        one request's body: its type, size, compression and time
+``BrowserGuard``      middleware against web pages that send requests to a server on this machine
+
+Knows no API: each program says how its errors are written. A refusal is sent while the rest of the
+request is still read and thrown away. Closing at once would make the kernel reset the connection,
+and a client that is still writing would see the reset instead of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import resource
+import socket
+import sys
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import httptools
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from trtllm_bls.errors import structure_problem
+from trtllm_bls.http.browsers import browser_problem
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+# Of a scope: writes a part of a response that has begun; false where ``send`` has to be awaited.
+BODY_WRITE = "trtllm_bls.write"
+
+# Types of bodies; the last stands for a request that names none.
+JSON, OCTETS, UNNAMED = b"application/json", b"application/octet-stream", b""
+RETRY = {"retry-after": "1"}
+_LONG_BODY = 256 * 1024  # bytes; a longer one is looked through in a thread
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_HEADER_BYTES = 32  # of a header beside its name and value, as HTTP/2 counts
+_Result = TypeVar("_Result")
+_ACCEPTED_AT_ONCE = 32  # connections in one iteration of the event loop
+KEPT_DESCRIPTORS = 256  # for connections to the engine, files, and refused connections
+_DISCARD_S = 5.0  # a refused client has this long to read its answer
+
+
+@dataclass
+class Refused(Exception):
+    """A request that must not reach the program; ``status`` and ``message`` are for its client."""
+
+    status: int
+    message: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def header_pairs(self) -> list[tuple[bytes, bytes]]:
+        """The headers as ASGI has them."""
+        return [(key.encode(), value.encode()) for key, value in self.headers.items()]
+
+
+class ClientGone(Exception):
+    """The client has disconnected, so there is nobody to answer."""
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """The header's value, empty where it was not sent; ``name`` in lower case."""
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def traceparent(scope: Scope) -> bytes:
+    """The caller's trace context (W3C), empty where it is none."""
+    sent = header(scope, b"traceparent")
+    return sent if _TRACEPARENT.fullmatch(sent) else b""
+
+
+# --- connections --------------------------------------------------------------------------------
+
+
+def json_error(status: int, message: str, port: int) -> bytes:
+    """``{"error": message}``; the message needs no escape."""
+    return b'{"error":"%b"}' % message.encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """Limits of one process; times in seconds.
+
+    ``header_bytes``: of all that a request has beside its body: its URL, headers, trailers, and
+    what frames chunks. ``connections``: further ones are answered 503; 0: as many as there are file
+    descriptors, less some for other uses. ``requests``: of one connection, which is then closed.
+    ``socket_path``: where a client may go on with a WebSocket; empty: nowhere.
+    ``error_body``: the JSON of a refusal, by its status, its message and the port.
+    """
+
+    header_s: float = 10
+    body_s: float = 30
+    idle_s: float = 75  # clients and proxies close idle connections earlier, so no request is lost
+    url_bytes: int = 8 * 1024
+    header_bytes: int = 64 * 1024
+    requests: int = 1000
+    connections: int = 0
+    socket_path: bytes = b""
+    error_body: Callable[[int, str, int], bytes] = json_error
+
+
+def accepting(listening: socket.socket) -> list[socket.socket]:
+    """``listening`` and duplicates of it, all of which uvicorn is to accept connections from.
+
+    uvloop accepts one connection of a socket in each iteration of its loop. With hundreds of
+    streams an iteration takes tens of milliseconds, and of a thousand clients that come at once the
+    last would wait for half a minute before they are read, even if only to be refused.
+    """
+    return [listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which by itself limits neither headers nor the time that requests take.
+
+    It also ignores offers of another protocol (``Upgrade: h2c``), whose body uvicorn would lose;
+    but for a WebSocket at ``socket_path``.
+    """
+
+    def __init__(self, limits: ConnectionLimits, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._deadline: asyncio.TimerHandle | None = None
+        self._header_bytes = 0  # of what is kept of a request's head and trailers
+        self._other_bytes = 0  # of a request that are no body, in the reads so far
+        self._in_headers = True  # of a request, or before the next
+        self._num_requests = 0
+        self._discards = False  # all that still comes
+        self._closes_after_body = False
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        most = self._limits.connections
+        if not most:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - KEPT_DESCRIPTORS
+        if len(self.connections) > most + KEPT_DESCRIPTORS // 2:
+            transport.abort()
+        elif len(self.connections) > most:
+            self._refuse(503, "too many connections; try again", b"retry-after: 1\r\n")
+        else:
+            self._start_timer(self._limits.header_s, self._on_header_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+        if self.cycle is not None:
+            # Otherwise the two refer to each other until a garbage collection.
+            self.cycle.transport = self.transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._discards:
+            return
+        self._unset_keepalive_if_required()
+        self._other_bytes += len(data)
+        if self._in_headers and self._deadline is None:
+            self._start_timer(self._limits.header_s, self._on_header_timeout)
+        try:
+            self.parser.feed_data(data)
+            # A header that has no end yet, a chunk's frame, and blank lines show in no callback.
+            self._check_size(self._other_bytes)
+        except httptools.HttpParserUpgrade as error:
+            if self._opens_socket():
+                self._stop_timer()
+                self.scope["method"] = "GET"
+                self.handle_websocket_upgrade()
+            else:
+                self._ignore_upgrade(data[error.args[0] :])
+        except (httptools.HttpParserError, Refused) as error:
+            cause = error if isinstance(error, Refused) else error.__context__
+            if not isinstance(cause, Refused):
+                cause = Refused(400, "this is not HTTP/1.1")
+            self._refuse(cause.status, cause.message)
+
+    def _check_size(self, header_bytes: int) -> None:
+        if header_bytes > self._limits.header_bytes:
+            problem = f"headers and trailers above {self._limits.header_bytes} bytes; send fewer"
+            raise Refused(431, problem)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self._limits.url_bytes:
+            raise Refused(414, f"a URL above {self._limits.url_bytes} bytes; send a shorter one")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value) + _HEADER_BYTES
+        self._check_size(self._header_bytes)  # before the program sees the request
+        if self._in_headers:  # else a trailer, which nobody reads
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._other_bytes -= len(body)
+        super().on_body(body)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        # ``BodyReader`` answers a slow client before this timer closes the connection.
+        self._start_timer(self._limits.body_s + _DISCARD_S, self._on_body_timeout)
+        super().on_headers_complete()  # raises for a URL that is none
+        self._in_headers = False
+        self._num_requests += 1
+        if self._num_requests >= self._limits.requests:
+            self.cycle.keep_alive = False
+        # As much of a transport as uvicorn uses to write one response.
+        self.cycle.transport = cast(
+            asyncio.Transport,
+            SimpleNamespace(
+                write=self.transport.write,
+                is_closing=self.transport.is_closing,
+                close=self._close_after_body,
+            ),
+        )
+        scope = cast("dict[str, Any]", self.scope)
+        scope[BODY_WRITE] = partial(self._write_body, self.cycle)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._in_headers = True
+        self._header_bytes = self._other_bytes = 0
+        self._stop_timer()
+        super().on_message_complete()
+        if self._closes_after_body:
+            self.transport.close()
+
+    def _close_after_body(self) -> None:
+        """Close the connection once the request has been read, by then in vain."""
+        if self._in_headers:
+            self.transport.close()
+        self._closes_after_body = True
+
+    def _opens_socket(self) -> bool:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        path, is_get = self.url.partition(b"?")[0], self.parser.get_method() == b"GET"
+        return is_get and is_idle and path == self._limits.socket_path and self._should_upgrade()
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Read the request as if it offered no other protocol; ``rest`` follows its headers."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(400, "this is no proxy")
+            return
+        lines = [method + b" " + self.url + b" HTTP/1.1"]
+        for name, value in self.headers:  # without ``Upgrade``, what ``Connection`` says is void
+            if name not in (b"upgrade", b"http2-settings"):
+                lines.append(name + b": " + value)
+        self.parser = httptools.HttpRequestParser(self)
+        self._header_bytes = self._other_bytes = 0
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
+        """Answer what the program does not see, or has not answered, and close the connection."""
+        cycle = self.cycle
+        running = cycle is not None and not cycle.response_complete
+        if self.pipeline or (running and (cycle.response_started or self._in_headers)):
+            self.transport.close()  # in the middle of the answer to an earlier request
+            return
+        self._discards = True
+        self._start_timer(_DISCARD_S, self.transport.close)
+        if not self._in_headers:  # the program waits for the rest of this request, or has answered
+            if not running:
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+        body = self._limits.error_body(status, message, (self.server and self.server[1]) or 0)
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        )
+        head += f"connection: close\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(head.encode() + headers + b"\r\n" + body)
+
+    def _on_header_timeout(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The client reads an earlier response and began to send the next request meanwhile.
+            self._start_timer(self._limits.header_s, self._on_header_timeout)
+        elif self._other_bytes:
+            self._refuse(408, f"the headers did not come within {self._limits.header_s:g} s")
+        else:
+            self.transport.close()
+
+    def _on_body_timeout(self) -> None:
+        if self.pipeline:  # uvicorn does not read this body before it has answered earlier requests
+            self._start_timer(self._limits.body_s, self._on_body_timeout)
+        else:
+            self.transport.close()
+
+    def _start_timer(self, seconds: float, then: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._deadline = self.loop.call_later(seconds, then)
+
+    def _stop_timer(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _write_body(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """What ``cycle.send`` does with a part of a chunked body, in a third of its time."""
+        if self.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+
+class BodyReader:
+    """Reads bodies of up to ``max_bytes``, also when unpacked, each in ``seconds``.
+
+    ``max_held_bytes``: of all bodies together that are being received or used. ``set_by``: the
+    option that sets ``max_bytes``; empty where none does.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int = 4 * 2**20,
+        max_held_bytes: int = 64 * 2**20,
+        seconds: float = ConnectionLimits.body_s,
+        set_by: str = "--max-body-bytes",
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.set_by = set_by
+        self._max_held_bytes = max_held_bytes
+        self._seconds = seconds
+        self._held_bytes = 0
+        self._turn = asyncio.Semaphore(1)
+
+    async def in_turn(self, size: int, work: Callable[..., _Result], *values: Any) -> _Result:
+        """What ``work`` makes of a body of ``size`` bytes; a long one does not hold up streams.
+
+        Reading one holds the GIL, so two at once would take no less time and more memory.
+        """
+        if size <= _LONG_BODY:
+            return work(*values)
+        async with self._turn:
+            return await asyncio.to_thread(work, *values)
+
+    @asynccontextmanager
+    async def read(
+        self, scope: Scope, receive: Receive, kinds: Collection[bytes] = (JSON,)
+    ) -> AsyncIterator[bytes]:
+        """The body while it is used. ``kinds``: the types it may have.
+
+        Where JSON is the only one, ``check_json`` has passed it, and it has no byte order mark.
+        Raises ``Refused``, ``ClientGone``.
+        """
+        kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
+        if kind not in kinds:
+            sent = kind[:80].decode("latin-1") or "of no type"
+            problem = f"the body must be JSON, not {sent}; send Content-Type: application/json"
+            raise Refused(415, problem)
+        packing = header(scope, b"content-encoding").strip().lower()
+        if packing not in (b"", b"identity", b"gzip", b"x-gzip"):
+            problem = (
+                f"Content-Encoding {packing[:40].decode('latin-1')!r} is not supported; send gzip"
+            )
+            raise Refused(415, problem, {"accept-encoding": "gzip"})
+        length = header(scope, b"content-length")
+        if length.isdigit() and int(length) > self.max_bytes:
+            raise self._too_large(scope)
+        parts: list[bytes] = []
+        try:
+            try:
+                async with timeout(self._seconds):
+                    size, more = 0, True
+                    while more:
+                        event = await receive()
+                        if event["type"] == "http.disconnect":
+                            raise ClientGone
+                        part = event.get("body", b"")
+                        size += len(part)
+                        if size > self.max_bytes:
+                            raise self._too_large(scope)
+                        self._hold(parts, part)
+                        more = event.get("more_body", False)
+            except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
+                problem = f"the body did not come within {self._seconds:g} s"
+                raise Refused(408, problem, {"connection": "close"}) from None
+            body = b"".join(parts)
+            if packing.endswith(b"gzip"):
+                body = await self.in_turn(len(body), self._unpacked, scope, body)
+                self._hold(parts, body)
+            if kinds == (JSON,):
+                body = body.removeprefix(b"\xef\xbb\xbf")
+                await self.in_turn(len(body), check_json, body)
+            yield body
+        finally:
+            self._held_bytes -= sum(map(len, parts))
+
+    def _hold(self, parts: list[bytes], part: bytes) -> None:
+        if self._held_bytes + len(part) > self._max_held_bytes:
+            raise Refused(503, "too many large requests at once; try again", RETRY)
+        self._held_bytes += len(part)
+        parts.append(part)
+
+    def _unpacked(self, scope: Scope, packed: bytes) -> bytes:
+        unpacking = zlib.decompressobj(wbits=31)
+        try:
+            body = unpacking.decompress(packed, self.max_bytes + 1)
+        except zlib.error as error:
+            raise Refused(400, f"the body is not gzip as Content-Encoding says: {error}") from None
+        if len(body) > self.max_bytes:
+            raise self._too_large(scope)
+        if not unpacking.eof or unpacking.unused_data:
+            raise Refused(400, "the body is not one whole gzip stream")
+        return body
+
+    def _too_large(self, scope: Scope) -> Refused:
+        # A client that waits for 100 Continue sends nothing more, so its connection can be closed.
+        waits = header(scope, b"expect").lower() == b"100-continue"
+        limit = f"the limit ({self.set_by})" if self.set_by else "the limit"
+        problem = f"the body is larger than {self.max_bytes} bytes, which is {limit}"
+        return Refused(413, problem, {"connection": "close"} if waits else {})
+
+
+def check_json(text: bytes) -> None:
+    """Raises ``Refused`` for JSON that is not UTF-8, or that takes too long to be read."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise Refused(400, f"the body is not UTF-8 at byte {error.start}") from None
+    if problem := structure_problem(text):
+        raise Refused(400, f"the body has {problem}")
+
+
+# --- browsers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BrowserGuard:
+    """Middleware of a server on this machine alone; ``browser_problem`` has the rule."""
+
+    app: ASGIApp
+    hosts: tuple[str, ...]
+    origins: tuple[str, ...]
+    refuse: Callable[[Scope, Send, Refused], Awaitable[None]]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = None
+        if scope["type"] == "http":
+            host, origin = (header(scope, name).decode("latin-1") for name in (b"host", b"origin"))
+            problem = browser_problem(host, origin, self.hosts, self.origins)
+        if problem is None:
+            await self.app(scope, receive, send)
+        else:
+            status, message = problem
+            mend = "--allowed-host adds a name" if status == 421 else "--allow-origin adds them"
+            await self.refuse(scope, send, Refused(status, f"{message}; {mend}"))

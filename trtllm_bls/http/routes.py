@@ -1,0 +1,99 @@
+"""What port 8000 answers: one table, from which docs/security.md and the tests are made.
+
+A path is matched as the client sent it, byte by byte, and the matched bytes are forwarded. So no
+spelling of a path means one thing here and another in Triton. Triton decodes no percent sign in a
+path; a path with one matches no row.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from trtllm_bls.http.limits import JSON, OCTETS, UNNAMED, Refused
+
+_NAME = r"(?!\.{1,2}(?:/|$))[\w.@+=,:~-]+"  # no dot segment
+_PLACES = {"{model}": rf"({_NAME})(?:/versions/([0-9]{{1,18}}))?", "{name}": _NAME}
+
+
+@dataclass(frozen=True)
+class Route:
+    """One row. In ``path``, ``{model}`` is NAME or NAME/versions/N.
+
+    ``body``: media types of its body; empty: a request has none. ``by_grpc``: this program asks the
+    model over gRPC; else Triton's own HTTP port answers. ``headers``: those of the client that
+    Triton is told, which sees no others. ``keyless``: also with ``--http-keys``.
+    ``control``: only with ``--open-control-apis``.
+    """
+
+    method: str
+    path: str
+    body: tuple[bytes, ...] = ()
+    by_grpc: bool = False
+    headers: tuple[bytes, ...] = ()
+    keyless: bool = False
+    control: bool = False
+    pattern: re.Pattern[bytes] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        pattern = self.path
+        for place, names in _PLACES.items():
+            pattern = pattern.replace(place, names)
+        object.__setattr__(self, "pattern", re.compile(pattern.encode()))
+
+
+TRACE = b"traceparent"
+JSON_LENGTH = b"inference-header-content-length"  # of the JSON before binary tensors
+_TENSORS = (JSON, OCTETS, UNNAMED)  # Triton's published client names no type
+_SETTINGS = (JSON, UNNAMED)
+
+
+# Of the APIs that change the server or what others get.
+_CONTROL_READS = (
+    *("logging", "trace/setting", "models/{model}/trace/setting"),
+    *("systemsharedmemory/status", "systemsharedmemory/region/{name}/status"),
+    *("cudasharedmemory/status", "cudasharedmemory/region/{name}/status"),
+)
+_CONTROL_WRITES = (
+    *("logging", "trace/setting", "models/{model}/trace/setting", "repository/index"),
+    *("repository/models/{name}/load", "repository/models/{name}/unload"),
+    *("systemsharedmemory/region/{name}/register", "systemsharedmemory/region/{name}/unregister"),
+    *("systemsharedmemory/unregister", "cudasharedmemory/unregister"),
+    *("cudasharedmemory/region/{name}/register", "cudasharedmemory/region/{name}/unregister"),
+)
+
+ROUTES = (
+    Route("GET", "/v2/health/live", keyless=True),
+    Route("GET", "/v2/health/ready", keyless=True),
+    Route("GET", "/v2"),
+    Route("GET", "/v2/models/stats"),
+    Route("GET", "/v2/models/{model}"),
+    Route("GET", "/v2/models/{model}/ready"),
+    Route("GET", "/v2/models/{model}/config"),
+    Route("GET", "/v2/models/{model}/stats"),
+    Route("POST", "/v2/models/{model}/generate", (JSON,), by_grpc=True, headers=(TRACE,)),
+    Route("POST", "/v2/models/{model}/generate_stream", (JSON,), by_grpc=True, headers=(TRACE,)),
+    Route("POST", "/v2/models/{model}/infer", _TENSORS, headers=(TRACE, JSON_LENGTH)),
+    *(Route("GET", f"/v2/{path}", control=True) for path in _CONTROL_READS),
+    *(Route("POST", f"/v2/{path}", _SETTINGS, control=True) for path in _CONTROL_WRITES),
+)
+
+
+def judged(
+    method: str, path: bytes, has_key: bool, opens_control: bool
+) -> tuple[Route, re.Match[bytes]]:
+    """The row that answers a request, and its match of ``path``. Raises ``Refused``."""
+    matches = ((row, row.pattern.fullmatch(path)) for row in ROUTES)
+    rows = [(row, match) for row, match in matches if match is not None]
+    found = next(((row, match) for row, match in rows if row.method == method), None)
+    if not has_key and not (found and found[0].keyless):
+        problem = "no valid API key; send Authorization: Bearer KEY"
+        raise Refused(401, problem, {"www-authenticate": "Bearer"})
+    if not rows:
+        raise Refused(404, "nothing is served at this path; docs/security.md has those that are")
+    if found is None:
+        allowed = ", ".join(sorted({row.method for row, _ in rows}))
+        raise Refused(405, f"this path takes {allowed}, not {method}", {"allow": allowed})
+    if found[0].control and not opens_control:
+        raise Refused(403, "this API is closed; serve --open-control-apis opens it")
+    return found

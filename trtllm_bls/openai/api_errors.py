@@ -1,0 +1,141 @@
+"""Errors in OpenAI's form: a status and ``{"error": {message, type, param, code}}``.
+
+The orchestrator and engines name tensors and fields of their own; clients get the names that they
+sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import msgspec
+
+from trtllm_bls.errors import (
+    PROMPT_FIELDS,
+    EngineError,
+    EngineStalled,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    TrtllmBlsError,
+    unexpected,
+)
+from trtllm_bls.http.limits import RETRY, Refused
+from trtllm_bls.orchestrator.deployment import SHUTTING_DOWN
+
+DONE = b"data: [DONE]\n\n"  # the last event of every stream
+_CODES = {421: "unknown_host", 403: "foreign_origin", 503: "overloaded"}
+
+# By the names of the orchestrator and engines. ``api_error`` maps the prompt and the guide.
+_CALLERS_NAMES = {
+    "num_return_sequences": "n",
+    "beam_width": "n",
+    "stop_words": "stop",
+    "stop_words_list": "stop",
+    "bad_words_list": "bad_words",
+    "embedding_bias": "logit_bias",
+    "embedding_bias_words": "logit_bias",
+    "random_seed": "seed",
+    "request_output_len": "max_tokens",
+    "min_length": "min_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "return_log_probs": "logprobs",
+    "return_generation_logits": "logprobs",
+    "return_context_logits": "echo",
+    "end_id": "ignore_eos",
+}
+_OF_THE_GUIDE = ("guided_decoding_guide_type", "guided_decoding_guide")
+# Messages of TensorRT-LLM's executor, where its limits are not known.
+_TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_seq_len")
+
+
+class Error(msgspec.Struct):
+    """The error object of a response."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+@dataclass(eq=False)
+class ApiError(Refused):
+    """A request that ends with ``status``; ``param`` names the field, ``code`` the kind.
+
+    ``too_long``: the prompt's tokens, and how many the model takes.
+    """
+
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    too_long: tuple[int, int] | None = None
+
+    @property
+    def body(self) -> bytes:
+        """The JSON of the answer, and of an event in a stream."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        code = self.code or _CODES.get(self.status)
+        return msgspec.json.encode({"error": Error(self.message, kind, self.param, code)})
+
+
+def error_body(status: int, message: str) -> bytes:
+    """The JSON of a refusal that names no field."""
+    return ApiError(status, message).body
+
+
+def invalid(param: str, problem: str, code: str | None = None) -> ApiError:
+    """The error for a field whose value cannot be used."""
+    return ApiError(400, f"{param}: {problem}", param=param, code=code)
+
+
+def api_error(
+    error: Exception,
+    prompt: str,
+    longest: int | None,
+    guide: str = "response_format",
+    request_id: str = "",
+) -> ApiError:
+    """The error to answer for an exception of the orchestrator or of ``http.limits``.
+
+    ``prompt``: the request's field that has the prompt. ``longest``: tokens of prompt and
+    completion that the model takes. ``guide``: the field that asked for guided decoding.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Refused):
+        return ApiError(error.status, error.message, error.headers)
+    text = " ".join(str(error).split())
+    if is_too_long(error):
+        problem = error.problem if isinstance(error, InvalidRequest) else text
+        sizes = (error.tokens, error.most) if isinstance(error, PromptTooLong) else None
+        if longest is None and sizes is not None:
+            longest = sizes[1] + 1
+        # litellm looks for this sentence, langchain for the code.
+        limit = f"This model's maximum context length is {longest} tokens. " if longest else ""
+        code = "context_length_exceeded"
+        message = f"{limit}{prompt}: {problem}"
+        return ApiError(400, message, param=prompt, code=code, too_long=sizes)
+    if isinstance(error, InvalidRequest):
+        name = prompt if error.field in PROMPT_FIELDS else error.field
+        name = guide if name in _OF_THE_GUIDE else _CALLERS_NAMES.get(name, name)
+        return invalid(name, error.problem)
+    if isinstance(error, Overloaded) and text == SHUTTING_DOWN:
+        return ApiError(503, text, code="shutting_down", headers=RETRY)
+    if isinstance(error, Overloaded):
+        after = {"retry-after": str(error.retry_after_s or 1)}
+        return ApiError(429, text, code="overloaded", headers=after)
+    if isinstance(error, (EngineUnavailable, EngineStalled)):
+        return ApiError(503, text, code="engine_unavailable", headers=RETRY)
+    if isinstance(error, EngineError):
+        return ApiError(502, text, code="engine_error")
+    return ApiError(500, str(unexpected(error, request_id or "an HTTP request")))
+
+
+def is_too_long(error: Exception) -> bool:
+    """Whether the prompt has more tokens than the model takes."""
+    if isinstance(error, InvalidRequest) and error.field in PROMPT_FIELDS:
+        return isinstance(error, PromptTooLong)
+    return isinstance(error, TrtllmBlsError) and any(words in str(error) for words in _TOO_LONG)

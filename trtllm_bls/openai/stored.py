@@ -1,0 +1,255 @@
+"""Responses that later requests refer to, in one SQLite file that all workers of a server open.
+
+A row is one response: the input that it got itself, its body, and the response that it follows. A
+conversation is a chain of rows. A row belongs to the key that made it; no other key sees it. Where
+all rows together reach a bound, those go first that were used the longest time ago. Using a row
+counts for the whole chain before it, so a chain loses its last link first: it is whole, or refused.
+
+Every method waits for the disk: call them in threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.http.limits import RETRY
+from trtllm_bls.openai.api_errors import ApiError
+
+_FILE = "responses-1.sqlite3"  # the number is that of this schema
+_PREFIX = "trtllm-bls-responses-"
+_LONGEST_CHAIN = 1000
+_SCHEMA = """
+PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;
+PRAGMA secure_delete = ON; PRAGMA journal_size_limit = 16777216;
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, parent TEXT,
+    used REAL NOT NULL, size INTEGER NOT NULL, input TEXT NOT NULL, body TEXT NOT NULL,
+    UNIQUE (owner, id));
+CREATE INDEX IF NOT EXISTS by_use ON responses (used, number DESC);
+CREATE TABLE IF NOT EXISTS items (
+    owner TEXT NOT NULL, id TEXT NOT NULL, place INTEGER NOT NULL,
+    response INTEGER NOT NULL REFERENCES responses ON DELETE CASCADE,
+    PRIMARY KEY (owner, id)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_response ON items (response);
+CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
+INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total);
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
+    UPDATE total SET bytes = bytes + new.size; END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
+    UPDATE total SET bytes = bytes - old.size; END;
+COMMIT;
+"""
+
+
+class PrivateDirectory:
+    """A new directory for this process and its forks, removed when this process ends.
+
+    A fork removes it if this process was killed. Where all were killed, the next server does so.
+    """
+
+    def __init__(self) -> None:
+        for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/lock"):
+            with suppress(OSError), lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = (self.path / "lock").open("w")  # held until the last fork has ended
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._made_by = os.getpid()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Remove the directory, unless this is a fork and the process that made it runs."""
+        if self._made_by == os.getppid():
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+        atexit.unregister(self.close)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One response. ``input``: its own items, as JSON; ``items``: ids of its output, in order."""
+
+    id: str
+    parent: str | None
+    input: bytes
+    body: bytes
+    items: Sequence[str]
+
+
+class StoredResponses:
+    """The rows in ``directory``. Methods raise ``ApiError`` where the file cannot be used.
+
+    ``max_bytes``, ``max_s``: of all rows; ``max_chain_bytes``: of those that one request refers to.
+    Raises ``SettingsError`` for a directory that cannot be used.
+    """
+
+    def __init__(
+        self, directory: Path, *, max_bytes: int, max_s: float, max_chain_bytes: int
+    ) -> None:
+        self._file = directory / _FILE
+        self._max_bytes, self._max_s, self._max_chain_bytes = max_bytes, max_s, max_chain_bytes
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None  # SQLite's must not be forked
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            os.close(os.open(self._file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+        except OSError as error:
+            raise SettingsError(f"--store-dir {directory}: {error.strerror}") from error
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+    def save(self, owner: str, stored: Stored) -> None:
+        """Add the response, in place of one with its id, and remove what is beyond the bounds."""
+        size = len(stored.input) + len(stored.body)
+        texts = stored.input.decode(), stored.body.decode()
+        row = (owner, stored.id, stored.parent, size, *texts)
+        with self._transaction() as rows:
+            rows.execute("DELETE FROM responses WHERE owner = ? AND id = ?", row[:2])
+            number = rows.execute(
+                "INSERT INTO responses (owner, id, parent, used, size, input, body)"
+                " VALUES (?, ?, ?, 0, ?, ?, ?)",
+                row,
+            ).lastrowid
+            rows.executemany(
+                "INSERT OR REPLACE INTO items (owner, id, place, response) VALUES (?, ?, ?, ?)",
+                [(owner, item, place, number) for place, item in enumerate(stored.items)],
+            )
+            self._use(rows, owner, stored.id)
+            while rows.execute("SELECT bytes FROM total").fetchone()[0] > self._max_bytes:
+                rows.execute(
+                    "DELETE FROM responses WHERE number ="
+                    " (SELECT number FROM responses ORDER BY used, number DESC LIMIT 1)"
+                )
+
+    def body(self, owner: str, response_id: str) -> dict[str, Any] | None:
+        """The response; ``None`` if there is none."""
+        with self._transaction() as rows:
+            texts = _texts(rows, self._use(rows, owner, response_id)[0][:1])
+        return texts[0][1] if texts else None
+
+    def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]] | None:
+        """All items up to the end of a response; ``None`` if a link of its chain is missing."""
+        with self._transaction() as rows:
+            numbers, is_whole = self._use(rows, owner, response_id)
+            texts = _texts(rows, numbers) if is_whole else []
+        return [item for input_, body in texts for item in (*input_, *body["output"])] or None
+
+    def input(self, owner: str, response_id: str) -> list[dict[str, Any]] | None:
+        """The items that a response was made from, as far as they are stored."""
+        with self._transaction() as rows:
+            texts = _texts(rows, self._use(rows, owner, response_id)[0])
+        if not texts:
+            return None
+        (*earlier, (own, _)) = texts
+        return [item for input_, body in earlier for item in (*input_, *body["output"])] + own
+
+    def items(self, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Items of responses by their ids, without those that are not there."""
+        found, seen = dict[str, dict[str, Any]](), set[int]()
+        places = dict[tuple[int, str], dict[str, int]]()  # by response, whose body is read once
+        with self._transaction() as rows:
+            for item_id in ids:
+                row = rows.execute(
+                    "SELECT number, responses.id, place FROM items"
+                    " JOIN responses ON number = response"
+                    " WHERE items.owner = ? AND items.id = ?",
+                    (owner, item_id),
+                ).fetchone()
+                if row is not None:
+                    places.setdefault(row[:2], {})[item_id] = row[2]
+            for (number, response_id), items in places.items():
+                self._use(rows, owner, response_id, seen)
+                ((_, body),) = _texts(rows, [number])
+                found |= {item_id: body["output"][place] for item_id, place in items.items()}
+        return found
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        """Remove a response; false if there is none. What follows it cannot be continued."""
+        with self._transaction() as rows:
+            key = (owner, response_id)
+            done = rows.execute("DELETE FROM responses WHERE owner = ? AND id = ?", key)
+            return done.rowcount > 0
+
+    def _use(
+        self,
+        rows: sqlite3.Connection,
+        owner: str,
+        response_id: str | None,
+        seen: set[int] | None = None,
+    ) -> tuple[list[int], bool]:
+        """Mark a response and all before it as used: their rows, and whether none is missing.
+
+        Rows that are ``seen`` end it, and these are added there.
+        """
+        numbers: list[int] = []
+        seen = set() if seen is None else seen
+        size = 0
+        while response_id is not None and len(numbers) < _LONGEST_CHAIN:
+            row = rows.execute(
+                "SELECT number, parent, size FROM responses WHERE owner = ? AND id = ?",
+                (owner, response_id),
+            ).fetchone()
+            if row is None or row[0] in seen:
+                break
+            numbers.append(row[0])
+            seen.add(row[0])
+            response_id, size = row[1], size + row[2]
+        now = time.time()
+        used = [(now, number) for number in numbers]
+        rows.executemany("UPDATE responses SET used = max(used, ?) WHERE number = ?", used)
+        return numbers, response_id is None and size <= self._max_chain_bytes
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """The rows, without those that are too old."""
+        with self._lock:
+            try:
+                rows = self._connection = self._connection or self._open()
+                with rows:  # commits, or rolls back
+                    rows.execute("BEGIN IMMEDIATE")
+                    oldest = time.time() - self._max_s
+                    rows.execute("DELETE FROM responses WHERE used < ?", (oldest,))
+                    yield rows
+            except sqlite3.Error as error:
+                problem = f"stored responses cannot be used: {error}"
+                raise ApiError(503, problem, RETRY, code="store_unavailable") from error
+
+    def _open(self) -> sqlite3.Connection:
+        rows = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
+        rows.executescript(_SCHEMA)
+        # Space beyond the rows' own bytes; what does not fit is refused as on a full disk.
+        rows.execute(f"PRAGMA max_page_count = {2 * self._max_bytes // 4096 + 4096}")
+        return rows
+
+
+def _texts(
+    rows: sqlite3.Connection, numbers: Sequence[int]
+) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """The input and the body of each row, the oldest first."""
+    found = []
+    for number in reversed(numbers):
+        texts = rows.execute("SELECT input, body FROM responses WHERE number = ?", (number,))
+        found.append(tuple(map(msgspec.json.decode, texts.fetchone())))
+    return found

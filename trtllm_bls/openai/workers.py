@@ -1,0 +1,265 @@
+"""uvicorn with this API: workers that one process supervises, drained on SIGTERM."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import inspect
+import logging
+import multiprocessing
+import os
+import signal
+import ssl
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn import _subprocess
+from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess
+
+from trtllm_bls.errors import SetupError
+from trtllm_bls.http.generate import TritonHttp, error_json
+from trtllm_bls.http.keys import key_of
+from trtllm_bls.http.limits import (
+    KEPT_DESCRIPTORS,
+    BodyReader,
+    BrowserGuard,
+    ConnectionLimits,
+    GuardedProtocol,
+    accepting,
+)
+from trtllm_bls.openai.api_errors import error_body
+from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.exposition import SharedSamples
+from trtllm_bls.openai.sockets import PATH, socket_protocol
+from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.orchestrator.log_lines import json_line, log_to_stderr
+from trtllm_bls.orchestrator.orchestrator import Admission
+from trtllm_bls.settings.command_options import listen, raise_open_files
+from trtllm_bls.settings.engine_tls import trusting
+from trtllm_bls.settings.parameters import BlsParameters
+
+_HUNG_S = 30  # a worker whose supervisor gets no answer for this long is replaced
+_PR_SET_PDEATHSIG = 1
+_STARTUP_FAILURE = 3  # exit code of a worker; uvicorn then ends all workers
+# Older containers have uvicorn before 0.51, whose supervisor has another constructor.
+_SUPERVISES = "target" not in inspect.signature(Multiprocess).parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonFront:
+    """Triton's HTTP surface at ``port``, in front of Triton at ``grpc``, ``http`` and ``metrics``.
+
+    ``alone``: the OpenAI API is not served. ``keys``: clients must bring an API key here too.
+    ``places``: how many requests the model runs, and how many may wait; none: nobody knows.
+    ``open_control_apis``: Triton's control APIs are answered.
+    ``tls_pin``: gRPC has TLS with this certificate; ``tls_cert`` and ``tls_key`` are shown to it.
+    """
+
+    port: int
+    grpc: str
+    http: str
+    metrics: str
+    alone: bool = False
+    keys: bool = False
+    places: tuple[int, int] = (0, 0)
+    open_control_apis: bool = False
+    tls_pin: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+
+def uvicorn_options(
+    limits: ConnectionLimits, exit_timeout: int, max_body_bytes: int = ApiSettings.max_body_bytes
+) -> dict[str, Any]:
+    """What uvicorn is told apart from where it listens."""
+    return {
+        "http": partial(GuardedProtocol, limits),
+        "ws": socket_protocol(),
+        "ws_max_size": max_body_bytes,
+        "ws_per_message_deflate": False,  # a small message could become any size
+        "timeout_keep_alive": limits.idle_s,
+        "lifespan": "on",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "timeout_graceful_shutdown": exit_timeout,
+    }
+
+
+def serve(
+    parameters: BlsParameters | None,
+    api: ApiSettings,
+    front: TritonFront | None,
+    *,
+    host: str,
+    port: int,
+    workers: int,
+    why: str,
+    exit_timeout: int,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; requests that run then have ``exit_timeout`` seconds to end.
+
+    ``parameters`` may be ``None`` where only ``front`` is served. ``port`` 0 is any free port.
+    ``why`` says for the log how ``workers`` was chosen. With ``tls_client_ca`` only clients that
+    show a certificate of these authorities are accepted. Raises ``SetupError``.
+    """
+    streams = parameters.max_streams if parameters is not None else 0
+    raise_open_files(KEPT_DESCRIPTORS + streams, f"lower --max-streams, which is {streams}")
+    with ExitStack() as stack:
+        sockets = []
+        if parameters is not None:
+            sockets += accepting(listen(host, port, "--port"))
+        if front is not None:
+            sockets += accepting(listen(host, front.port, "--http-port"))
+        for each in sockets:
+            stack.enter_context(each)
+        # Lines that ``serve`` reads have Triton's form.
+        as_json = front is None and parameters is not None and parameters.log_format == "json"
+        log_to_stderr("openai", as_json=as_json)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        if why:
+            logging.getLogger(__name__).info("%s", why)
+        own_port = front.port if front is not None else None
+
+        def refusal(status: int, message: str, port: int) -> bytes:
+            """In the form of the API that has the port."""
+            return error_json(message) if port == own_port else error_body(status, message)
+
+        options = uvicorn_options(
+            ConnectionLimits(error_body=refusal, socket_path=PATH.encode()),
+            exit_timeout,
+            api.max_body_bytes,
+        )
+        if _SUPERVISES:
+            options["timeout_worker_healthcheck"] = _HUNG_S
+        asks = tls_client_ca is not None
+        # The tokenizer library's threads would be missing in the workers: they start their own.
+        parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true")
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        try:
+            config = uvicorn.Config(
+                make_app(parameters, replace(api, shared=SharedSamples()), front),
+                workers=workers,
+                ssl_certfile=tls_cert,
+                ssl_keyfile=tls_key,
+                ssl_ca_certs=str(tls_client_ca) if asks else None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if asks else ssl.CERT_NONE,
+                **options,
+            )
+            config.load()
+        except (OSError, ValueError) as error:
+            raise SetupError(f"the API did not start: {error}") from error
+        os.environ["TOKENIZERS_PARALLELISM"] = parallel
+        if parameters is not None:
+            host, port = sockets[0].getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            scheme = "https" if tls_cert else "http"
+            address = f"OpenAI API: {scheme}://{host}:{port}/v1"
+            print(json_line(address) if as_json else address, flush=True)
+        gc.collect()
+        gc.freeze()  # a collection in a worker would write to the objects, and so copy them
+        older = () if _SUPERVISES else (uvicorn.Server(config).run,)
+        supervisor = _Workers(config, *older, sockets)
+        supervisor.run()
+        if any(worker.process.exitcode == _STARTUP_FAILURE for worker in supervisor.processes):
+            raise SetupError("the API did not start; the log says why")
+
+
+class _Workers(Multiprocess):
+    """uvicorn's supervisor. Its workers accept from the same sockets, each as it is free.
+
+    They are forks of this process, which has loaded the application, and share its memory. No
+    thread may run here when they are made.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        _subprocess.spawn = multiprocessing.get_context("fork")  # type: ignore[assignment]
+        os.register_at_fork(after_in_child=partial(self._become_worker, os.getpid()))
+
+    def _become_worker(self, started_by: int) -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        for process in self.processes:
+            process.parent_conn.close()
+            process.child_conn.close()
+        end_with_parent()
+        if os.getppid() != started_by:  # it ended before this process could ask for its signal
+            os._exit(0)
+
+    def init_processes(self) -> None:
+        super().init_processes()
+        for process in self.processes:
+            # The supervisor asks over a pipe whether a worker is alive. While it holds the worker's
+            # end too, it would wait 30 s for the answer of one that has just ended.
+            process.child_conn.close()
+
+    def terminate_all(self) -> None:
+        # From here on the kernel refuses connections, once the workers have closed theirs too.
+        for listening in self.sockets:
+            listening.close()
+        super().terminate_all()
+
+
+def make_app(
+    parameters: BlsParameters | None, api: ApiSettings, front: TritonFront | None
+) -> ASGIApp:
+    """The application of all workers: ``front`` for the clients of its port, the API for others.
+
+    Raises ``SetupError``, and ``OSError`` and ``ValueError`` for certificates that cannot be read.
+    """
+    app: ASGIApp = Starlette()
+    counts: dict[str, Any] = {}
+    if parameters is not None:
+        backend = Deployment(parameters, model_name=api.model_names[0])
+        app = create_app(backend, api)
+        counts["on_refused"] = partial(backend.orchestrator.refused, "")
+    if front is None:
+        return app
+    tls = trusting(Path(front.tls_pin)) if front.tls_pin else None
+    if tls is not None and front.tls_cert:
+        tls.load_cert_chain(front.tls_cert, front.tls_key)
+    is_allowed = partial(key_of, api.keys) if front.keys and api.keys else None
+    bodies = BodyReader(api.max_body_bytes)
+    triton = TritonHttp(
+        front.grpc,
+        front.http,
+        tls,
+        bodies,
+        is_allowed=is_allowed,
+        places=Admission(*front.places, None) if any(front.places) else None,
+        opens_control=front.open_control_apis,
+        **counts,
+    )
+    guarded: ASGIApp = triton
+    if api.allowed_hosts is not None:
+        guarded = BrowserGuard(triton, api.allowed_hosts, api.allowed_origins, triton.refuse)
+
+    async def by_port(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            try:
+                await app(scope, receive, send)
+            finally:
+                await triton.close()
+        else:
+            of_triton = scope["server"][1] == front.port
+            if of_triton and scope["type"] == "websocket":
+                await send({"type": "websocket.close"})
+                return
+            await (guarded if of_triton else app)(scope, receive, send)
+
+    return by_port
+
+
+def end_with_parent() -> None:
+    """Have this process drain and end when the one that started it is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

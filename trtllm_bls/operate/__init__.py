@@ -1,0 +1,1 @@
+"""A running server: how it is started, watched, checked and ended."""

@@ -1,0 +1,206 @@
+"""The server's parent: nothing of the server outlives it. Run as a script.
+
+    python -I -S guard.py '{"workdir": ..., "shared_memory": ..., "mark": "NAME=value",
+                            "drain": 30, "grace": 40}'
+
+Standard input is the control pipe from the launcher. Its first line is the server to run, as JSON:
+``{"command": [...], "environment": {...}, "status": ...}``. Then ``s`` asks the server to stop
+(running requests may end), ``k`` kills it, end of file means that the launcher has died and counts
+as ``s``.
+Before the server gets SIGTERM, the processes that write into the directory ``status`` are asked to
+drain. After the server's end the guard kills the server's children and removes its shared memory.
+
+If the launcher has died, nobody else ends the other processes that it started, such as the OpenAI
+API. The guard knows them by ``mark``, a variable of their environment: they have ``drain`` seconds
+more, then they are killed, and the working directory is removed. The exit code is the server's
+(128 + n for signal n).
+
+The guard is there before the working directory is, so that a launcher may die while it prepares the
+server. It is a process of its own for three reasons: the launcher may be killed at any moment; the
+kernel's parent-death signal reaches only direct children, and comes also when just the *thread*
+that started them ends; and a stub that hangs does not notice that its server has died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+POLL_SECONDS = 0.05
+_BACKEND_STARTS_S = 30.0
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+STOP, KILL = b"s", b"k"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(
+    workdir: str,
+    shared_memory: str,
+    mark: str,
+    drain: float,
+    grace: float,
+) -> int:
+    """Run the server to its end.
+
+    After a request to stop, running requests have ``drain`` seconds, and the server is killed after
+    ``grace`` seconds.
+    """
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned stubs become our children
+    # A guard that is stopped (SIGSTOP) would not see that the launcher has died.
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    # Becomes readable, with the signal's number, at SIGCHLD or a request to stop.
+    wake, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    control = os.dup(0)
+    with open(control, "rb", buffering=0, closefd=False) as reading:  # no byte after the line
+        order = reading.readline()
+    if not order.endswith(b"\n"):  # the launcher has died, or needs no server
+        remove_traces(Path(workdir), shared_memory)
+        return 0
+    told = json.loads(order)
+    devnull = os.open(os.devnull, os.O_RDWR)
+    started, before = time.time(), _environments()
+    server = subprocess.Popen(
+        told["command"],
+        env=told["environment"],
+        stdin=devnull,
+        start_new_session=True,
+        preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+    )
+    # Only the server and its stubs may hold the log pipe: its end is how the launcher knows.
+    for descriptor in (0, 1, 2):
+        os.dup2(devnull, descriptor)
+    code = _watch(server, control, wake, told["status"], drain, grace)
+    _kill_children()
+    for made in _environments() - before:
+        with suppress(OSError):
+            if (
+                made.stat().st_mtime < started + _BACKEND_STARTS_S
+            ):  # a later one is not this server's
+                made.rmdir()
+    launcher = select.poll()
+    launcher.register(control, 0)  # reports the end of file alone
+    launcher_died = bool(launcher.poll(0))
+    deadline = time.monotonic() + drain
+    while launcher_died and (others := marked(mark)):
+        if time.monotonic() >= deadline:
+            for other in others:
+                with suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    remove_traces(Path(workdir) if launcher_died else None, shared_memory)
+    return code if code >= 0 else 128 - code
+
+
+def _watch(
+    server: subprocess.Popen[bytes],
+    control: int,
+    wake: int,
+    status: str,
+    drain: float,
+    grace: float,
+) -> int:
+    """Wait for the server's end, and end it when the control pipe or a signal asks for that.
+
+    In an orderly end the models hand over first. Once a server has been told to stop, its models
+    cannot send it requests any more, which those that speculate do all the time.
+    """
+    # An isolated interpreter does not find this package by itself.
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from trtllm_bls.orchestrator.status import StatusDirectory
+
+    files = StatusDirectory(status)
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(wake, select.POLLIN)
+    begun, told = math.inf, False
+    while server.poll() is None:
+        now, left = time.monotonic(), None
+        if now >= begun + grace:
+            server.kill()
+        elif now >= begun:
+            if not told and (files.handed_over or now >= begun + drain / 2):
+                server.terminate()
+                told = True
+            left = begun + grace - now if told else POLL_SECONDS
+        ready = dict(poll.poll(None if left is None else left * 1000))
+        commands = b""
+        if control in ready:
+            received = os.read(control, 64)
+            if not received:
+                poll.unregister(control)
+            commands += received or STOP
+        if wake in ready and set(os.read(wake, 64)) - {signal.SIGCHLD}:
+            commands += STOP
+        if KILL in commands:
+            server.kill()
+        elif STOP in commands and begun == math.inf:
+            begun = time.monotonic()
+            # Requests are cut a little sooner than the server breaks connections off, so that they
+            # end in words. Without the directory no model of this server drains.
+            with suppress(OSError):
+                files.ask_to_drain(begun + max(drain / 2, drain - 1.0))
+    return server.returncode
+
+
+def _environments() -> set[Path]:
+    """Directories that Triton's Python backend makes in /tmp, and leaves where it is killed."""
+    return set(Path("/tmp").glob("python_env_*"))
+
+
+def _kill_children() -> None:
+    """Kill and reap every process that the server left; orphans have become ours."""
+    ours = b"%d" % os.getpid()
+    while True:
+        # "pid (name) state ppid ...", where the name may be any bytes
+        for child in _processes("stat", lambda stat: stat.rpartition(b")")[2].split()[1] == ours):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def marked(mark: str) -> list[int]:
+    """The processes, except this one, whose environment has ``mark`` (``NAME=value``)."""
+    found = _processes("environ", lambda variables: os.fsencode(mark) in variables.split(b"\0"))
+    return [process for process in found if process != os.getpid()]
+
+
+def _processes(file: str, matches: Callable[[bytes], bool]) -> list[int]:
+    """The processes whose ``file`` in /proc has such content."""
+    found = []
+    for entry in Path("/proc").glob(f"[0-9]*/{file}"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if matches(entry.read_bytes()):
+                found.append(int(entry.parent.name))
+    return found
+
+
+def remove_traces(workdir: Path | None, shared_memory: str) -> None:
+    """Remove the working directory and the shared memory; ``shared_memory`` is a path prefix."""
+    if workdir is not None:
+        shutil.rmtree(workdir, ignore_errors=True)
+    prefix = Path(shared_memory)
+    for region in prefix.parent.glob(prefix.name + "*"):
+        with suppress(OSError):  # it has gone, or another user has put it there
+            region.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main(**json.loads(sys.argv[1])))

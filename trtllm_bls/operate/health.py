@@ -1,0 +1,347 @@
+"""Can the server serve? Observations of it, and the verdict on them.
+
+``evaluate`` judges, ``Probe`` asks a server over gRPC, ``ServerProcesses`` looks at its processes
+on this machine. ``serve`` does so continuously, ``trtllm-bls health`` once.
+
+Load alone must never make a server unready, so a late answer does not count while anything makes
+progress. Progress is a response to any request, an answered canary (a request for one token that
+the probe sends), or a step of the engine: requests that do not stream send nothing until they end.
+A server is stuck only if nothing has made progress for the stall limit.
+
+Some observations count at once, because load does not cause them: a dead or stopped process, a
+model that is not loaded, a canary that fails twice, no shared memory or file descriptors left, and
+an event loop that had no turn while another thread of its process had 60. Both threads wait for the
+same cores, so the loop must be blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import psutil
+
+from trtllm_bls import errors
+from trtllm_bls.client.client import BLS, Client, Tls
+from trtllm_bls.settings.command_options import TlsConnection, is_loopback, options_of
+
+SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_MEMORY = 4 * 2**20  # bytes free
+_CANARY_FAILURES = 2  # in a row; one may be an accident
+_MISSED_TURNS = 60  # three seconds, or longer where there is load
+
+# Children that the server needs and never restarts: the stubs of Python models, and the ranks of
+# TensorRT-LLM's executor. Other processes that a model starts may come and go.
+_NEEDED = re.compile(r"triton_python_backend_stub|trtllmExecutorWorker")
+
+
+# --- the verdict ----------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Observed:
+    """Observations of a server; ``None`` means not observed. Times are seconds of one clock.
+
+    ``processes``: lines about dead or stopped processes. ``descriptors``: lines about processes
+    without file descriptors; ``descriptors_at``: when every process last had some.
+    ``progress_at``: when a response was last sent, an engine made a step or a canary was answered.
+    ``loop_at``: the oldest last turn of any process's event loop; ``server_loop_at``: of those that
+    only a restart of the server replaces. ``missed_turns``: the most turns that an event loop has
+    missed (``status``). ``engine``: the problem that an engine reported
+    about itself; ``engine_elsewhere``: no engine is in this server. ``canary_failures``: failures
+    in a row.
+    """
+
+    processes: tuple[str, ...] = ()
+    descriptors: tuple[str, ...] = ()
+    descriptors_at: float | None = None
+    models: tuple[str, ...] = ()
+    engine: str | None = None
+    engine_elsewhere: bool = False
+    progress_at: float | None = None
+    loop_at: float | None = None
+    server_loop_at: float | None = None
+    missed_turns: int = 0
+    canary_failures: int = 0
+    canary_error: str = ""
+    shared_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``reasons`` why it is not ready, one line each; ``failed``: it will not recover by itself."""
+
+    reasons: tuple[str, ...] = ()
+    failed: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return not self.reasons
+
+
+def evaluate(observed: Observed, now: float, stall_s: float = 30.0) -> Verdict:
+    """What the observations mean; no I/O and no clock.
+
+    A server without progress for ``stall_s`` is not ready. After twice as long it has failed,
+    unless its engine is elsewhere, because a restart of the server would not restart the engine.
+    One without file descriptors has also failed after twice ``stall_s``: it neither accepts nor
+    refuses connections.
+    """
+    silent, stuck, server_stuck, exhausted = (
+        0.0 if moment is None else now - moment
+        for moment in (
+            observed.progress_at,
+            observed.loop_at,
+            observed.server_loop_at,
+            observed.descriptors_at,
+        )
+    )
+    reasons = [*observed.processes, *observed.descriptors]
+    reasons += [f"model {model} is not ready" for model in observed.models]
+    reasons += [observed.engine] if observed.engine else []
+    if observed.canary_failures >= _CANARY_FAILURES:
+        reasons.append(f"a request for one token fails: {observed.canary_error}")
+    if silent > stall_s:
+        reasons.append(f"no response has left for {silent:.0f} s")
+    if stuck > stall_s or observed.missed_turns >= _MISSED_TURNS:
+        reasons.append(f"an event loop has been stuck for {stuck:.0f} s")
+    free = observed.shared_memory
+    if free is not None and free < _LEAST_SHARED_MEMORY:
+        reasons.append(f"/dev/shm is full: {free // 1024} KiB are free")
+    longest = max(0.0 if observed.engine_elsewhere else silent, server_stuck, exhausted)
+    failed = bool(observed.processes) or longest > 2 * stall_s
+    return Verdict(tuple(reasons), failed)
+
+
+# --- observations ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Canary:
+    """The result of a request for one token.
+
+    ``answered``: a token, or a refusal that only a working server gives. ``full``: a refusal
+    because the server has as many requests as it may, which does not show that they progress.
+    ``late``: no answer in time. ``failed``: an error.
+    """
+
+    outcome: Literal["answered", "full", "late", "failed"]
+    error: str = ""
+
+
+class Probe(Client):
+    """A client for health checks; ``canary_id`` is the id of its requests for a token.
+
+    ``local``: the server is on this machine, so proxies in the environment are ignored.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        canary_id: str = "trtllm-bls-health",
+        tls: Tls | None = None,
+        *,
+        local: bool = False,
+    ) -> None:
+        super().__init__(url, tls=tls)
+        self._canary_id = canary_id
+        if local:
+            self._options.append(("grpc.enable_http_proxy", 0))
+
+    async def models_not_ready(self, models: Iterable[str], timeout: float) -> tuple[str, ...]:
+        """Those of ``models`` that are not ready. Raises ``ConnectionFailed`` without an answer."""
+        asked = list(models)
+        try:
+            answers = await asyncio.gather(*(self.model_ready(model, timeout) for model in asked))
+        except errors.DeadlineExceeded as error:
+            raise errors.ConnectionFailed(f"{self.url}: {error}") from error
+        return tuple(model for model, ready in zip(asked, answers, strict=True) if not ready)
+
+    async def canary(self, timeout: float) -> Canary:
+        """Ask for one token; raises nothing."""
+        try:
+            await self.generate(
+                BLS,
+                text_input="Hello",
+                max_tokens=1,
+                stream=False,
+                request_id=self._canary_id,
+                deadline_s=timeout,
+            )
+        except errors.InvalidRequest:
+            return Canary("answered")
+        except (errors.ConnectionFailed, errors.DeadlineExceeded) as error:
+            return Canary("late", str(error))
+        except errors.Overloaded as error:  # or an engine that cannot be reached
+            is_full = error.retry_after_s is not None
+            return Canary("full" if is_full else "failed", str(error))
+        except errors.TrtllmBlsError as error:
+            return Canary("failed", str(error))
+        return Canary("answered")
+
+
+class ServerProcesses:
+    """tritonserver and the children that it needs. Construct this once the models have loaded."""
+
+    def __init__(self, server: psutil.Process) -> None:
+        self._names = {server: "tritonserver"}
+        for child in server.children():
+            with suppress(psutil.Error):
+                words = child.cmdline()
+                if _NEEDED.search(" ".join(words[:1])):
+                    # A stub's first argument is its model's file, .../<model>/<version>/model.py.
+                    parts = Path(words[1]).parts if len(words) > 1 else ()
+                    self._names[child] = f"model {parts[-3]}" if len(parts) > 2 else child.name()
+        self._stopped: set[psutil.Process] = set()  # by a SIGSTOP, as of the last look
+        self.running = {name: 0 for name in self._names.values()}
+        """The number of running processes by name, as of the last ``problems()``."""
+
+    def problems(self) -> tuple[str, ...]:
+        """One line for each process that is dead or stopped.
+
+        A process counts as stopped when two calls in a row find it so: a single look may fall into
+        the moment between a SIGSTOP and the SIGCONT that follows it.
+        """
+        found, running = [], dict.fromkeys(self.running, 0)
+        before, self._stopped = self._stopped, set()
+        for process, name in self._names.items():
+            state = psutil.STATUS_DEAD
+            with suppress(psutil.NoSuchProcess):
+                if process.is_running():
+                    state = process.status()
+            if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+                found.append(f"the process of {name} is dead")
+            elif state != psutil.STATUS_STOPPED:
+                running[name] += 1
+            else:
+                self._stopped.add(process)
+                if process in before:
+                    found.append(f"the process of {name} is stopped")
+        self.running = running
+        return tuple(found)
+
+    @property
+    def pids(self) -> dict[int, str]:
+        """The name of each process by its pid."""
+        return {process.pid: name for process, name in self._names.items()}
+
+    def __contains__(self, pid: int) -> bool:
+        return pid in self.pids
+
+    def without_descriptors(self) -> tuple[str, ...]:
+        """One line for each process that can open no further file or connection."""
+        found = []
+        for process, name in self._names.items():
+            with suppress(psutil.Error):
+                used, limit = process.num_fds(), process.rlimit(psutil.RLIMIT_NOFILE)[0]
+                if used >= limit >= 0:  # -1: without a limit
+                    found.append(f"the process of {name} has used its {limit} file descriptors")
+        return tuple(found)
+
+
+def server_process(port: int) -> psutil.Process | None:
+    """The tritonserver of this machine that listens on ``port``, if we may see it."""
+    for process in psutil.process_iter(["name"]):
+        if process.info["name"] != "tritonserver":
+            continue
+        with suppress(psutil.Error):
+            for connection in process.net_connections(kind="inet"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return process
+    return None
+
+
+def free_shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
+    """Free bytes; ``None`` if the directory does not exist."""
+    try:
+        room = os.statvfs(directory)
+    except OSError:
+        return None
+    return room.f_bavail * room.f_frsize
+
+
+# --- trtllm-bls health ----------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--url", default="127.0.0.1:8001", show_default=True, help="host:port of gRPC.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=(BLS.name,),
+    show_default=True,
+    help="A model that must be ready; may be repeated.",
+)
+@click.option(
+    "--canary/--no-canary", default=True, help=f"Ask {BLS.name} for a token.", show_default=True
+)
+@click.option("--timeout", default=10.0, show_default=True, help="Seconds that an answer may take.")
+@options_of(TlsConnection)
+@click.option("--json", "as_json", is_flag=True, help="Print an object instead of lines.")
+def command(
+    url: str,
+    models: tuple[str, ...],
+    canary: bool,
+    timeout: float,
+    as_json: bool,
+    **connection: Any,
+) -> None:
+    """Check whether a server can serve: exit code 0 if so, else 1 and a line for each reason.
+
+    Asks whether the models are ready, and for one token. For a server on this machine, also checks
+    its processes and the shared memory.
+
+    \b
+    Examples:
+      trtllm-bls health
+      trtllm-bls health --url gpu-host:8001 --timeout 30 --json
+      trtllm-bls health --url gpu-host:8001 --tls
+    """
+    tls = Tls.of_options(connection)
+    verdict = asyncio.run(look(url, models, timeout, canary=canary, tls=tls))
+    if as_json:
+        click.echo(json.dumps({"ready": verdict.ready, "reasons": verdict.reasons}))
+    else:
+        for line in verdict.reasons or ("ready",):
+            click.echo(line)
+    sys.exit(0 if verdict.ready else 1)
+
+
+async def look(
+    url: str, models: tuple[str, ...], timeout: float, *, canary: bool, tls: Tls | None = None
+) -> Verdict:
+    """Check the server at ``url`` once. Raises ``SettingsError`` for an invalid address."""
+    host, _, port = url.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise errors.SettingsError(f"--url {url}: write host:port, where gRPC is served")
+    seen = Observed()
+    if is_loopback(host.strip("[]")):
+        seen.shared_memory = free_shared_memory()
+        if (process := server_process(int(port))) is not None:
+            server = ServerProcesses(process)
+            seen.processes, seen.descriptors = server.problems(), server.without_descriptors()
+    async with Probe(url, tls=tls) as probe:
+        problem = None
+        try:
+            seen.models = await probe.models_not_ready(models, timeout)
+        except errors.ConnectionFailed as error:
+            problem = str(error)
+        else:
+            if canary and not seen.models and not seen.processes:
+                answer = await probe.canary(timeout)
+                if answer.outcome in ("late", "failed"):  # a full server is at work
+                    problem = answer.error
+    if problem is not None:  # asked only once, so one failure counts as enough of them
+        seen.canary_failures, seen.canary_error = _CANARY_FAILURES, problem
+    return evaluate(seen, time.monotonic())

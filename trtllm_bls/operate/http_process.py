@@ -1,0 +1,274 @@
+"""The HTTP in front of a server: a child process that supervises its workers.
+
+They answer the OpenAI API, and Triton's HTTP API at ``--http-port`` in front of Triton's own port.
+
+It is started when the models are ready and restarted when it dies. It replaces workers itself that
+die or are silent. A process of it that is stopped (SIGSTOP) is killed, since nobody would notice it
+for half a minute otherwise. So is a worker whose event loop is stuck: its other threads still
+answer their supervisor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from http import HTTPStatus
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.http.keys import KEYS_VARIABLE, read_keys
+from trtllm_bls.openai.openai_command import AS_OF_SERVE
+from trtllm_bls.operate.ports import ask, curl_tls, own_tls
+from trtllm_bls.operate.preparation import BLS
+from trtllm_bls.operate.tritonserver import (
+    GRACE_MARGIN,
+    TritonServer,
+    describe_exit,
+    next_delay,
+    start_child,
+)
+from trtllm_bls.orchestrator.status import StatusDirectory
+from trtllm_bls.settings.command_options import (
+    ServeSettings,
+    auto_processes,
+    listen,
+    option,
+    words_of,
+)
+from trtllm_bls.settings.engine_tls import trusting
+
+_POLL_S = 0.05
+_START_S = 120.0
+_LOOK_S = 0.5
+
+
+def check(settings: ServeSettings) -> bool:
+    """Whether HTTP can be answered here. Raises ``SetupError`` if the port of the API is taken, or
+    what needs this program was asked for without its packages.
+
+    Call it before the models load, which takes long.
+    """
+    if not all(map(find_spec, ("uvicorn", "starlette", "msgspec", "httptools"))):
+        for name in ("tls_cert", "http_keys"):
+            if getattr(settings, name):
+                needs = "HTTP needs pip install 'trtllm-bls[openai]' for it"
+                raise SettingsError(f"{option(name)}: {needs}")
+        return False
+    if not read_keys(settings.api_keys_file) and settings.http_keys:
+        raise SettingsError(
+            f"--http-keys: there are no keys; add --api-keys-file or {KEYS_VARIABLE}"
+        )
+    if settings.openai_port:
+        listen(settings.host, settings.openai_port, "--openai-port", "no OpenAI API").close()
+    return True
+
+
+def model_names(settings: ServeSettings) -> tuple[str, ...]:
+    """The model's names in requests: else its directory's, or that of the model in the user's
+    repository."""
+    if settings.served_model_names:
+        return settings.served_model_names
+    if settings.model is not None:
+        return (settings.model.resolve().name,)
+    return ("demo" if settings.model_repository is None else BLS,)
+
+
+def chat_curl(url: str, settings: ServeSettings) -> str:
+    """A command that asks the API at ``url``."""
+    question = '{"role": "user", "content": "What is 12 * 9?"}'
+    request = f'{{"model": "{model_names(settings)[0]}", "messages": [{question}]}}'
+    headers = "-H 'Content-Type: application/json'"
+    if settings.api_keys_file is not None:
+        headers += ' -H "Authorization: Bearer $KEY"'
+    return f"curl -s{curl_tls(settings)} {url}/v1/chat/completions {headers} -d '{request}'"
+
+
+class HttpProcess:
+    """``trtllm-bls openai`` in front of a running server; ``kill`` does not wait for its end.
+
+    ``with_api``: it has the OpenAI API too, whose address is ``url``.
+
+    It drains when the server is asked to stop, as the server's models do. ``on_problem`` gets the
+    reason when it ends, and ``None`` when it answers again; ``on_line`` gets every line of its log.
+    Both are called on other threads.
+    """
+
+    def __init__(
+        self,
+        server: TritonServer,
+        with_api: bool,
+        on_problem: Callable[[str | None], object],
+        on_line: Callable[[str], object],
+    ) -> None:
+        settings = server.settings
+        scheme = "http" if settings.tls_cert is None else "https"
+        self.url = f"{scheme}://{server.host}:{settings.openai_port}" if with_api else None
+        self._probe_url = f"{self.url}/health" if with_api else server.public_http_url + "/v2"
+        self._context, chain, key = None, None, None
+        if (tls := own_tls(settings)) is not None and settings.tls_cert is not None:
+            self._context = trusting(settings.tls_cert)
+            chain, key = tls.certificate_chain, tls.private_key
+            if chain is not None:
+                self._context.load_cert_chain(chain, key)
+        front = {
+            "port": settings.http_port,
+            # With client certificates, and none for us, Triton's gRPC port is closed to us.
+            "grpc": "" if settings.tls_client_ca and not key else server.grpc_url,
+            "http": server.http_url,
+            "metrics": server.metrics_url,
+            "alone": not with_api,
+            "keys": settings.http_keys,
+            "open_control_apis": settings.open_control_apis,
+            "tls_pin": str(settings.tls_cert or ""),
+            "tls_cert": str(chain or ""),
+            "tls_key": str(key or ""),
+        }
+        workers = settings.openai_workers
+        if workers == "auto" and not with_api:  # it reads no parameters then
+            workers, _ = auto_processes(settings.max_streams, remembers=False)
+        store = settings.store_dir or server.workdir / "responses"
+        names = model_names(settings)
+        named = replace(settings, served_model_names=names, store_dir=store)
+        self._command = [
+            *(sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"),
+            f"--port={settings.openai_port}",
+            f"--model-repository={server.repository}",
+            f"--workers={workers}",
+            f"--in-front-of={json.dumps(front)}",
+            *words_of(named, AS_OF_SERVE),
+        ]
+        self._server, self._on_problem, self._on_line = server, on_problem, on_line
+        self._closing = threading.Event()
+        self._keeping = threading.Thread(target=self._keep, name="http", daemon=True)
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process, _ = start_child(
+            self._command,
+            self._server.environment,
+            self._on_line,
+            "http-log",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        return process
+
+    def keep(self) -> None:
+        """From now on restart it when it ends."""
+        self._keeping.start()
+
+    def wait_until_ready(self) -> bool:
+        """Wait until it answers; false if the server is stopping or has ended meanwhile.
+
+        Raises ``SetupError`` if it ends or takes longer than two minutes.
+        """
+        deadline = time.monotonic() + _START_S
+        while not self._answers():
+            if self._closing.is_set() or self._server.stop_requested or not self._server.running:
+                return False
+            code = self._process.poll()
+            if code is not None:
+                raise SetupError(f"the HTTP program did not start ({describe_exit(code)})")
+            if time.monotonic() > deadline:
+                raise SetupError(f"the HTTP program did not answer within {_START_S:g} s")
+            time.sleep(_POLL_S)
+        return True
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor, where there are several workers."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it; kill it if its drain takes longer than ``--exit-timeout`` and a margin."""
+        self._closing.set()
+        if self._keeping.ident is not None:
+            self._keeping.join()
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._server.settings.exit_timeout + GRACE_MARGIN)
+        self.kill()
+        self._process.wait()
+
+    def _keep(self) -> None:
+        delay, up_since = 0.0, time.monotonic()
+        problem = self._next_problem()
+        while problem:
+            if self._server.settings.on_failure == "exit":
+                self._server.fail(problem)
+                return
+            self._on_problem(problem)
+            delay = next_delay(delay, time.monotonic() - up_since)
+            self._closing.wait(delay)
+            if self._closing.is_set() or self._server.stop_requested:
+                return
+            self._process = self._start()
+            up_since = time.monotonic()
+            try:
+                if self.wait_until_ready():
+                    self._on_problem(None)
+                problem = self._next_problem()
+            except SetupError as error:
+                problem = str(error)
+                self.kill()
+                self._process.wait()
+
+    def _next_problem(self) -> str | None:
+        """Wait until it ends, and return how; ``None`` if it was told to end."""
+        stopped: set[psutil.Process] = set()
+        files, stall_s = (
+            StatusDirectory(self._server.status_dir),
+            self._server.settings.stall_timeout,
+        )
+        while not self._closing.wait(_LOOK_S):
+            # A single look may fall into the moment between a SIGSTOP and its SIGCONT.
+            pid, before, stopped, workers = self._process.pid, stopped, set(), list[int]()
+            with suppress(OSError, psutil.Error):
+                # psutil would look at every process of the machine to find the children.
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                workers = [int(child) for child in children]
+                for process in map(psutil.Process, (pid, *workers)):
+                    if process.status() == psutil.STATUS_STOPPED:
+                        stopped.add(process)
+            for process in before & stopped:
+                self._kill(process.pid, "was stopped")
+            now = time.monotonic()
+            for status in files.read():
+                if status.pid in workers and now - status.loop_at > stall_s:
+                    self._kill(status.pid, f"had its event loop stuck for {stall_s} s")
+            code = self._process.poll()
+            if code is not None:
+                stopping = self._server.stop_requested
+                return None if stopping else f"the HTTP program has ended ({describe_exit(code)})"
+        return None
+
+    def _kill(self, pid: int, why: str) -> None:
+        self._on_line(f"process {pid} of the HTTP program {why}: killed it")
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+    def _answers(self) -> bool:
+        settings = self._server.settings
+        try:
+            status, _ = ask(self._probe_url, 15, self._context)
+        except (ConnectionRefusedError, TimeoutError):
+            return False
+        except OSError:  # it refused the handshake: it asks for a certificate, and we have none
+            return settings.tls_client_ca is not None
+        # The API works even while an engine in another process cannot be reached.
+        return status == HTTPStatus.OK or settings.engine_is_elsewhere

@@ -1,0 +1,169 @@
+"""The server's log: parsed lines, and the few events in them that the launcher acts on.
+
+Owns the form of Triton's log lines and the texts to search for (release 24.10). No I/O.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+
+TAIL_LINES = 400
+_FAILURE_LINES = 12  # of a failure's report
+
+# I1121 01:56:47.026953 6110 model_lifecycle.cc:839] "successfully loaded 'echo'"
+_STRUCTURED = re.compile(
+    r"(?P<severity>[IWEF])\d{4} (?P<time>\d\d:\d\d:\d\d)[.\d]* +\d+ (?P<source>[^\s:]+):\d+\] ?"
+    r"(?P<text>.*)"
+)
+_SEVERITIES = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
+# Tables, empty lines, and the stub's tracebacks, which Triton repeats with the model's name.
+_FURNITURE = re.compile(r"\s*(?:[+|].*)?|At:|  .+\(\d+\): .+|Signal \(\d+\) received\.")
+
+_LOADED = re.compile(r"successfully loaded '([^']+)'")
+_UNLOADED = re.compile(r"successfully unloaded '([^']+)' version \d+")
+_FAILED = (
+    re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.+)", re.DOTALL),
+    re.compile(r"failed to load model '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
+    re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
+    # Triton would wait for this stub for ever. The path in the message names the model.
+    re.compile(
+        r"Failed to preinitialize Python stub: "
+        r"(?P<reason>.*?(?P<model>[^/']+)/\d+/[^/']+'.*)",
+        re.DOTALL,
+    ),
+)
+# Repeated with the model's name, by a line that is in _FAILED.
+_FAILED_INSTANCE = re.compile(r"ERROR: Failed to create instance: ")
+_STATUS = re.compile(r"^(?:Internal|Invalid argument|Unavailable|Not found|Unknown): ")
+# How the Python backend writes this package's errors: class and message.
+_OWN_ERROR = re.compile(r"(?:Setup|Settings|Tokenizer|Checkpoint)Error: ")
+_DEAD_STUB = re.compile(r"Stub process '[^']+' is not healthy\.")
+_TRACE = "\n\nAt:\n"
+_INTERPRETER = re.compile(r"<frozen |/importlib/")
+# The Python backend's shared memory now and then loses a race while its stubs start.
+_LOCK_EXCEPTION = "boost::interprocess::lock_exception"
+_IN_FLIGHT = re.compile(r"Found (\d+) model versions that have in-flight inferences")
+_PORT_TAKEN = re.compile(r"failed to start (\w+) service: .{0,200} already in use")
+
+# Logged on every machine without a GPU, as warnings or errors.
+_NO_GPU = re.compile(
+    r"CUDA driver version is insufficient|CudaDriverHelper has not been init|"
+    r"DCGM unable to start|Failed to initialize NVML"
+)
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line; ``severity`` is empty for what a model or library printed by itself."""
+
+    raw: str
+    text: str
+    severity: str = ""
+    time: str = ""
+    source: str = ""
+
+    @property
+    def noteworthy(self) -> bool:
+        """Whether to show the line without ``--verbose``."""
+        if _NO_GPU.search(self.text) or _FURNITURE.fullmatch(self.text):
+            return False
+        if _FAILED_INSTANCE.match(self.text) or any(p.match(self.text) for p in _FAILED):
+            return False  # shown once, in the end, by ``LogBook.failure_summary``
+        # What a model or the OpenAI API logged counts, for example the line of a request.
+        return self.severity != "info" or self.source.endswith(".py")
+
+    @property
+    def problem(self) -> bool:
+        """Whether it is a warning or worse."""
+        return self.severity not in ("", "info")
+
+    @property
+    def readable(self) -> str:
+        """The line for people: time, severity if it matters, and real line breaks."""
+        if not self.severity:
+            return self.text
+        severity = f"{self.severity}: " if self.problem else ""
+        return f"{self.time} {severity}{self.text}"
+
+
+def parse(raw: str) -> LogLine:
+    """Read one line of the server's output, without its newline."""
+    match = _STRUCTURED.fullmatch(raw)
+    if match is None:
+        return LogLine(raw, raw)
+    text = match["text"].strip()
+    with suppress(ValueError):  # Triton writes messages as JSON strings; other libraries do not
+        text = str(json.loads(text)).strip() if text.startswith('"') else text
+    severity = _SEVERITIES[match["severity"]]
+    return LogLine(raw, text, severity, match["time"], match["source"])
+
+
+class LogBook:
+    """Reads the log line by line and remembers what became of the models."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.unloaded: set[str] = set()
+        self.failures: dict[str, str] = {}  # model -> reason, with its traceback
+        self.port_taken: str | None = None  # the service that could not listen
+        self.lock_exception = False  # Triton died of it, or one of its stubs
+        self.drained = False  # the server is stopping, and every request has ended
+        self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
+
+    def add(self, raw: str) -> LogLine:
+        """Take one line; returns it parsed."""
+        line = parse(raw)
+        self._tail.append(line)
+        if loaded := _LOADED.fullmatch(line.text):
+            self.loaded.append(loaded[1])
+        if unloaded := _UNLOADED.fullmatch(line.text):
+            self.unloaded.add(unloaded[1])
+        if in_flight := _IN_FLIGHT.search(line.text):
+            self.drained = in_flight[1] == "0"
+        if taken := _PORT_TAKEN.search(line.text):
+            self.port_taken = taken[1]
+        self.lock_exception = self.lock_exception or _LOCK_EXCEPTION in raw
+        for pattern in _FAILED:
+            if failed := pattern.match(line.text):
+                self.failures.setdefault(failed["model"], failed["reason"].strip())
+        return line
+
+    def tail(self, count: int = _FAILURE_LINES) -> tuple[str, ...]:
+        """The last noteworthy lines; if there are none, the last lines of any kind."""
+        lines = list(self._tail)
+        chosen = [line for line in lines if line.noteworthy] or lines
+        return tuple(line.readable for line in chosen[-count:])
+
+    def failure_summary(self) -> str:
+        """One line that names every model that did not load, and why; each reason once."""
+        models: dict[str, list[str]] = {}
+        for model, reason in self.failures.items():
+            text = _STATUS.sub("", reason.partition(_TRACE)[0], count=1)
+            headline = " ".join(_OWN_ERROR.sub("", text).split())
+            if _DEAD_STUB.fullmatch(text):
+                headline = "its Python process died while loading"
+            models.setdefault(headline, []).append(model)
+        return "; ".join(
+            f"model{'s' * (len(names) > 1)} {', '.join(names)} did not load: {reason}"
+            for reason, names in models.items()
+        )
+
+    def failure_details(self) -> tuple[str, ...]:
+        """What models printed last, then the lines of their tracebacks.
+
+        Empty if all errors are this package's own, whose one line says enough.
+        """
+        if all(_OWN_ERROR.match(_STATUS.sub("", reason)) for reason in self.failures.values()):
+            return ()
+        traces = [
+            f"{model}: {line.strip()}"
+            for model, reason in self.failures.items()
+            for line in reason.partition(_TRACE)[2].splitlines()
+            if not _INTERPRETER.search(line)
+        ]
+        printed = [line.text for line in self._tail if line.noteworthy and not line.severity]
+        return (*printed[-_FAILURE_LINES:], *traces)

@@ -1,0 +1,554 @@
+"""``trtllm-bls prove``: a report on a deployment, for an issue or for oneself.
+
+It asks a server what a sceptic would: do all APIs give one text, and transformers' tokenizer the
+same; does the engine stop when a caller leaves; are drafts lossless; what does load cost, beside
+another server too. No prompt, key, path or text of an error is in the report, only these verdicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import psutil
+
+from trtllm_bls import version_text
+from trtllm_bls.bundled import DEMO
+from trtllm_bls.client.client import BLS, ENGINE, Client
+from trtllm_bls.engines.conformance import continued
+from trtllm_bls.engines.conformance import examine as ask_engine
+from trtllm_bls.engines.own_port import listening_processes
+from trtllm_bls.engines.triton_model import GrpcEngine
+from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.operate.doctor import Subject, examine, installed
+from trtllm_bls.orchestrator.status import ENGINE_REQUESTS, REQUESTS_LABEL
+from trtllm_bls.settings.model_config import read_config, values_of
+from trtllm_bls.text.tokenizer import load_tokenizer
+
+_PROMPTS = (
+    "The capital of France is",
+    "Count: one, two, three,",
+    "def fibonacci(n):\n",
+    "Une souris verte, qui courait dans l'herbe,",
+    "नमस्ते, आप कैसे",
+    "人工智能的历史",
+    "😀 😃 😄",
+    '{"name": "Ada", "born":',
+)
+_TOKENS, _LONG = 48, 1000
+_READY_SECONDS, _FREED_SECONDS = 600.0, 30.0
+_PACKAGES = ("tensorrt-llm", "torch", "transformers", "tokenizers", "tritonclient", "numpy")
+_RUNNING = re.compile(
+    rf"{ENGINE_REQUESTS}{{[^{{}}]{{0,200}}{REQUESTS_LABEL}="
+    r'"(?:scheduled|waiting)"[^{}]{0,200}} (\d+)'
+)
+_PATH = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A running server: its APIs, its tokenizer, and its processes where it runs here."""
+
+    grpc: str
+    http: str
+    openai: str
+    metrics: str
+    tokenizer: Path
+    engine_model: str
+    process: psutil.Process | None
+
+
+@dataclass
+class Report:
+    """Sections of rows (check, result), the figures under load, and what the machine is."""
+
+    machine: dict[str, str]
+    sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    load: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return any("FAILED" in result for rows in self.sections.values() for _, result in rows)
+
+
+@click.command()
+@click.option("--out", type=_PATH, required=True, help="Directory of the report.")
+@click.option("--model-repository", type=_PATH, help="Serve this repository for the report.")
+@click.option("--model", type=_PATH, help="Serve this checkpoint (default: the demo's).")
+@click.option("--draft-model", type=_PATH, help="With drafts of this one.")
+@click.option("--engine", metavar="trtllm://HOST:PORT", help="Serve an engine that runs elsewhere.")
+@click.option("--url", metavar="HOST:PORT", help="Or the gRPC port of a server that runs already.")
+@click.option("--http-url", help="Its port 8000.  [default: on the same host]")
+@click.option("--openai-url", help="Its OpenAI API.  [default: port 9000 of the same host]")
+@click.option("--metrics-url", help="Its metrics.  [default: port 8002 of the same host]")
+@click.option("--tokenizer-dir", type=_PATH, help="Its tokenizer, where no other option tells.")
+@click.option("--beside", help="Another server's OpenAI API, to load in turns with this one.")
+@click.option("--seconds", default=20.0, show_default=True, help="Of load, for each row.")
+@click.option("--minutes", default=15.0, show_default=True, help="After which nothing begins.")
+def command(out: Path, **options: Any) -> None:
+    """Examine a deployment and write a report: report.md, report.json and plots.
+
+    OPENAI_API_KEY has the key of the APIs, where one is needed; the server beside gets it, too.
+    Exit code 1: a check failed.
+
+    \b
+    Examples:
+      trtllm-bls prove --out report
+      trtllm-bls prove --out report --model-repository /repository --beside http://127.0.0.1:8080
+      trtllm-bls prove --out report --url 127.0.0.1:8001 --tokenizer-dir /models/llama
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with _target(options) as target:
+        report = asyncio.run(_prove(target, options))
+    (out / "load.svg").write_text(plot(report.load), encoding="utf-8")
+    (out / "report.json").write_text(json.dumps(vars(report), indent=1), encoding="utf-8")
+    (out / "report.md").write_text(page(report), encoding="utf-8")
+    click.echo(f"{out / 'report.md'}: {'a check FAILED' if report.failed else 'all checks passed'}")
+    sys.exit(report.failed)
+
+
+async def _prove(target: Target, options: dict[str, Any]) -> Report:
+    began = time.monotonic()
+    report = Report(machine(target))
+    steps: list[tuple[str, Callable[[], Awaitable[list[tuple[str, str]]]]]] = [
+        ("doctor", partial(asyncio.to_thread, _doctor, options["model_repository"])),
+        ("conformance", partial(_conformance, target)),
+        ("text", partial(_text, target)),
+        ("cancellation and stop", partial(_ends, target)),
+        ("speculation", partial(_speculation, target)),
+        ("load", partial(_load, target, options["beside"], options["seconds"], report.load)),
+    ]
+    for number, (name, step) in enumerate(steps, 1):
+        left = options["minutes"] * 60 - (time.monotonic() - began)
+        click.echo(f"[{number}/{len(steps)}] {name}", err=True)
+        try:
+            report.sections[name] = await asyncio.wait_for(step(), max(0.0, left))
+        except asyncio.TimeoutError:
+            report.sections[name] = [(name, "not finished: out of time")]
+        except Exception as error:  # its text may have paths
+            report.sections[name] = [(name, f"FAILED: {type(error).__name__}")]
+            click.echo(f"{name}: {error}", err=True)
+    return report
+
+
+# --- the server --------------------------------------------------------------------------------
+
+
+@contextmanager
+def _target(options: dict[str, Any]) -> Iterator[Target]:
+    """The server that runs, or one that is served for as long as it is needed."""
+    repository, told = options["model_repository"], dict[str, str]()
+    with suppress(SettingsError, TypeError):
+        told = values_of(read_config(repository / BLS.name / "config.pbtxt"))
+    tokenizer = options["tokenizer_dir"] or options["model"]
+    if tokenizer is None and told.get("tokenizer_dir"):
+        tokenizer = repository / told["tokenizer_dir"]
+    engine = told.get("tensorrt_llm_model_name") or ENGINE.name
+    common: dict[str, Any] = {"tokenizer": tokenizer or DEMO / "target", "engine_model": engine}
+    if options["url"]:
+        if tokenizer is None:
+            raise SettingsError("--tokenizer-dir: name the tokenizer of the server at --url")
+        host = options["url"].rpartition(":")[0]
+        default = {"http": f"{host}:8000", "openai": f"{host}:9000", "metrics": f"{host}:8002"}
+        urls: dict[str, Any] = {
+            name: options[f"{name}_url"] or f"http://{at}" for name, at in default.items()
+        }
+        process = _process_at(options["url"])
+        yield Target(grpc=options["url"], process=process, **common, **urls)
+        return
+    ports = _free_ports("http", "grpc", "metrics", "health", "openai")
+    words = [sys.executable, "-m", "trtllm_bls.cli", "serve", "--on-failure", "exit"]
+    for name, port in ports.items():
+        words += [f"--{name}-port", str(port)]
+    for name in ("model_repository", "model", "draft_model", "engine"):
+        if options[name] is not None:
+            words += [f"--{name.replace('_', '-')}", str(options[name])]
+    with tempfile.TemporaryFile() as log:
+        serve = subprocess.Popen(words, stdout=log, stderr=log)
+        try:
+            _wait_until_ready(serve, f"http://127.0.0.1:{ports['health']}/health/ready", log)
+            here: dict[str, Any] = {
+                n: f"http://127.0.0.1:{ports[n]}" for n in ("http", "openai", "metrics")
+            }
+            process = psutil.Process(serve.pid)
+            yield Target(grpc=f"127.0.0.1:{ports['grpc']}", process=process, **common, **here)
+        finally:
+            serve.terminate()
+            serve.wait()
+
+
+def _free_ports(*names: str) -> dict[str, int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in names]
+    ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _wait_until_ready(serve: subprocess.Popen[bytes], url: str, log: Any) -> None:
+    limit = time.monotonic() + _READY_SECONDS
+    while time.monotonic() < limit and serve.poll() is None:
+        with suppress(httpx.HTTPError):
+            if httpx.get(url, trust_env=False).status_code == 200:
+                return
+        time.sleep(0.2)
+    log.seek(0)
+    lines = log.read().decode("utf-8", "replace").strip().splitlines() or ["no line of it"]
+    raise SetupError(f"serve did not become ready: {lines[-1]}")
+
+
+def machine(target: Target) -> dict[str, str]:
+    """What the figures depend on, without a name of the machine or a path."""
+    found = {"trtllm-bls": version_text(), "python": platform.python_version()}
+    found |= {name: version for name in _PACKAGES if (version := installed(name))}
+    with suppress(OSError, httpx.HTTPError, ValueError, KeyError):
+        found["triton"] = httpx.get(f"{target.http}/v2", trust_env=False).json()["version"]
+    found["processor"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    with suppress(OSError, IndexError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        found["processor"] += ", " + re.findall(r"model name\s*: (.*)", text)[0]
+    found["memory"] = f"{psutil.virtual_memory().total >> 30} GiB"
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = "--query-gpu=name,driver_version,memory.total"
+        words = ["nvidia-smi", asked, "--format=csv,noheader"]
+        told = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+        found["gpu"] = "; ".join(told.stdout.strip().splitlines())
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+        with suppress(OSError):
+            digest.update((target.tokenizer / name).read_bytes())
+    return found | {
+        "model": f"sha256 of its configuration and tokenizer: {digest.hexdigest()[:16]}"
+    }
+
+
+# --- the checks --------------------------------------------------------------------------------
+
+
+def _doctor(repository: Path | None) -> list[tuple[str, str]]:
+    """Each check's worst finding, without its words, which may have paths."""
+    worst: dict[str, str] = {}
+    for name, finding in examine(Subject(repository=repository)):
+        if finding.level != "ok" or name not in worst:
+            worst[name] = {"error": "FAILED"}.get(finding.level, finding.level)
+    return list(worst.items())
+
+
+async def _conformance(target: Target) -> list[tuple[str, str]]:
+    tokenizer = load_tokenizer(target.tokenizer)
+    ids = tuple(tokenizer.encode("The capital of France is Paris. The capital of Japan is", True))
+    engine = GrpcEngine(target.grpc, target.engine_model, tokenizer.model_vocab_size)
+    if not await _has_model(target, target.engine_model):
+        return [(target.engine_model, "not a model of this server")]
+    try:
+        checks = ask_engine(engine, ids, tokenizer.decode, tokenizer.eos_id or 0)
+        return [(name, result.partition(": ")[0]) async for name, result in checks]
+    finally:
+        await engine.close()
+
+
+async def _has_model(target: Target, name: str) -> bool:
+    async with Client(target.grpc) as client:
+        return await client.model_ready(name, 10.0)
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _http() -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(headers=_headers(), timeout=120, limits=limits, trust_env=False)
+
+
+async def _generate(http: httpx.AsyncClient, url: str, prompt: str) -> str:
+    body = {"text_input": prompt, "max_tokens": _TOKENS}
+    answer = await http.post(f"{url}/generate", json=body)
+    return str(answer.raise_for_status().json()["text_output"])
+
+
+async def _generate_stream(http: httpx.AsyncClient, url: str, prompt: str) -> str:
+    body = {"text_input": prompt, "max_tokens": _TOKENS, "stream": True}
+    async with http.stream("POST", f"{url}/generate_stream", json=body) as answer:
+        answer.raise_for_status()
+        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+    return "".join(json.loads(line[6:])["text_output"] for line in lines)
+
+
+@dataclass
+class Answer:
+    """A streamed completion: its text, when each part came, and how many tokens it has."""
+
+    text: str = ""
+    at: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+
+async def _complete(http: httpx.AsyncClient, url: str, model: str, prompt: str) -> Answer:
+    body = {"model": model, "prompt": prompt, "max_tokens": _TOKENS, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer, at = Answer(), time.perf_counter()
+    async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            part = json.loads(line[6:])
+            answer.tokens = (part.get("usage") or {}).get("completion_tokens", answer.tokens)
+            for choice in part["choices"]:
+                if choice["text"]:
+                    answer.text += choice["text"]
+                    answer.at.append(time.perf_counter() - at)
+    return answer
+
+
+async def _model_of(http: httpx.AsyncClient, url: str) -> str:
+    answer = await http.get(f"{url}/v1/models")
+    return str(answer.raise_for_status().json()["data"][0]["id"])
+
+
+async def _text(target: Target) -> list[tuple[str, str]]:
+    """One greedy text for each prompt, by every API, and from transformers of the engine's ids."""
+    from transformers import AutoTokenizer
+
+    hugging = AutoTokenizer.from_pretrained(target.tokenizer)
+    decode = partial(hugging.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    async with Client(target.grpc) as client, _http() as http:
+        models = f"{target.http}/v2/models"
+        engine = GrpcEngine(target.grpc, target.engine_model, len(hugging))
+        name = await _model_of(http, target.openai)
+
+        async def streamed(prompt: str) -> str:
+            asked: dict[str, Any] = {"text_input": prompt, "max_tokens": _TOKENS, "stream": True}
+            async with client.stream(**asked) as stream:
+                return "".join([event.text async for event in stream])
+
+        async def transformers(prompt: str) -> str:
+            ids = hugging.encode(prompt)
+            made = await continued(engine, tuple(ids), _TOKENS, hugging.eos_token_id)
+            return str(decode([*ids, *made]))[len(decode(ids)) :]
+
+        async def completions(prompt: str) -> str:
+            return (await _complete(http, target.openai, name, prompt)).text
+
+        apis: dict[str, Callable[[str], Awaitable[str]]] = {
+            "gRPC, streamed": streamed,
+            "HTTP generate": partial(_generate, http, f"{models}/{BLS.name}"),
+            "HTTP generate_stream": partial(_generate_stream, http, f"{models}/{BLS.name}"),
+            "OpenAI completions, streamed": completions,
+        }
+        if await _has_model(target, "ensemble"):
+            apis["ensemble"] = partial(_generate, http, f"{models}/ensemble")
+        if await _has_model(target, target.engine_model):
+            apis["transformers, of the engine's ids"] = transformers
+            await engine.capacity()
+        expected = []
+        for prompt in _PROMPTS:
+            result = await client.generate(text_input=prompt, max_tokens=_TOKENS)
+            expected.append(result.text)
+        rows = []
+        for api, say in apis.items():
+            said = [await say(prompt) for prompt in _PROMPTS]
+            equal = sum(one == other for one, other in zip(said, expected, strict=True))
+            verdict = f"{equal} of {len(expected)} texts equal"
+            rows.append((api, verdict if equal == len(expected) else f"FAILED: {verdict}"))
+        await engine.close()
+        return rows
+
+
+async def _running(http: httpx.AsyncClient, target: Target) -> int | None:
+    """How many requests the engine runs, by its own figure; ``None`` where it has none."""
+    told = await http.get(f"{target.metrics}/metrics")
+    found = _RUNNING.findall(told.text)
+    return sum(map(int, found)) if found else None
+
+
+async def _ends(target: Target) -> list[tuple[str, str]]:
+    """After each way of ending a long answer: when does the engine run nothing any more?"""
+    long: dict[str, Any] = {"max_tokens": _LONG, "end_id": -1, "text_input": _PROMPTS[0]}
+    rows = []
+    async with Client(target.grpc) as client, _http() as http:
+        if await _running(http, target) is None:
+            return [("requests that the engine runs", "not told by this server")]
+        name = await _model_of(http, target.openai)
+        text = (await client.generate(text_input=_PROMPTS[0], max_tokens=64, end_id=-1)).text
+
+        async def seen(wanted: bool) -> bool:
+            """Whether the engine runs something, or nothing, soon; it tells once a second."""
+            limit = time.monotonic() + _FREED_SECONDS
+            while bool(await _running(http, target)) != wanted and time.monotonic() < limit:
+                await asyncio.sleep(0.1)
+            return time.monotonic() < limit
+
+        async def cancelled() -> bool:
+            async with client.stream(**long, stream=True) as stream:
+                await stream.__anext__()
+                return await seen(True)
+
+        async def left() -> bool:
+            body = {"model": name, "prompt": _PROMPTS[0], "max_tokens": _LONG, "stream": True}
+            body["ignore_eos"] = True
+            async with http.stream("POST", f"{target.openai}/v1/completions", json=body) as answer:
+                await answer.aiter_lines().__anext__()
+                return await seen(True)
+
+        async def stopped() -> bool:
+            await client.generate(**long, stop_words=[text[-8:]])
+            await asyncio.sleep(1.5)  # until the figure may tell
+            return True
+
+        ways = (("gRPC call cancelled", cancelled), ("OpenAI client left", left))
+        for way, end in (*ways, ("stop string", stopped)):
+            if not await end():
+                rows.append((way, f"not seen: {_LONG} tokens ended within a second"))
+                continue
+            began = time.monotonic()
+            freed = await seen(False)
+            taken = f"the engine ran nothing {time.monotonic() - began:.1f} s later"
+            rows.append((way, taken if freed else "FAILED: it still ran"))
+    return rows
+
+
+async def _speculation(target: Target) -> list[tuple[str, str]]:
+    """Greedy texts with drafts and without are equal."""
+    equal = drafted = accepted = 0
+    async with Client(target.grpc) as client:
+        for prompt in _PROMPTS:
+            asked: dict[str, Any] = {"text_input": prompt, "max_tokens": _TOKENS}
+            plain = await client.generate(**asked, num_draft_tokens=0)
+            result = await client.generate(**asked, num_draft_tokens=5, return_perf_metrics=True)
+            equal += result.text == plain.text
+            outputs = result.events[-1].outputs
+            drafted += int(outputs["total_draft_tokens"].reshape(-1)[0])
+            accepted += int(outputs["total_accepted_draft_tokens"].reshape(-1)[0])
+    if not drafted:
+        return [("drafts", "none were made here")]
+    verdict = f"{equal} of {len(_PROMPTS)} texts equal"
+    verdict = verdict if equal == len(_PROMPTS) else f"FAILED: {verdict}"
+    return [("greedy, with drafts", verdict), ("accepted drafts", f"{accepted} of {drafted}")]
+
+
+async def _load(
+    target: Target, beside: str | None, seconds: float, rows: list[dict[str, Any]]
+) -> list[tuple[str, str]]:
+    """The same prompts in turns at each server: at so many streams, for ``seconds`` each."""
+    servers = {"trtllm-bls": target.openai, **({"beside": beside} if beside else {})}
+    texts: dict[str, dict[str, str]] = {name: {} for name in servers}
+    async with _http() as http:
+        for streams, name in itertools.product((1, 8, 32), servers):
+            url = servers[name]
+            address = httpx.URL(url).netloc.decode()
+            process = target.process if url == target.openai else _process_at(address)
+            cpu, began = _cpu_of(process), time.monotonic()
+            ask = partial(_completions, http, url, seconds)
+            streamed = await asyncio.gather(*map(ask, range(streams)))
+            answers = list(itertools.chain.from_iterable(streamed))
+            took, tokens = time.monotonic() - began, sum(each.tokens for _, each in answers)
+            texts[name] |= {prompt: each.text for prompt, each in answers}
+            rate = round(tokens / took, 1)
+            rows.append({"server": name, "streams": streams, "tokens/s": rate})
+            rows[-1] |= _times([each for _, each in answers])
+            if process is not None and tokens:
+                rows[-1]["CPU per token, µs"] = round((_cpu_of(process) - cpu) / tokens * 1e6)
+            click.echo(f"  {streams} streams, {name}: {rate} tokens/s", err=True)
+    told = [(f"{len(rows)} measurements", "see the table")]
+    if beside:
+        mine, other = texts.values()
+        equal = sum(mine.get(prompt) == text for prompt, text in other.items())
+        told.append(("texts equal to those beside", f"{equal} of {len(other)}"))
+    return told
+
+
+async def _completions(
+    http: httpx.AsyncClient, url: str, seconds: float, number: int
+) -> list[tuple[str, Answer]]:
+    """One stream after the other, each with the next prompt."""
+    model, until = await _model_of(http, url), time.monotonic() + seconds
+    found: list[tuple[str, Answer]] = []
+    while time.monotonic() < until:
+        prompt = _PROMPTS[(number + len(found)) % len(_PROMPTS)]
+        found.append((prompt, await _complete(http, url, model, prompt)))
+    return found
+
+
+def _times(answers: list[Answer]) -> dict[str, float]:
+    """Milliseconds to the first part, and between parts."""
+    firsts = [each.at[0] for each in answers if each.at]
+    gaps = [b - a for each in answers for a, b in zip(each.at, each.at[1:], strict=False)]
+    rows = (("TTFT p50, ms", firsts, 50), ("TTFT p99, ms", firsts, 99), ("gaps p99, ms", gaps, 99))
+    return {
+        name: round(sorted(values)[(len(values) - 1) * percent // 100] * 1000, 1)
+        for name, values, percent in rows
+        if values
+    }
+
+
+def _process_at(address: str) -> psutil.Process | None:
+    """What listens at an address of this machine; the oldest of several."""
+    found = listening_processes(address)
+    return psutil.Process(min(found)) if found else None
+
+
+def _cpu_of(process: psutil.Process | None) -> float:
+    """CPU seconds of a process and all below it."""
+    total = 0.0
+    for each in (process, *process.children(recursive=True)) if process else ():
+        with suppress(psutil.Error):
+            total += sum(each.cpu_times()[:2])
+    return total
+
+
+# --- the page ----------------------------------------------------------------------------------
+
+
+def page(report: Report) -> str:
+    """The report as Markdown, for an issue."""
+
+    def table(head: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> str:
+        lines = [head, ("---",) * len(head), *rows]
+        return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines)
+
+    parts = ["# trtllm-bls prove\n", table(("what", "is"), iter(report.machine.items()))]
+    for name, rows in report.sections.items():
+        parts.append(f"## {name}\n\n{table(('check', 'result'), iter(rows))}")
+    if report.load:
+        head = tuple(dict.fromkeys(key for row in report.load for key in row))
+        cells = (tuple(row.get(key, "") for key in head) for row in report.load)
+        parts.append(f"{table(head, cells)}\n![tokens/s and TTFT by streams](load.svg)\n")
+    return "\n".join(parts)
+
+
+def plot(load: list[dict[str, Any]]) -> str:
+    """Bars of each row of load: tokens/s, and the time to first token."""
+    lines, y = [], 20
+    for key, color in (("tokens/s", "#2b5d9b"), ("TTFT p50, ms", "#c05a1c")):
+        lines.append(f'<text x="10" y="{y}" font-weight="bold">{key}</text>')
+        most = max((row.get(key, 0) for row in load), default=0) or 1
+        for row in load:
+            y += 22
+            width = round(300 * row.get(key, 0) / most)
+            lines.append(f'<text x="10" y="{y}">{row["server"]}, {row["streams"]}</text>')
+            lines.append(f'<rect x="160" y="{y - 12}" width="{width}" height="15" fill="{color}"/>')
+            lines.append(f'<text x="{166 + width}" y="{y}">{row.get(key, "")}</text>')
+        y += 34
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="560" height="{y}"'
+    return f'{head} font-family="sans-serif" font-size="13">\n' + "\n".join(lines) + "\n</svg>\n"

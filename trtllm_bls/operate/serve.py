@@ -1,0 +1,422 @@
+"""``serve``: a server in the foreground, watched, and restarted with back-off when it fails.
+
+Owns signals, restarts and the exit code, and what ``serve`` shows: progress and readable logs on
+standard error, addresses on standard output. ``demo`` is three prompts through such a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import Any, BinaryIO
+
+import click
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from trtllm_bls.bundled import DEMO
+from trtllm_bls.client.client import Client
+from trtllm_bls.client.terminal import ClientReply
+from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.operate import http_process, preparation
+from trtllm_bls.operate.health import ServerProcesses
+from trtllm_bls.operate.http_process import HttpProcess, chat_curl
+from trtllm_bls.operate.logs import TAIL_LINES, LogLine, parse
+from trtllm_bls.operate.ports import curl_tls
+from trtllm_bls.operate.preparation import BLS
+from trtllm_bls.operate.tritonserver import (
+    Listener,
+    ServerFailed,
+    ServerStopped,
+    TritonServer,
+    next_delay,
+)
+from trtllm_bls.operate.watch import HealthEndpoint, HealthState, Watch
+from trtllm_bls.orchestrator.log_lines import json_line
+from trtllm_bls.settings.command_options import ServeSettings, listen, options_of
+
+_POLL_S = 0.1
+_STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
+
+
+VERBOSE = click.option("--verbose", is_flag=True, help="Show every line of the server's log.")
+
+
+@click.command()
+@options_of(ServeSettings)
+@VERBOSE
+def command(verbose: bool, **options: Any) -> None:
+    """Serve a model until Ctrl-C or SIGTERM; a second one does not wait for running requests.
+
+    \b
+    Examples:
+      trtllm-bls serve
+      trtllm-bls serve --model ./llama --draft-model ./llama-small
+      trtllm-bls serve --http-port 7000 --grpc-port 7001 --metrics-port 7002
+      trtllm-bls serve --set tensorrt_llm.max_batch=8 --log-file triton.log
+    """
+    sys.exit(serve(ServeSettings(**options), verbose))
+
+
+def serve(settings: ServeSettings, verbose: bool) -> int:
+    """Serve until SIGINT or SIGTERM; the first signal drains, the second kills.
+
+    Returns the exit code: 0 after draining, 128 + n if signal n killed the server or came before
+    it was ready. Raises ``SetupError`` if the server does not start, or if it ends by itself and
+    ``--on-failure`` is ``exit``.
+    """
+    with ExitStack() as stack:
+        log_file = None
+        if settings.log_file is not None:
+            try:
+                # Unbuffered: a line that a full disk refuses is lost; it does not delay the next.
+                private = partial(os.open, mode=0o600)
+                log_file = stack.enter_context(open(settings.log_file, "ab", 0, opener=private))
+            except OSError as error:
+                raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
+        as_json = preparation.log_format(settings) == "json"
+        terminal = Terminal(
+            Console(stderr=True), verbose=verbose, log_file=log_file, as_json=as_json
+        )
+        stack.enter_context(terminal.errors())
+        with_http = http_process.check(settings)
+        if with_http and not settings.http_port:
+            with listen(settings.host, 0, "--http-port") as chosen:
+                settings = replace(settings, http_port=chosen.getsockname()[1])
+        if not with_http:
+            terminal.say(
+                "no OpenAI API, and Triton's own HTTP port without limits: "
+                "pip install 'trtllm-bls[openai]' for both"
+            )
+        state = HealthState()
+        allowed = (settings.allowed_hosts, settings.allowed_origins)
+        endpoint = HealthEndpoint(settings.host, settings.health_port, state, *allowed)
+        stack.callback(endpoint.close)
+        server = TritonServer(settings, terminal, behind_http=with_http)
+        stack.callback(server.stop)
+        service = _Service(server, terminal, state, endpoint.port)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, service.on_signal))
+        try:
+            with terminal.lines_of_failure():
+                forced = service.run()
+            if forced:
+                terminal.say("running requests were cut off")
+        except ServerStopped:
+            forced = True
+        return 128 + service.last_signal if forced else 0
+
+
+@dataclass
+class _Service:
+    """The server and the program that answers HTTP in front of it; keeps ``state`` up to date."""
+
+    server: TritonServer
+    terminal: Terminal
+    state: HealthState
+    health_port: int
+    http: HttpProcess | None = None  # while it runs
+    last_signal: int = 0
+
+    def run(self) -> bool:
+        """Serve until a stop is requested; returns whether requests were cut off.
+
+        Raises ``ServerStopped`` if the request came during a start, ``SetupError`` if the first
+        start fails, and ``ServerFailed`` after a failure with ``--on-failure exit``.
+        """
+        server, settings, terminal = self.server, self.server.settings, self.terminal
+        delay, failed_at = 0.0, None
+        while True:
+            ready_at: float | None = None
+            try:
+                with terminal.progress():
+                    server.start()
+                server.keep_ports()
+                ready_at = time.monotonic()
+                with ExitStack() as running:
+                    if server.behind_http:
+                        with_api = bool(settings.openai_port) and BLS in server.models
+                        self.http = HttpProcess(
+                            server,
+                            with_api,
+                            self._on_http_problem,
+                            lambda raw: terminal.log(parse(raw)),
+                        )
+                        running.callback(self.http.close)
+                        running.callback(setattr, self, "http", None)
+                        self.http.wait_until_ready()
+                        self.http.keep()
+                    watch = Watch(server, terminal.warning)
+                    running.callback(watch.close)
+                    running.enter_context(self.state.serving(watch))
+                    if failed_at is not None:
+                        terminal.say(f"serving again, {time.monotonic() - failed_at:.1f} s later")
+                        for line in processes(server, self.http):
+                            terminal.say(line)
+                    else:
+                        text = announcement(server, self.health_port, self.http)
+                        text = json_line(text, source="serve") if terminal.as_json else text
+                        Console().print(Text(text), soft_wrap=True)
+                    return server.wait()
+            except SetupError as error:
+                server.discard()
+                once = not self.state.started or settings.on_failure == "exit"
+                if once or isinstance(error, ServerStopped):
+                    raise
+                now = time.monotonic()
+                failed_at = failed_at if ready_at is None else now
+                delay = next_delay(delay, 0.0 if ready_at is None else now - ready_at)
+                self.state.restarting(str(error))
+                terminal.say(f"{error}; starting again in {delay:.0f} s", "error")
+            while time.monotonic() < now + delay:
+                if server.stop_requested:
+                    raise ServerStopped("stopped before the server was started again")
+                time.sleep(_POLL_S)
+
+    def _on_http_problem(self, problem: str | None) -> None:
+        self.state.api_problem = problem
+        if problem is None:
+            self.terminal.say("the HTTP program answers again")
+        else:
+            self.state.api_restarts += 1
+            self.terminal.say(f"{problem}; starting it again", "error")
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Have the server stop."""
+        self.last_signal = number
+        self.state.draining = True
+        if self.server.request_stop():
+            if self.http is not None:  # after the first signal it drains with the server
+                self.http.kill()
+            say = "killing the server"
+        else:
+            say = (
+                f"stopping: running requests have {self.server.settings.exit_timeout} s to end; "
+                "signal again to end at once"
+            )
+        say = json_line(say, source="serve") if self.terminal.as_json else say
+        os.write(sys.stderr.fileno(), f"{say}\n".encode())  # print is not safe inside a handler
+
+
+# --- output ---------------------------------------------------------------------------------
+
+
+class Terminal(Listener):
+    """Shows one server's start, log and end; ``log_file`` gets every line of the log unchanged.
+
+    With ``problems_only`` set, only warnings and errors of the log are shown. ``as_json``: each as
+    one JSON object.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        verbose: bool = False,
+        log_file: BinaryIO | None = None,
+        as_json: bool = False,
+    ) -> None:
+        self._console = console
+        self.as_json = as_json
+        self._verbose = verbose
+        self._log_file = log_file
+        self._status = self.progress()
+        self._log_file_failed = False
+        self.problems_only = False
+        self._printed: deque[str] = deque(maxlen=TAIL_LINES)
+        self._models: tuple[str, ...] = ()
+        self._started_at = time.monotonic()
+
+    def progress(self) -> Status:
+        """A spinner to show, where there is a terminal, while the server starts."""
+        shown = Console(quiet=True) if self.as_json else self._console
+        self._status = shown.status("starting tritonserver")
+        return self._status
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """End with exit code 1 where a line in place of the error's has said why."""
+        try:
+            yield
+        except SetupError as error:
+            if not self.as_json or isinstance(error, ServerStopped):
+                raise
+            self.say(str(error), "error")
+            sys.exit(1)
+
+    @contextmanager
+    def lines_of_failure(self) -> Iterator[None]:
+        """If the server fails, show those of its last lines that were not shown before."""
+        try:
+            yield
+        except ServerFailed as failed:
+            for line in failed.log_lines:
+                if line not in self._printed:
+                    text = "\n".join(f"  | {part}" for part in line.splitlines())
+                    self._print(line if self.as_json else text, level="error")
+            raise
+
+    def warning(self, text: str) -> None:
+        self.say(f"warning: {text}", "warning")
+
+    def say(self, text: str, severity: str = "info") -> None:
+        """Show a line of ``serve``'s own, and write it to the log file in the form of Triton's."""
+        date, now = time.strftime("%m%d %H:%M:%S").split()
+        self._keep(f"{severity[0].upper()}{date} {now} {os.getpid()} serve:0] {text}")
+        self._print(text if self.as_json else f"{now} {text}", severity)
+
+    def log(self, line: LogLine) -> None:
+        self._keep(line.raw)
+        if (not self._verbose and not line.noteworthy) or (self.problems_only and not line.problem):
+            return
+        self._printed.append(line.readable)
+        if self.as_json:
+            self._print(line.text, line.severity or "info", line.source)
+        else:
+            self._print(line.raw if self._verbose else line.readable, line.severity)
+
+    def _keep(self, line: str) -> None:
+        """Write a line to the log file; if that fails, warn once and go on."""
+        if self._log_file is None:
+            return
+        try:
+            self._log_file.write(line.encode() + b"\n")
+        except OSError as error:
+            told, self._log_file_failed = self._log_file_failed, True
+            if not told:
+                self.warning(f"the log file cannot be written and misses lines: {error.strerror}")
+        else:
+            self._log_file_failed = False
+
+    def starting(self, models: tuple[str, ...]) -> None:
+        self._models = models
+        self._started_at = time.monotonic()
+        self._print(f"loading {len(models)} models: {', '.join(models)}")
+        self._status.update(f"loading models, 0 of {len(models)} ready")
+
+    def model_ready(self, model: str, ready: int) -> None:
+        seconds = time.monotonic() - self._started_at
+        line = f"  ready {ready}/{len(self._models)}  {model}  ({seconds:.1f} s)"
+        self._print(line.strip() if self.as_json else line, style="green")
+        self._status.update(f"loading models, {ready} of {len(self._models)} ready")
+
+    def _print(
+        self, text: str, level: str = "info", source: str = "serve", style: str = ""
+    ) -> None:
+        style = style or _STYLES.get(level, "")
+        shown = Text(json_line(text, level, source)) if self.as_json else Text(text, style=style)
+        self._console.print(shown, soft_wrap=True)
+
+
+def processes(server: TritonServer, http: HttpProcess | None) -> list[str]:
+    """A line for each process, with its pid."""
+    found = ServerProcesses(server.process).pids if server.process else {}
+    if http is not None:
+        found[http.pid] = "HTTP"
+    return [f"process  {pid} {name}" for pid, name in found.items()]
+
+
+def announcement(server: TritonServer, health_port: int, http: HttpProcess | None = None) -> str:
+    """The server's addresses and processes, and a curl command to try it."""
+    settings, url = server.settings, server.public_http_url
+    lines = [
+        f"HTTP     {url}",
+        f"gRPC     {server.grpc_url}",
+        f"metrics  {server.metrics_url}",
+        f"health   http://{server.host}:{health_port}/health/ready",
+        *processes(server, http),
+        "",
+    ]
+    curl = f"curl -i{curl_tls(settings)} {url}/v2/health/ready"
+    if http is not None and http.url is not None:
+        lines.insert(0, f"OpenAI   {http.url}/v1")
+        curl = chat_curl(http.url, settings)
+    elif BLS in server.models:
+        url = f"{url}/v2/models/{BLS}/generate"
+        request = '"text_input": "Once upon a time", "max_tokens": 32'
+        if settings.decoupled is not False:  # else there are no streams
+            url, request = url + "_stream", request + ', "stream": true'
+        json_body = f"-H 'Content-Type: application/json' -d '{{{request}}}'"
+        curl = f"curl -sN{curl_tls(settings)} {url} {json_body}"
+    return "\n".join([*lines, curl])
+
+
+# --- demo -----------------------------------------------------------------------------------
+
+PROMPTS = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))["demo"]
+_WHAT_IS_SERVED = (  # the settings of ``serve`` that ``demo`` has too
+    *("model", "engine", "draft_model", "model_repository", "server", "threads", "overrides"),
+)
+
+
+@click.command()
+@options_of(ServeSettings, *_WHAT_IS_SERVED)
+@VERBOSE
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=320,
+    show_default=True,
+    help="Longest answer, in tokens.",
+)
+def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
+    """Start a server on free ports, show answers as they stream, stop it.
+
+    \b
+    Examples:
+      trtllm-bls demo
+      trtllm-bls demo --model ./llama --max-tokens 200
+    """
+    settings = ServeSettings(**options, http_port=0, grpc_port=0, metrics_port=0, openai_port=0)
+    progress = Terminal(Console(stderr=True), verbose=verbose)
+    server = TritonServer(settings, progress)
+    try:
+        with progress.progress(), progress.lines_of_failure():
+            server.start()
+        progress.problems_only = True  # no line of the log between a prompt and its answer
+        answers = asyncio.run(ask(server.grpc_url, PROMPTS, max_tokens, Console()))
+    finally:
+        server.stop()
+    url = f"http://{settings.host}:{ServeSettings.openai_port}"
+    runs = "while `make serve` or `trtllm-bls serve` runs"
+    says = f"A page to chat is at {url}/ {runs}, OpenAI's API at {url}/v1:"
+    Console().print(Text(f"\n{says}\n{chat_curl(url, settings)}"), soft_wrap=True)
+    sys.exit(0 if all(answer.text.strip() for answer in answers) else 1)
+
+
+async def ask(
+    url: str, asked: Sequence[str], max_tokens: int, console: Console
+) -> tuple[ClientReply, ...]:
+    """Stream each prompt's answer to the console, then a line of figures for each."""
+    answers = []
+    async with Client(url) as client:
+        for prompt in asked:
+            console.print(Text(f"\n{prompt}", style="bold"), soft_wrap=True)  # log lines may follow
+            answers.append(reply := ClientReply(max_tokens))
+            async with client.stream(
+                text_input=prompt, max_tokens=max_tokens, return_num_output_tokens=True
+            ) as stream:
+                async for event in stream:
+                    reply.add(event)
+                    console.out(event.text, end="", highlight=False)
+            console.print("\n")
+    for prompt, answer in zip(asked, answers, strict=True):
+        found, told = answer.figures(), "no text came back"
+        if answer.arrivals:
+            told = (
+                f"{found['num_output_tokens'] or '?'} tokens in {found['duration_ms'] / 1000:.2f} "
+                f"s, the first after {found['ttft_ms']:.0f} ms; ended: {found['ended']}"
+            )
+        console.print(Text(f"{prompt!r}: {told}", style="green" if answer.text else "red"))
+    return tuple(answers)

@@ -1,0 +1,532 @@
+"""One tritonserver: started, ready, drained, ended.
+
+    with TritonServer(ServeSettings(http_port=0, grpc_port=0, metrics_port=0)) as server:
+        ...  # server.grpc_url
+
+Owns the order of things: look at the machine, prepare, start, wait until every model is ready,
+stop, clean up; and the process under its guard. The other files of this package do each step, and
+``serve`` restarts the server and has the OpenAI API and the health endpoint beside it. Knows
+nothing of tensors or tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psutil
+
+from trtllm_bls.errors import SetupError
+from trtllm_bls.operate import checks, doctor, guard, preparation
+from trtllm_bls.operate.checks import Installation, find_server
+from trtllm_bls.operate.health import Probe
+from trtllm_bls.operate.logs import LogBook, LogLine
+from trtllm_bls.operate.ports import Ports, ask, choose, own_tls, reachable
+from trtllm_bls.operate.preparation import BLS, TMPDIR, Scratch
+from trtllm_bls.orchestrator.status import CANARY_ID
+from trtllm_bls.settings.command_options import ServeSettings
+from trtllm_bls.settings.parameters import DRAFT_MODEL_DIR, ENGINE_TRANSPORT, MODEL_DIR, STATUS_DIR
+
+# Another program may take a port between its choice and the server's start, seconds later, and
+# Triton's Python backend now and then dies of a race between its stubs.
+START_ATTEMPTS = 3
+
+# Seconds between checks of readiness while the log has no new line.
+POLL_S = 0.1
+
+# Seconds beyond the server's own exit timeout, for unloading models.
+GRACE_MARGIN = 10.0
+
+# The longest wait for killed processes to disappear, and for the log to end.
+_LAST_LINES_S = 5.0
+_FOREVER_S = 1e9
+
+
+class ServerFailed(SetupError):
+    """The server did not get ready, or ended by itself. ``log_lines`` are its last ones."""
+
+    def __init__(self, problem: str, log_lines: tuple[str, ...] = ()) -> None:
+        super().__init__(problem)
+        self.log_lines = log_lines
+
+
+class _StartAgain(ServerFailed):
+    """The start failed by an accident of timing; another one may not."""
+
+
+class ServerStopped(SetupError):
+    """The server was asked to stop before it was ready."""
+
+
+class Listener:
+    """Receives a server's events; override the methods of interest.
+
+    ``log`` is called on another thread than the other methods.
+    """
+
+    def log(self, line: LogLine) -> None:
+        """The server or a model printed a line."""
+
+    def say(self, text: str) -> None:
+        """A choice that the launcher made."""
+
+    def warning(self, text: str) -> None:
+        """Something is wrong, and the server goes on."""
+
+    def starting(self, models: tuple[str, ...]) -> None:
+        """The server process runs and loads these models."""
+
+    def model_ready(self, model: str, ready: int) -> None:
+        """One more model is ready; ``ready`` counts them."""
+
+
+class TritonServer:
+    """One server process. ``start`` returns when every model is ready; ``stop`` drains.
+
+    ``behind_http``: a program of ours answers HTTP at ``http_port``, and Triton's own HTTP port is
+    for that program. ``request_stop`` may be called from a signal handler; everything else belongs
+    to one thread. What is declared below is of the latest start.
+    """
+
+    ports: Ports
+    http_url: str  # Triton's own HTTP port, reachable from this machine
+    grpc_url: str  # host:port
+    metrics_url: str
+    repository: Path  # the model repository as it is served
+    environment: dict[str, str]  # the models', whose variables may override their parameters
+    models: tuple[str, ...]
+    workdir: Path  # files of this run, which the guard removes
+    status_dir: Path  # where the models write their status; see ``trtllm_bls.orchestrator.status``
+    region_prefix: str  # how the names of all its files in /dev/shm begin
+    unloaded: set[str]  # the models that a stopping server has unloaded
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        listener: Listener | None = None,
+        *,
+        behind_http: bool = False,
+    ) -> None:
+        self.settings = settings
+        self.behind_http = behind_http
+        self.host = reachable(settings.host)
+        self._listener = listener or Listener()
+        self._logged = threading.Event()  # set by every log line
+        self._scratch: Scratch
+        self._book: LogBook
+        self._process: GuardedProcess | None = None
+        self._stop_requests = 0
+        self._failure: str | None = None
+
+    def __enter__(self) -> TritonServer:
+        self.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stop()
+
+    @property
+    def public_http_url(self) -> str:
+        """Where clients reach Triton's HTTP API."""
+        if not self.behind_http:
+            return self.http_url
+        scheme = "http" if self.settings.tls_cert is None else "https"
+        return f"{scheme}://{self.host}:{self.settings.http_port}"
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """tritonserver's own; ``None`` when it has ended."""
+        return self._process.server if self._process else None
+
+    @property
+    def running(self) -> bool:
+        """Whether it has been started and has not ended. Any thread may ask."""
+        return self._process is not None and self._process.running
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop_requests > 0
+
+    def probe(self) -> Probe | None:
+        """A client for health checks; ``None`` if the server asks for a certificate and there is
+        none for the launcher."""
+        tls = own_tls(self.settings)
+        if self.settings.tls_client_ca is not None and not (tls and tls.private_key):
+            return None
+        return Probe(self.grpc_url, self._scratch.canary_id, tls, local=True)
+
+    def start(self) -> None:
+        """Start and return when every model is ready.
+
+        Raises ``SetupError``: ``ServerFailed`` with the last log lines if it started but
+        did not get ready, ``ServerStopped`` if it was asked to stop meanwhile.
+        """
+        own_tls(self.settings)
+        self._preflight(doctor.PREPARING)
+        server = find_server(self.settings.server)
+        for attempt in itertools.count(1):
+            try:
+                self._launch(server)
+                self._wait_until_ready()
+                return
+            except BaseException as error:
+                self.discard()
+                if not isinstance(error, _StartAgain) or attempt >= START_ATTEMPTS:
+                    raise
+                self._listener.warning(f"{error}; starting again")
+
+    def request_stop(self) -> bool:
+        """Ask the server to stop, without waiting; the second request kills it.
+
+        Returns whether it was killed. Before ``start`` has launched anything, ``start`` ends.
+        """
+        self._stop_requests += 1
+        force = self._stop_requests > 1
+        if self._process is not None:
+            self._process.kill() if force else self._process.stop()
+        return force
+
+    def keep_ports(self) -> None:
+        """Start again where it is now: ports that were free to choose are no more."""
+        kept: dict[str, Any] = {"grpc_port": self.ports.grpc, "metrics_port": self.ports.metrics}
+        if not self.behind_http:
+            kept["http_port"] = self.ports.http
+        elif self.settings.triton_http_port is not None:
+            kept["triton_http_port"] = self.ports.http
+        self.settings = replace(self.settings, **kept)
+
+    def fail(self, problem: str) -> None:
+        """Kill the server, which ends all its requests; ``wait`` raises. Any thread may call it."""
+        process, server = self._process, self.process
+        with suppress(psutil.Error):
+            if process and server and server.status() != psutil.STATUS_ZOMBIE:
+                self._failure = problem  # otherwise it has ended by itself
+                process.kill()
+
+    def end_unloading(self) -> None:
+        """Kill a server that is stopping and has no requests left; ``wait`` then returns."""
+        if self._process is not None:
+            self._process.kill()
+
+    def wait(self) -> bool:
+        """Return when the server has ended as requested: whether requests were cut off.
+
+        Raises ``ServerFailed`` if it ended by itself or failed. Its files stay until it is stopped
+        or discarded: other processes may use them.
+        """
+        assert self._process is not None, "the server has not been started"
+        code, book = self._process.wait(), self._book
+        if not self._stop_requests:
+            problem, self._failure = self._failure, None
+            raise ServerFailed(
+                problem or f"the server ended by itself ({describe_exit(code)})", book.tail()
+            )
+        if code and book.drained and self._stop_requests == 1:
+            # Triton keeps a refused request whose client disconnected, and the model with it: it is
+            # killed then, or ends with exit code 1. It may also crash while it unloads.
+            late = code in (1, 128 + signal.SIGKILL)
+            how = "a model did not unload in time" if late else "tritonserver crashed as it ended"
+            self._listener.warning(f"all requests had ended; {how} ({describe_exit(code)})")
+            return False
+        return code != 0
+
+    def stop(self) -> None:
+        """Let running requests end, at most ``exit_timeout`` seconds, and clean up."""
+        if self._process is not None:
+            if not self._stop_requests:
+                self.request_stop()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(self.settings.exit_timeout + 2 * GRACE_MARGIN)
+            self.discard()
+            self._stop_requests = 0
+
+    def _launch(self, server: Installation) -> None:
+        settings = self.settings
+        ports = choose(settings, self.behind_http)
+        repository = preparation.model_repository(settings)
+        self._book = book = LogBook()
+
+        def on_line(raw: str) -> None:
+            self._listener.log(book.add(raw))
+            self._logged.set()
+
+        scratch = Scratch()
+        process = GuardedProcess(scratch, settings.exit_timeout, on_line)
+        try:
+            scratch.make()
+            directory = scratch.workdir
+            libraries = preparation.links(directory / "lib", [checks.libpython()])
+            environment = preparation.server_environment(settings, ports, libraries, os.environ)
+            environment[CANARY_ID] = scratch.canary_id
+            for variable in (MODEL_DIR, DRAFT_MODEL_DIR):
+                if variable in environment:
+                    linked = preparation.link_checkpoint(directory, variable, environment[variable])
+                    environment[variable] = str(linked)
+            backends = preparation.link_backends(directory, server)
+            served = preparation.prepare_models(
+                directory, repository, settings, with_draft=DRAFT_MODEL_DIR in environment
+            )
+            scratch.keep_status(
+                environment.get(STATUS_DIR) or preparation.parameter(served, BLS, "status_dir")
+            )
+            environment[STATUS_DIR] = str(scratch.status)
+            self._preflight(doctor.LOADING, repository=served, environment=environment)
+            if why := preparation.instances_of(repository, settings)[1]:
+                self._listener.say(f"{BLS}: {why}")
+            self.models = preparation.model_names(served)
+            if sends_only := preparation.sends_only(served):
+                environment[ENGINE_TRANSPORT] = "grpc"
+            order = preparation.server_command(
+                server, settings, ports, served, backends, scratch.region_prefix, sends_only
+            )
+            process.run(order, environment)
+        except BaseException as error:
+            process.kill()
+            process.close()
+            if isinstance(error, OSError):
+                raise SetupError(f"{scratch.workdir.parent}: {error.strerror}; {TMPDIR}") from error
+            raise
+        self._process = process
+        self.ports, self.repository, self.environment = ports, served, environment
+        self.http_url, self.grpc_url = ports.http_url, ports.grpc_url
+        self.metrics_url = ports.metrics_url
+        self.status_dir, self.region_prefix = scratch.status, scratch.region_prefix
+        self.workdir = directory
+        self.unloaded, self._scratch = book.unloaded, scratch
+
+    def _preflight(self, before: str, **more: Any) -> None:
+        settings = self.settings
+        subject = doctor.Subject(
+            server=settings.server, max_streams=settings.max_streams, ports={}, **more
+        )
+        doctor.preflight(before, subject, self._listener.warning)
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.settings.ready_timeout
+        book, process, missing = self._book, self._process, list(self.models)
+        told = 0
+        self._listener.starting(self.models)
+        while True:
+            self._logged.wait(POLL_S)
+            self._logged.clear()
+            if self._stop_requests:
+                raise ServerStopped("stopped before the models were ready")
+            ended = process is None or not process.running
+            code = process.wait() if process and ended else 0  # also reads the log to its end
+            if book.lock_exception and (ended or book.failures):
+                problem = "tritonserver's Python backend died of boost's lock_exception"
+                raise _StartAgain(f"{problem} while starting", book.tail())
+            if book.failures:
+                raise ServerFailed(book.failure_summary(), book.failure_details())
+            if book.port_taken:
+                settings = self.settings
+                ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
+                kind = _StartAgain if 0 in ports or self.behind_http else ServerFailed
+                raise kind(f"the {book.port_taken} port was taken meanwhile, try again")
+            if ended:
+                problem = f"the server did not start ({describe_exit(code)})"
+                raise ServerFailed(problem, book.tail())
+            # Before a port is open: a region exists from the start of its model's process on.
+            self._scratch.hide_regions()
+            for model in book.loaded[told:]:
+                told += 1
+                self._listener.model_ready(model, told)
+            if is_ready(self.ports, missing):
+                return
+            if time.monotonic() > deadline:
+                raise ServerFailed(
+                    f"not ready after {self.settings.ready_timeout} s, still loading: "
+                    f"{', '.join(missing)}; allow more with --ready-timeout",
+                    book.tail(),
+                )
+
+    def discard(self) -> None:
+        """Kill the server in whatever state it is; no process and no file of it remains."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.close()
+
+
+_ANSWER_S = 2.0
+
+
+def is_ready(ports: Ports, missing: list[str]) -> bool:
+    """Whether a starting server serves. Removes those models from ``missing`` that do.
+
+    Models are asked for over HTTP; then the gRPC and the metrics port must accept a connection. The
+    server listens only after all models have loaded.
+    """
+    with suppress(OSError):
+        while missing:
+            url = f"{ports.http_url}/v2/models/{quote(missing[0])}/ready"
+            if ask(url, _ANSWER_S)[0] != HTTPStatus.OK:
+                return False
+            missing.pop(0)
+        for address in ((ports.host, ports.grpc), (ports.plain_host, ports.metrics)):
+            socket.create_connection(address, timeout=_ANSWER_S).close()
+        return True
+    return False
+
+
+# --- child processes ------------------------------------------------------------------------
+
+
+def start_child(
+    command: list[str],
+    environment: Mapping[str, str],
+    on_line: Callable[[str], object],
+    name: str,
+    **streams: Any,
+) -> tuple[subprocess.Popen[bytes], threading.Thread]:
+    """Start a process, and a thread ``name`` that calls ``on_line`` with each line of its output.
+
+    The output is the one of ``streams`` that is a pipe. The process is in a session of its own, for
+    Ctrl-C is the launcher's to pass on. Only its owner reads its files, through which prompts and
+    answers pass.
+    """
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, umask=0o077, **streams
+    )
+    output = process.stdout or process.stderr
+    assert output is not None
+
+    def read() -> None:
+        with output:
+            for line in output:
+                # The terminal may be gone or the disk full; rich turns a broken pipe into
+                # SystemExit. If this thread ended, the process would block on its next line.
+                with suppress(OSError, SystemExit):
+                    on_line(line.decode("utf-8", "replace").rstrip("\n"))
+
+    reader = threading.Thread(target=read, name=name, daemon=True)
+    reader.start()
+    return process, reader
+
+
+class GuardedProcess:
+    """A guard, and the command that it runs; ``on_line`` gets every line printed, on a thread.
+
+    Start it before the files of ``scratch`` are made: it removes them if this process dies.
+    ``stop`` and ``kill`` do not wait. Both may be called from a signal handler, and after the end.
+    """
+
+    def __init__(
+        self, scratch: Scratch, exit_timeout: float, on_line: Callable[[str], None]
+    ) -> None:
+        self._scratch = scratch
+        # Every process of the server inherits the run's TMPDIR.
+        self._own = {"TMPDIR": str(scratch.workdir)}
+        order = {
+            "workdir": str(scratch.workdir),
+            "shared_memory": scratch.regions,
+            "mark": f"{CANARY_ID}={scratch.canary_id}",
+            "drain": exit_timeout,
+            "grace": exit_timeout + GRACE_MARGIN,
+        }
+        self._guard, self._reader = start_child(
+            [sys.executable, "-I", "-S", guard.__file__, json.dumps(order)],
+            os.environ | self._own,
+            on_line,
+            "server-log",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def run(self, command: list[str], environment: Mapping[str, str]) -> None:
+        """Start the command."""
+        order = {
+            "command": command,
+            "environment": {**environment, **self._own},
+            "status": str(self._scratch.status),
+        }
+        assert self._guard.stdin is not None
+        with suppress(OSError):  # a guard that has ended is noticed by ``wait``
+            self._guard.stdin.write(json.dumps(order).encode() + b"\n")
+            self._guard.stdin.flush()
+
+    @property
+    def running(self) -> bool:
+        return self._guard.poll() is None
+
+    @property
+    def server(self) -> psutil.Process | None:
+        """The command's own process; ``None`` before it started and after it ended."""
+        with suppress(psutil.Error):
+            children = psutil.Process(self._guard.pid).children()
+            if children:  # the first; orphans of the server would be adopted later
+                return min(children, key=psutil.Process.create_time)
+        return None
+
+    def stop(self) -> None:
+        """Ask for an orderly end."""
+        self._say(guard.STOP)
+
+    def kill(self) -> None:
+        """Ask for the end at once."""
+        self._say(guard.KILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, 128 + n for signal n, once all output has been handed on.
+
+        If the guard itself was killed, this kills what the server left. Raises
+        ``subprocess.TimeoutExpired``.
+        """
+        # With a limit, Popen looks 20 times a second. Without one it blocks in the kernel, and a
+        # signal that came just before, or that another thread took, is not handled until the end.
+        code = self._guard.wait(_FOREVER_S if timeout is None else timeout)
+        if code < 0:
+            left = []
+            for pid in guard.marked(f"TMPDIR={self._own['TMPDIR']}"):
+                with suppress(psutil.Error):
+                    left.append(psutil.Process(pid))
+                    left[-1].kill()
+            psutil.wait_procs(left, timeout=_LAST_LINES_S)
+        self._reader.join(_LAST_LINES_S)
+        return code if code >= 0 else 128 - code
+
+    def close(self) -> None:
+        """Wait for the end, which must have been requested, and remove the run's files."""
+        if self._guard.stdin:
+            self._guard.stdin.close()
+        self.wait()
+        self._scratch.remove()
+
+    def _say(self, word: bytes) -> None:
+        if self._guard.stdin and not self._guard.stdin.closed:
+            with suppress(OSError):  # over already
+                os.write(self._guard.stdin.fileno(), word)
+        if self.running:  # a guard that is stopped (SIGSTOP) would not read the control pipe
+            self._guard.send_signal(signal.SIGCONT)
+
+
+def next_delay(last: float, up_s: float) -> float:
+    """Seconds to wait before the next start: 1, 2, 4 ... 30, and 1 again after a minute's work.
+
+    ``last``: the delay before, 0 for none; ``up_s``: for how many seconds the process was up.
+    """
+    return 1.0 if up_s >= 60.0 else min(max(1.0, 2 * last), 30.0)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code, 128 + n or -n for signal n, in words, with the usual cause of a kill."""
+    number = -code if code < 0 else code - 128
+    if number not in set(signal.Signals):
+        return f"exit code {code}"
+    name = signal.Signals(number).name
+    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name

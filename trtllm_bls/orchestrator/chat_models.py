@@ -1,0 +1,93 @@
+"""Pipelines that answer conversations, run as the orchestrator runs the language model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+from trtllm_bls.engines.chat_model import ChatModels
+from trtllm_bls.errors import DeadlineExceeded
+from trtllm_bls.orchestrator.orchestrator import (
+    Orchestrator,
+    RequestTimes,
+    TextSink,
+    has_expired,
+    stats_of,
+    timeout,
+)
+from trtllm_bls.types import Ending, FinishReason, RequestStats, TextChunk, TextRequest
+
+
+class ChatPipeline:
+    """One pipeline, with the places and time limit of ``orchestrator``.
+
+    The text of a chunk is a line of events for ``text.chat_parser.EventParser``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        models: ChatModels,
+        orchestrator: Orchestrator,
+        timeout_s: float | None,
+        on_end: Callable[[RequestStats], None],
+    ) -> None:
+        self.name, self._models, self._orchestrator = name, models, orchestrator
+        self._timeout_s, self._on_end = timeout_s, on_end
+
+    async def run(
+        self,
+        request: TextRequest,
+        sink: TextSink,
+        on_prompt: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        """As ``Orchestrator.run``."""
+        times, lines = RequestTimes(), list[str]()
+        ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=0, completion_tokens=0)
+        ended_by: BaseException | None = None
+        limit = timeout(self._timeout_s)
+        try:
+            async with (
+                limit,
+                self._orchestrator.admission.acquire(1),
+                aclosing(self._models.events(self.name, request)) as events,
+            ):
+                times.begun_at = asyncio.get_running_loop().time()
+                async for found in events:
+                    parts = [each for each in found if "end" not in each]
+                    ending = next((_ending(each["end"]) for each in found if "end" in each), ending)
+                    lines.append(json.dumps(parts))
+                    if request.stream and parts:
+                        await sink.ready()
+                        sink.send(TextChunk(lines.pop() + "\n"))
+                        times.note_response()
+            on_prompt(ending.prompt_tokens)
+            await sink.ready()
+            sink.send(TextChunk("\n".join(lines), ending=ending))
+            times.note_response()
+        except BaseException as error:
+            ended_by = error
+            if isinstance(error, asyncio.TimeoutError) and has_expired(limit):
+                ended_by = DeadlineExceeded(f"the time limit of {self._timeout_s:g} s is over")
+                raise ended_by from error
+            raise
+        finally:
+            stats = stats_of(
+                request.request_id,
+                ended_by,
+                ending.finish_reason.value,
+                prompt_tokens=ending.prompt_tokens,
+                completion_tokens=ending.completion_tokens,
+                traceparent=request.traceparent,
+                api=request.api,
+            )
+            times.add_to(stats, streamed=request.stream)
+            self._on_end(stats)
+            ended_by = None  # whose traceback refers to this frame: a reference cycle
+
+
+def _ending(told: dict[str, Any]) -> Ending:
+    return Ending(**{**told, "finish_reason": FinishReason(told["finish_reason"])})

@@ -1,0 +1,168 @@
+"""From a deployment's parameters to its orchestrator, for a Triton model or any other process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from trtllm_bls import __version__
+from trtllm_bls.engines.chat_model import ChatModels
+from trtllm_bls.engines.opening import open_engine
+from trtllm_bls.engines.replicas import ReplicatedEngine
+from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.engines.trtllm_service.service_engine import TrtllmServiceEngine
+from trtllm_bls.errors import EngineError
+from trtllm_bls.orchestrator.chat_models import ChatPipeline
+from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Load, Orchestrator
+from trtllm_bls.orchestrator.reports import (
+    RequestLog,
+    RequestMetrics,
+    RequestReports,
+    TritonMetrics,
+)
+from trtllm_bls.settings.engine_tls import engine_tls
+from trtllm_bls.settings.parameters import BlsParameters
+from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
+
+SHUTTING_DOWN = "the server is shutting down; ask another one"
+
+log = logging.getLogger(__name__)
+
+
+class BaseDeployment:
+    """Limits, defaults and reports of a model's requests, and the engines that it owns.
+
+    ``pb_utils`` are Triton's utilities inside a Python model, ``None`` elsewhere: then metrics are
+    kept in memory (``reports.metrics``). ``model_name`` labels the metrics. Raises ``SetupError``.
+    """
+
+    def __init__(self, parameters: Any, pb_utils: Any, model_name: str) -> None:
+        self.name = model_name
+        metrics = RequestMetrics() if pb_utils is None else TritonMetrics(pb_utils, model_name)
+        line = RequestLog(as_json=parameters.log_format == "json", prompts=parameters.log_prompts)
+        self.reports = RequestReports(metrics, [line.add] if parameters.log_requests else [])
+        self._parameters, self._pb = parameters, pb_utils
+        self.defaults = defaults_of(parameters)
+        self.admission = Admission(
+            parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
+        )
+        self.engines: list[RoutingEngine] = []
+
+    def open(self, parameters: BlsParameters, tokenizer: Tokenizer) -> RoutingEngine:
+        """The engine that the parameters name; it is closed with the deployment."""
+        own, on_end = self._pb is not None, self.reports.add_speculation
+        self.engines.append(open_engine(parameters, tokenizer, on_end, in_triton=own))
+        return self.engines[-1]
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to report requests; they run on ``loop``."""
+        self.reports.start(loop, self.load)
+        # The first line that Triton's logger writes takes 40 ms, because it looks at the file of
+        # each loaded module. Writing one now keeps that out of the first request.
+        log.info(
+            "trtllm-bls %s: this process runs at most %d requests, and %d more wait",
+            __version__,
+            self._parameters.max_running,
+            self._parameters.max_queued,
+        )
+
+    async def engine_problems(self) -> dict[str, str]:
+        """What is wrong with each engine elsewhere, by its name; an empty text if nothing is.
+
+        At most two seconds old. Empty where the engine does not tell how it is.
+        """
+        problems: dict[str, str] = {}
+        for target in [engine.target for engine in self.engines]:
+            if isinstance(target, ReplicatedEngine):
+                problems |= await target.problems()
+            elif isinstance(target, TrtllmServiceEngine):
+                problems[target.name] = ""
+                try:
+                    await target.capacity()
+                except EngineError as error:
+                    problems[target.name] = str(error)
+        return problems
+
+    def engine_sequences(self) -> dict[str, int]:
+        """Sequences that each of several engines was given, by its name; else nothing."""
+        targets = [engine.target for engine in self.engines]
+        found = [each.sequences() for each in targets if isinstance(each, ReplicatedEngine)]
+        return {name: count for each in found for name, count in each.items()}
+
+    def load(self) -> Load:
+        """See ``Load``; from any thread."""
+        raise NotImplementedError
+
+    async def drain(self) -> None:
+        """Refuse waiting requests; each speculated one goes on as one plain request."""
+        self.admission.refuse_waiting(SHUTTING_DOWN)
+        for engine in self.engines:
+            engine.drain()
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether no request that runs will send another one to an engine.
+
+        A request that has just been accepted may still send its first.
+        """
+        return all(engine.handed_over for engine in self.engines) and self.admission.queued == 0
+
+    async def close(self) -> None:
+        """Close the engines; the last reports are out on return."""
+        for engine in self.engines:
+            await engine.close()
+        self.reports.close()
+
+
+class Deployment(BaseDeployment):
+    """One orchestrator and its engine."""
+
+    def __init__(
+        self, parameters: BlsParameters, pb_utils: Any = None, model_name: str = "tensorrt_llm_bls"
+    ) -> None:
+        self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
+        super().__init__(parameters, pb_utils, model_name)
+        self.engine = self.open(parameters, self.tokenizer)
+        self.chat_models: ChatModels | None = None
+        self.orchestrator = Orchestrator(
+            self.tokenizer,
+            self.engine,
+            self.defaults,
+            on_end=self.reports.add,
+            admission=self.admission,
+        )
+
+    def load(self) -> Load:
+        return self.orchestrator.load()
+
+    def chat_pipelines(self, names: Iterable[str]) -> dict[str, ChatPipeline]:
+        """Pipelines behind this deployment's Triton server that answer conversations, by name."""
+        models = ChatModels(self._parameters.engine_url, engine_tls(self._parameters))
+        limit, on_end = self.defaults.timeout_s, self.reports.add
+        self.chat_models = models
+        return {
+            name: ChatPipeline(name, models, self.orchestrator, limit, on_end) for name in names
+        }
+
+    async def close(self) -> None:
+        if self.chat_models is not None:
+            await self.chat_models.close()
+        await super().close()
+
+
+def defaults_of(parameters: BlsParameters) -> Defaults:
+    """What the parameters decide where a request is silent."""
+    # The longest time that a request may name also bounds a request that names none.
+    limits = (parameters.request_timeout_seconds, parameters.limits.max_timeout_seconds)
+    return Defaults(
+        add_special_tokens=parameters.add_special_tokens,
+        draft_source=parameters.draft_source,
+        skip_special_tokens=parameters.skip_special_tokens,
+        accumulate=parameters.accumulate_tokens,
+        timeout_s=min((seconds for seconds in limits if seconds), default=None),
+        limits=parameters.limits,
+        expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
+        engine_shows_progress=not (parameters.engine and parameters.engine.is_elsewhere),
+    )

@@ -1,0 +1,86 @@
+"""This package's log lines: in Triton's log, or as Triton writes them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import Any
+
+from trtllm_bls.errors import printable
+
+
+class _OneRecord(logging.Formatter):
+    """Indents the lines of a traceback, so that none looks like another record.
+
+    A message may quote a client's text.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        first, *more = super().format(record).split("\n")
+        parts = [(line, line.lstrip(" ")) for line in more]
+        indented = [line[: len(line) - len(text)] + printable(text) for line, text in parts]
+        return "\n".join([printable(first), *(f"    {line}" for line in indented)])
+
+
+class TritonLogHandler(logging.Handler):
+    """Sends the package's log records to Triton's log, level kept."""
+
+    def __init__(self, pb_utils: Any, model_name: str) -> None:
+        super().__init__()
+        self._logger = pb_utils.Logger
+        self._model_name = model_name
+        self.setFormatter(_OneRecord())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = f"[{self._model_name}] {self.format(record)}"
+        if record.levelno >= logging.ERROR:
+            self._logger.log_error(text)
+        elif record.levelno >= logging.WARNING:
+            self._logger.log_warn(text)
+        else:
+            self._logger.log_info(text)
+
+
+def log_to_triton(pb_utils: Any, model_name: str) -> None:
+    """Route this package's logging to Triton; called by each model's ``initialize``."""
+    logger = logging.getLogger("trtllm_bls")
+    logger.handlers = [TritonLogHandler(pb_utils, model_name)]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+_BY_PROCESS = re.compile(r"\[(?P<process>[\w.-]+)\] (?P<text>.*)", re.DOTALL)
+
+
+def json_line(text: str, level: str = "info", source: str = "") -> str:
+    """A line of a log as one JSON object, written now; of a text that is one, with its members."""
+    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    told: dict[str, Any] = {"time": now, "level": level}
+    told |= {"source": source} if source else {}
+    if by := _BY_PROCESS.fullmatch(text):
+        told["process"], text = by.groups()
+    members = {"message": text}
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), dict):
+            members = found
+    return json.dumps(members | told)
+
+
+class _JsonRecord(_OneRecord):
+    def format(self, record: logging.LogRecord) -> str:
+        source = f"{record.filename}:{record.lineno}"
+        return json_line(super().format(record), record.levelname.lower(), source)
+
+
+def log_to_stderr(name: str, *, as_json: bool = False) -> None:
+    """Log to stderr, in the form of Triton's lines; for process ``name`` outside Triton."""
+    prefix = "%(levelname).1s%(asctime)s.%(msecs)03d %(process)d %(filename)s:%(lineno)d] "
+    form = _JsonRecord if as_json else _OneRecord
+    handler = logging.StreamHandler()
+    whole = f"{'' if as_json else prefix}[{name}] %(message)s"
+    handler.setFormatter(form(whole, "%m%d %H:%M:%S"))
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("trtllm_bls").setLevel(logging.INFO)

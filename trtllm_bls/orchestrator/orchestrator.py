@@ -1,0 +1,584 @@
+"""One text request from text to text: get a place, tokenise, run the engine, answer, end once.
+
+``Admission`` says how many requests run at once and how many wait. ``Orchestrator`` knows engines
+only through ``engines.base``, and nothing of Triton or HTTP. Whether tokens come from one model or
+from speculative decoding is the engine's business; what becomes of them is decided by ``Answer``.
+``Orchestrator.run`` prepares, drives and ends a request; it has the deadline and every ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from trtllm_bls.engines.base import ChunkStream, Engine
+from trtllm_bls.errors import (
+    CancelCause,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    Unsupported,
+)
+from trtllm_bls.settings.request_limits import RequestLimits, above_limit
+from trtllm_bls.text.answer import Answer, TextRules
+from trtllm_bls.text.prompts import PromptMaker
+from trtllm_bls.text.tokenizer import Tokenizer
+from trtllm_bls.types import (
+    MOST_CHARACTERS,
+    Ending,
+    EngineRequest,
+    FinishReason,
+    Outcome,
+    PromptIds,
+    RequestStats,
+    Sampling,
+    SpeculationRequest,
+    TextChunk,
+    TextRequest,
+    Wants,
+)
+
+if sys.version_info >= (3, 11):
+    from asyncio import Timeout
+    from asyncio import timeout as timeout
+else:
+    from async_timeout import Timeout
+    from async_timeout import timeout as timeout
+
+
+_GREEDY = Sampling()  # of nearly every request that asks for nothing
+_NOTHING_MORE = Wants()
+_NEW = 0.2  # weight of the newest request in the average duration
+_UNKNOWN_ROOM = 1024  # tokens, where neither the request nor the engine has a limit
+
+
+@dataclass(eq=False)
+class Place:
+    """Of one request; ``admitted`` is done once its sequences may run, which ``began`` then."""
+
+    sequences: int
+    admitted: asyncio.Future[None]
+    began: float | None = None
+
+
+class Admission:
+    """Places for ``max_running`` sequences on one event loop.
+
+    Up to ``max_queued`` more sequences wait for one, in the order of their arrival.
+
+    A request of n sequences takes n places at once. ``max_queue_s``: how long, in seconds, a
+    request waits before it is refused; ``None`` = as long as its caller does.
+    """
+
+    def __init__(self, max_running: int, max_queued: int, max_queue_s: float | None) -> None:
+        self._max_running = max_running
+        self._max_queued = max_queued
+        self._max_queue_s = max_queue_s
+        # In the order of their arrival; any of them may leave, at the same cost.
+        self._waiting: OrderedDict[Place, None] = OrderedDict()
+        self._average_s = 0.0  # how long a request runs
+        self.running = 0  # sequences
+        self.queued = 0
+
+    @property
+    def room(self) -> int:
+        """How many more sequences may run or wait; any thread may ask."""
+        return self._max_running + self._max_queued - self.running - self.queued
+
+    def check_room(self) -> None:
+        """Raise ``Overloaded`` if ``take`` would refuse any request now.
+
+        This is for a caller that can refuse a request before it reads it.
+        """
+        if self.room <= 0:
+            raise self._overloaded("as many as may", "max_queued_requests")
+
+    @asynccontextmanager
+    async def acquire(self, sequences: int) -> AsyncIterator[None]:
+        """Let a request of so many sequences run while the context is entered; wait for that first.
+
+        Entering raises what ``take`` does, and ``Overloaded`` after waiting too long.
+        """
+        place, timer = self.take(sequences), None
+        if self._max_queue_s is not None and not place.admitted.done():
+            loop = place.admitted.get_loop()
+            timer = loop.call_later(self._max_queue_s, self._give_up, place.admitted)
+        try:
+            await place.admitted
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.leave(place)
+
+    def take(self, sequences: int) -> Place:
+        """A place for a request of so many sequences, which has to ``leave`` it.
+
+        Raises ``InvalidRequest`` for more sequences than may ever run at once, and ``Overloaded``
+        where as many wait as may.
+        """
+        if sequences > self._max_running:
+            raise above_limit(
+                "num_return_sequences",
+                f"{sequences} is not allowed; at most {self._max_running} sequences run at once",
+                "max_running_requests",
+            )
+        place = Place(sequences, asyncio.get_running_loop().create_future())
+        if not self._waiting and self.running + sequences <= self._max_running:
+            self._begin(place)
+        elif self.queued + sequences > self._max_queued:
+            raise self._overloaded("as many as may", "max_queued_requests")
+        else:
+            self._waiting[place] = None
+            self.queued += sequences
+        return place
+
+    def leave(self, place: Place) -> None:
+        """The request is over, or waits no more; without effect from the second time on."""
+        if place in self._waiting:
+            self._stop_waiting(place)
+        elif place.began is not None:
+            took = place.admitted.get_loop().time() - place.began
+            self._average_s += _NEW * (took - self._average_s) if self._average_s else took
+            self.running -= place.sequences
+            place.began = None
+        if self._waiting:
+            self._admit()
+
+    def refuse_waiting(self, problem: str) -> None:
+        """Raise ``Overloaded(problem)`` in all that wait for a place."""
+        for place in self._waiting:
+            if not place.admitted.done():
+                place.admitted.set_exception(Overloaded(problem))
+
+    def _give_up(self, admitted: asyncio.Future[None]) -> None:
+        if not admitted.done():
+            waited = f"this one waited {self._max_queue_s:g} s"
+            admitted.set_exception(self._overloaded(waited, "max_queue_seconds"))
+
+    def _admit(self) -> None:
+        """Give free places to those that have waited longest."""
+        while self._waiting:
+            first = next(iter(self._waiting))
+            if self.running + first.sequences > self._max_running:
+                return
+            self._stop_waiting(first)
+            if not first.admitted.done():  # one that was refused or cancelled is about to leave
+                self._begin(first)
+
+    def _begin(self, place: Place) -> None:
+        place.began = place.admitted.get_loop().time()
+        place.admitted.set_result(None)
+        self.running += place.sequences
+
+    def _stop_waiting(self, place: Place) -> None:
+        del self._waiting[place]
+        self.queued -= place.sequences
+
+    def _overloaded(self, why: str, parameter: str) -> Overloaded:
+        seconds = math.ceil(self._average_s * (self.queued + 1) / self._max_running)
+        problem = f"sequences running: {self.running}, waiting: {self.queued}, {why}"
+        return Overloaded(f"{problem} (parameter {parameter})", parameter, max(1, seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a deployment decides where a request is silent.
+
+    ``engine_shows_progress``: the engine shows that it works without a response, as one of the same
+    server does by its metrics. Of any other, answers in one piece are read token by token.
+    """
+
+    add_special_tokens: bool = True
+    draft_source: str = "off"
+    skip_special_tokens: bool = True
+    accumulate: bool = False
+    timeout_s: float | None = None  # None: as long as it takes
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    expose_kv_cache_metrics: bool = False
+    engine_shows_progress: bool = True
+
+
+class Load(NamedTuple):
+    """What an orchestrator, or a pipeline, has to do and has done.
+
+    ``running`` and ``waiting``: requests that have a token, and that have none yet. An answer that
+    the engine gives in one piece shows none before its end, so its request runs as soon as the
+    engine was given it. ``queued``: those that the engine was not given. ``tokens``: taken from the
+    engine so far; they grow while an answer in one piece is read, of which no response tells.
+    """
+
+    running: int
+    waiting: int
+    queued: int
+    tokens: int
+
+
+class TextSink(Protocol):
+    """Where the chunks of one request go.
+
+    Chunks that arrive while the sink is not ready are answered together, so a slow reader's
+    responses grow larger instead of more.
+    """
+
+    async def ready(self) -> None:
+        """Return once a chunk would leave at once; without suspending if it would now."""
+
+    def send(self, chunk: TextChunk) -> None:
+        """Take a chunk; never waits. Several may come in a row, one per sequence."""
+
+
+class Orchestrator:
+    """Serves any number of requests at once on one event loop; usable in any process.
+
+    ``on_end`` is given the figures of each request once it is over, also of a refused one.
+    ``admission``: how many sequences may run and wait; ``None`` = any number.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        defaults: Defaults,
+        *,
+        on_end: Callable[[RequestStats], None] = lambda stats: None,
+        admission: Admission | None = None,
+    ) -> None:
+        self.prompts = PromptMaker(tokenizer, defaults.add_special_tokens, defaults.draft_source)
+        self._engine = engine
+        self._defaults = defaults
+        self.admission = admission or Admission(sys.maxsize, 0, None)
+        self._on_end = on_end
+        self._open: set[_RequestRecord] = set()
+        self._tokens = 0  # of requests that are over
+
+    def load(self) -> Load:
+        """The load now; from any thread."""
+        records = self._open.copy()
+        waiting = sum(record.waits for record in records)
+        return Load(
+            len(records) - waiting,
+            waiting,
+            sum(record.asked is None for record in records),
+            self._tokens + sum(record.tokens for record in records),
+        )
+
+    def prompt_ids(self, request: TextRequest) -> PromptIds:
+        """The ids of a prompt of any length. Takes long for a long one, so call it in a thread.
+
+        Raises ``InvalidRequest``.
+        """
+        self._check(request)
+        return self.prompts.make(request, None, _give_way).asked.input_ids
+
+    def refused(self, request_id: str, error: Exception) -> None:
+        """A request was refused before it could be run: it counts as one that was."""
+        self._on_end(stats_of(request_id, error))
+
+    async def run(
+        self,
+        request: TextRequest,
+        sink: TextSink,
+        on_prompt: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        """Send the chunks of every sequence; each sequence's last one has its ``ending``.
+
+        A streaming request gets text as soon as it is certain, any other one chunk per sequence.
+        Where a stream that has begun fails or is cancelled, its last chunks say so and the error
+        follows. Raises ``InvalidRequest``, ``Overloaded`` and what the engine raises. By the time
+        that ``run`` has ended, however it ends, the engine's work has ended. Whoever cancels it
+        says why, by a ``CancelCause`` as the message of ``Task.cancel``. ``on_prompt`` is given the
+        number of the prompt's tokens before the engine gets the request.
+        """
+        record = _RequestRecord(request, sink)
+        self._open.add(record)
+        ended_by: BaseException | None = None
+        stream: ChunkStream | None = None
+        time_limit = timeout(
+            self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
+        )
+        try:
+            self._check(request)
+            async with time_limit, self.admission.acquire(request.num_return_sequences):
+                asked, answer = await self._prepared(request)
+                on_prompt(len(asked.input_ids))
+                record.asked, record.answer = asked, answer
+                record.begun_at = asyncio.get_running_loop().time()
+                stream = self._engine.generate(asked)
+                await self._drive(stream, answer, record)
+        except BaseException as error:
+            ended_by, so_far = error, record.answer
+            timed_out = isinstance(error, asyncio.TimeoutError) and has_expired(time_limit)
+            reason = FinishReason.TIMEOUT if timed_out else FinishReason.ERROR
+            if isinstance(error, asyncio.CancelledError):
+                reason = FinishReason.CANCELLED
+            if so_far is not None and (timed_out or (request.stream and so_far.begun)):
+                arrived = stream.take() if stream is not None else []
+                for chunk in (*so_far.feed(arrived), *so_far.end(reason)):
+                    record.send(chunk)
+            elif timed_out:  # before the prompt's tokens were counted
+                ending = Ending(finish_reason=reason, prompt_tokens=0, completion_tokens=0)
+                for index in range(request.num_return_sequences):
+                    record.send(TextChunk(text="", sequence_index=index, ending=ending))
+            if not timed_out:
+                raise
+            ended_by = None
+        finally:
+            self._open.discard(record)
+            self._tokens += record.tokens
+            self._on_end(record.stats(ended_by))
+            ended_by = None  # whose traceback refers to this frame: a reference cycle
+
+    async def _drive(self, stream: ChunkStream, answer: Answer, record: _RequestRecord) -> None:
+        """Send what the engine's chunks become, until both the answer and the engine have ended."""
+        try:
+            while not answer.must_cancel:
+                await stream.wait()
+                await record.sink.ready()
+                chunks = stream.take()
+                if not chunks:
+                    break
+                for chunk in answer.feed(chunks):
+                    record.send(chunk)
+        except EngineError:
+            # A finished answer ended by count. The engine would only have confirmed that, so an
+            # error in place of its last message changes nothing.
+            if not answer.done:
+                raise
+        finally:
+            await stream.aclose()
+        if not answer.done:
+            raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
+
+    def _check(self, request: TextRequest) -> None:
+        """Refuse by name what a text stream cannot honour, and what is too large."""
+        beams = request.sampling.beam_width or 1
+        if beams > 1:
+            problem = f"{beams}: beams rewrite text that has left; send num_return_sequences"
+            raise Unsupported("beam_width", problem)
+        limits = self._defaults.limits
+        for name, text in (("text_input", request.text), ("messages", request.messages)):
+            # It has at least as many bytes as characters.
+            limits.check("max_prompt_bytes", name, len(text or ""), "bytes")
+        if not request.fits_max_tokens:
+            limits.check("max_output_tokens", "max_tokens", request.max_tokens, "tokens")
+        limits.check("max_timeout_seconds", "timeout_ms", request.timeout_s, "s")
+        if request.extras:
+            limits.check_guide(request.extras)
+
+    async def _prepared(self, request: TextRequest) -> tuple[EngineRequest, Answer]:
+        """What is asked of the engine, and what its chunks will become."""
+        defaults, limits = self._defaults, self._defaults.limits
+        sampling = request.sampling
+        if sampling != _GREEDY and not sampling.is_greedy:
+            # An engine's default seed gives the same text every time. A request that brings its
+            # seed is to get the same text again, so it is decoded without drafts: how many tokens a
+            # round drafts depends on what else runs, and with it the random numbers that are drawn.
+            if sampling.seed is not None:
+                request = replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
+            else:
+                seeded = replace(sampling, seed=secrets.randbits(63))
+                request = replace(request, sampling=seeded)
+        capacity = await self._engine.capacity()
+        longest = capacity.max_prompt_tokens
+        if capacity.max_sequence_tokens is not None:  # at least one new token has to fit
+            room = capacity.max_sequence_tokens - 1
+            longest = room if longest is None else min(longest, room)
+        if request.text_ids is None and self.prompts.is_long(request):
+            # On the event loop, tokenising a long text would hold up every other stream.
+            prompt = await asyncio.to_thread(self.prompts.make, request, longest, _give_way)
+        else:
+            prompt = self.prompts.make(request, longest)
+        asked, wants = prompt.asked, request.wants
+        if wants.top_log_probs and not capacity.tells_top_log_probs:
+            # The engine does not tell the likeliest ids of a place, but its logits do.
+            asked.wants = wants = replace(wants, top_log_probs=0, generation_logits=True)
+        max_tokens = request.max_tokens
+        if max_tokens is None or request.fits_max_tokens:  # at most all that fit
+            room = _UNKNOWN_ROOM if max_tokens is None else max_tokens
+            if capacity.max_sequence_tokens is not None:
+                room = capacity.max_sequence_tokens - len(asked.input_ids)
+            most = limits.max_output_tokens
+            room = room if most is None else min(room, most)
+            max_tokens = room if max_tokens is None else min(room, max_tokens)
+        asked.max_tokens = max(1, max_tokens)  # engines have no smaller number
+        # A stream of the engine can be ended half-way, by a stop in the text or by a time limit of
+        # the caller's own, and shows that the engine works.
+        timed = request.timeout_s is not None
+        ends_early = request.stop_words or request.sampling.min_tokens or timed
+        shows = not defaults.engine_shows_progress and wants == _NOTHING_MORE
+        asked.streaming = bool(request.stream or ends_early or shows)
+        if wants.context_logits or wants.generation_logits:
+            limits.check_logits(asked.logit_rows(capacity), capacity.vocab_size)
+        # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is asked for.
+        with_prompt = request.echo or not (request.stream or request.exclude_input_in_output)
+        rules = TextRules(
+            prompt_tokens=len(asked.input_ids),
+            max_tokens=max_tokens,
+            end_ids=prompt.end_ids,
+            stop_sequences=prompt.stop_sequences,
+            echo_ids=asked.input_ids if with_prompt else (),
+            accumulate=defaults.accumulate,
+            max_sequence_tokens=capacity.max_sequence_tokens,
+            expose_kv_cache_metrics=defaults.expose_kv_cache_metrics,
+        )
+        skip = request.skip_special_tokens
+        new = self.prompts.tokenizer.detokenizer
+        detokenizers = [
+            new(skip_special_tokens=defaults.skip_special_tokens if skip is None else skip)
+            for _ in range(request.num_return_sequences)
+        ]
+        return asked, Answer(request, rules, detokenizers)
+
+
+class RequestTimes:
+    """When a request came, began and was answered, by the clock of the running event loop."""
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._arrived_at = self._clock()
+        self.begun_at: float | None = None  # it does not wait any more
+        self._first_at = self._last_at = self._longest_gap = 0.0
+        self.responses = 0
+
+    def note_response(self) -> None:
+        """A response leaves."""
+        now = self._clock()
+        if not self.responses:
+            self._first_at = now
+        elif now - self._last_at > self._longest_gap:
+            self._longest_gap = now - self._last_at
+        self._last_at = now
+        self.responses += 1
+
+    def add_to(self, stats: RequestStats, streamed: bool) -> None:
+        """Add the times of a request that is over; ``streamed``: its responses show its pace."""
+        stats.responses = self.responses
+        stats.duration_s = self._clock() - self._arrived_at
+        stats.queue_s = self.begun_at - self._arrived_at if self.begun_at is not None else None
+        if streamed and self.responses:
+            stats.ttft_s = self._first_at - self._arrived_at
+            stats.longest_gap_s = self._longest_gap if self.responses > 1 else None
+
+
+class _RequestRecord(RequestTimes):
+    """Passes the chunks of one request on to ``sink``, and notes what ``RequestStats`` tells."""
+
+    def __init__(self, request: TextRequest, sink: TextSink) -> None:
+        super().__init__()
+        self.sink = sink
+        self._request = request
+        self.asked: EngineRequest | None = None  # once the engine is given the request
+        self.answer: Answer | None = None
+        self._endings: list[Ending] = []
+
+    @property
+    def waits(self) -> bool:
+        """See ``Load.waiting``."""
+        return self.asked is None or (self.asked.streaming and not self.tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer so far."""
+        sequences = self.answer.sequences if self.answer is not None else ()
+        return sum([sequence.criteria.generated for sequence in sequences])
+
+    def send(self, chunk: TextChunk) -> None:
+        """Pass a chunk on."""
+        self.note_response()
+        if chunk.ending is not None:
+            self._endings.append(chunk.ending)
+        self.sink.send(chunk)
+
+    def stats(self, error: BaseException | None) -> RequestStats:
+        """The figures of the request, which is over; ``error`` is what ended it, if one did."""
+        request, tokens, endings = self._request, self.tokens, self._endings
+        stats = stats_of(
+            request.request_id,
+            error,
+            endings[0].finish_reason.value if endings else "",
+            prompt_tokens=len(self.asked.input_ids) if self.asked is not None else 0,
+            completion_tokens=tokens,
+            sequences=request.num_return_sequences,
+            # A request that is speculated has one sequence.
+            speculation=endings[0].speculation if endings else None,
+            traceparent=request.traceparent,
+            api=request.api,
+            prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
+        )
+        if error is None and any(each.finish_reason is FinishReason.TIMEOUT for each in endings):
+            stats.outcome, stats.reason = Outcome.CANCELLED, CancelCause.DEADLINE.value
+        streamed = request.stream and tokens > 0
+        self.add_to(stats, streamed)
+        gaps = tokens / request.num_return_sequences - 1
+        if streamed and self.responses and gaps > 0:
+            stats.inter_token_s = (self._last_at - self._first_at) / gaps
+        return stats
+
+
+async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for all rows of a batch. If one fails, cancel the others and wait until they have ended.
+
+    ``gather`` alone does not wait: once a row has failed, it forgets the others.
+    """
+    try:
+        await asyncio.gather(*rows)
+    finally:
+        for row in rows:
+            row.cancel(CancelCause.BATCH.value)
+        await asyncio.wait(rows)
+
+
+def has_expired(limit: Timeout) -> bool:
+    """Whether ``limit`` raised the timeout.
+
+    The clock does not tell: timers fire up to its resolution early, which is 1 ms in uvloop.
+    """
+    # In Python 3.10, ``async_timeout`` has a property in place of the method.
+    return bool(limit.expired() if sys.version_info >= (3, 11) else limit.expired)
+
+
+def _give_way() -> None:
+    """Let the event loop have the interpreter's lock, which without a sleep it seldom gets."""
+    time.sleep(0.0001)
+
+
+def stats_of(
+    request_id: str, error: BaseException | None, reason: str = "", **figures: Any
+) -> RequestStats:
+    """The figures of a request that is over. ``error``: what ended it, if one did; otherwise it
+    ended for ``reason``."""
+    outcome, told = Outcome.SUCCESS, None
+    if error is not None:
+        outcome, reason = _outcome_of(error)
+    if isinstance(error, Exception):
+        told = str(error)[:MOST_CHARACTERS]
+    return RequestStats(
+        request_id=request_id, outcome=outcome, reason=reason, error=told, **figures
+    )
+
+
+def _outcome_of(error: BaseException) -> tuple[Outcome, str]:
+    """The outcome of a request that ``error`` ended, and the reason that ``Outcome`` describes."""
+    if isinstance(error, asyncio.CancelledError):
+        causes = {cause.value: cause for cause in CancelCause}
+        cause = causes.get(str(error.args[0]) if error.args else "", CancelCause.CALLER_LEFT)
+        return Outcome.CANCELLED, cause.value
+    if isinstance(error, DeadlineExceeded):
+        return Outcome.CANCELLED, CancelCause.DEADLINE.value
+    if isinstance(error, InvalidRequest):
+        # The reason is a label of metrics. With the place in a list ("stop_words[7]") callers
+        # could make as many series as they like.
+        return Outcome.REFUSED, error.limit or error.field.partition("[")[0]
+    if isinstance(error, Overloaded):
+        return Outcome.OVERLOADED, error.limit or type(error).__name__
+    return Outcome.FAILED, type(error).__name__

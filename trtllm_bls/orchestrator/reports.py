@@ -1,0 +1,424 @@
+"""What becomes of the figures of requests that are over: metrics, and a line each in the log.
+
+Each metric and each log line is a round trip to Triton, for which an event loop full of streams
+should not wait. The loop only queues the figures of a request; four times a second a thread of
+``RequestReports`` reads them.
+
+``RequestMetrics`` adds up in memory, ``TritonMetrics`` on Triton's ``/metrics``. Names are
+OpenTelemetry's where it has one, in Prometheus' spelling, and vLLM's elsewhere. ``docs/metrics.md``
+describes them to users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import collections
+import json
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from trtllm_bls.errors import CancelCause, EngineError, Overloaded, defects
+from trtllm_bls.orchestrator.status import CANARY_ID
+from trtllm_bls.types import FinishReason, Outcome, RequestStats, SpeculationStats
+
+EVERY_SECONDS = 0.25
+_MOST_WAITING = 2**17  # if Triton no longer answers, the oldest figures are dropped
+_LAG_TURNS = 4  # the event loop's lag is measured every so many turns
+
+Labels: TypeAlias = tuple[str, ...]  # values, in the order of the metric's label names
+
+log = logging.getLogger(__name__)
+
+
+# --- the table of metrics ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """One row of the table. Every series also has the label ``model``.
+
+    ``known``: label values of series that are there from the start, so that their first increase is
+    seen. ``buckets``: the upper bounds of a histogram's.
+    """
+
+    name: str
+    meaning: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...] = ()
+    known: tuple[Labels, ...] = ((),)
+    buckets: tuple[float, ...] = ()
+
+
+_DURATIONS = tuple(0.01 * 2**n for n in range(14))  # these three as OpenTelemetry has them
+_FIRST_TOKENS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
+    *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_ENGINE_ERRORS: tuple[type, ...] = (EngineError, *EngineError.__subclasses__())
+_OUTCOMES = (
+    *((Outcome.SUCCESS.value, reason.value) for reason in list(FinishReason)[:3]),
+    *((Outcome.CANCELLED.value, cause.value) for cause in CancelCause),
+    *(
+        (Outcome.OVERLOADED.value, reason)
+        for reason in ("max_queued_requests", "max_queue_seconds", Overloaded.__name__)
+    ),
+    *((Outcome.FAILED.value, kind.__name__) for kind in _ENGINE_ERRORS),
+)
+
+
+_counter = partial(Metric, kind="counter")
+_gauge = partial(Metric, kind="gauge")
+_seconds = partial(Metric, kind="histogram", buckets=_FIRST_TOKENS)
+
+REQUESTS = _counter(
+    "trtllm_bls_requests_total",
+    "Requests that are over, by outcome and its reason",
+    labels=("outcome", "reason"),
+    known=_OUTCOMES,
+)
+API_REQUESTS = _counter(
+    "trtllm_bls_api_requests_total",
+    "Requests of the OpenAI API that are over, by the kind of answer and the outcome",
+    labels=("api", "outcome"),
+    known=(),
+)
+INTERNAL_ERRORS = _counter(
+    "trtllm_bls_internal_errors_total", "Requests that ended by a defect of this program"
+)
+UNREADABLE_CONTENT = _counter(
+    "trtllm_bls_unreadable_content_total",
+    "Images, files and the like in requests of the OpenAI API, in whose place the model reads a "
+    "sentence",
+    labels=("kind",),
+    known=(),
+)
+UNREADABLE_ARGUMENTS = _counter(
+    "trtllm_bls_unreadable_arguments_total",
+    "Calls of tools whose arguments, as the model wrote them, are no JSON object",
+    labels=("format",),
+    known=(),
+)
+RUNNING = _gauge("trtllm_bls_num_requests_running", "Requests that have a token and are not over")
+WAITING = _gauge("trtllm_bls_num_requests_waiting", "Requests that have no token yet")
+DURATION = _seconds(
+    "gen_ai_server_request_duration_seconds",
+    "From a request's arrival to its end",
+    labels=("outcome",),
+    known=((Outcome.SUCCESS.value,),),
+    buckets=_DURATIONS,
+)
+FIRST_TOKEN = _seconds(
+    "gen_ai_server_time_to_first_token_seconds", "From a stream's arrival to its first response"
+)
+PER_TOKEN = _seconds(
+    "gen_ai_server_time_per_output_token_seconds",
+    "Mean time between two tokens of a stream, after its first response",
+    buckets=_TOKENS,
+)
+LONGEST_GAP = _seconds(
+    "trtllm_bls_longest_response_gap_seconds", "Longest time between two responses of a stream"
+)
+QUEUE = _seconds(
+    "trtllm_bls_request_queue_time_seconds", "From a request's arrival until the engine is given it"
+)
+ENGINE_SEQUENCES = _gauge(
+    "trtllm_bls_engine_sequences",
+    "Sequences that one of several engines was given and that are not over",
+    labels=("engine",),
+    known=(),
+)
+PROMPT_TOKENS = _counter("trtllm_bls_prompt_tokens_total", "Tokens of prompts given to the engine")
+GENERATION_TOKENS = _counter(
+    "trtllm_bls_generation_tokens_total", "Tokens generated, also for requests that ended early"
+)
+RESPONSES = _counter("trtllm_bls_responses_total", "Responses sent")
+LOOP_LAG = _seconds(
+    "trtllm_bls_event_loop_lag_seconds",
+    "How long a callback waits for the event loop, asked once a second",
+)
+SPECULATION = {
+    name: _counter(f"trtllm_bls_speculation_{name}_total", meaning)
+    for name, meaning in {
+        "rounds": "Verification rounds of speculative decoding",
+        "drafted": "Tokens drafted",
+        "accepted": "Drafted tokens that the target accepted",
+        "draft_failures": "Requests that went on without drafts, because drafting failed",
+    }.items()
+}
+METRICS = [each for each in list(globals().values()) if isinstance(each, Metric)]
+METRICS += SPECULATION.values()
+_MOST_REASONS, _LONGEST_REASON = 100, 64  # of requests that are over
+
+
+class RequestMetrics:
+    """The metrics of one process, in memory, by metric and label values.
+
+    ``histograms`` count the values in each bucket, the last of which has no bound; their last item
+    is the sum of the values.
+    """
+
+    _reasons = frozenset(("other",))  # that were counted
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[Metric, Labels], float] = {}
+        self.histograms: dict[tuple[Metric, Labels], list[float]] = {}
+        for metric in METRICS:
+            for labels in metric.known:
+                if metric.buckets:
+                    self._histogram(metric, labels)
+                else:
+                    self.record(metric, labels, 0)
+
+    def _histogram(self, metric: Metric, labels: Labels) -> list[float]:
+        return self.histograms.setdefault((metric, labels), [0] * (len(metric.buckets) + 2))
+
+    def record(self, metric: Metric, labels: Labels, value: float) -> None:
+        """Add ``value`` to a counter or gauge, or observe it in a histogram."""
+        if metric.buckets:
+            histogram = self._histogram(metric, labels)
+            histogram[bisect.bisect_left(metric.buckets, value)] += 1  # a bound is in its bucket
+            histogram[-1] += value
+        else:
+            self.numbers[metric, labels] = self.numbers.get((metric, labels), 0) + value
+
+    def publish(self) -> None:
+        """Show what has been recorded; called every now and then."""
+
+    def add(self, stats: RequestStats) -> None:
+        """Count one request that is over."""
+        reason = stats.reason[:_LONGEST_REASON]  # an engine may have written it
+        if reason not in self._reasons and len(self._reasons) >= _MOST_REASONS:
+            reason = "other"
+        self._reasons |= {reason}
+        self.record(REQUESTS, (stats.outcome.value, reason), 1)
+        if stats.api is not None:
+            self.record(API_REQUESTS, (stats.api, stats.outcome.value), 1)
+        self.record(DURATION, (stats.outcome.value,), stats.duration_s)
+        for metric, value in (
+            (PROMPT_TOKENS, stats.prompt_tokens),
+            (GENERATION_TOKENS, stats.completion_tokens),
+            (RESPONSES, stats.responses),
+            (QUEUE, stats.queue_s),
+            (FIRST_TOKEN, stats.ttft_s),
+            (PER_TOKEN, stats.inter_token_s),
+            (LONGEST_GAP, stats.longest_gap_s),
+        ):
+            if value is not None:
+                self.record(metric, (), value)
+        if stats.speculation is not None and not stats.speculation.rounds:
+            self.add_speculation(stats.speculation)  # the engine's own, not of a router of ours
+
+    def add_speculation(self, stats: SpeculationStats) -> None:
+        """Count what speculation did for one request."""
+        for name, metric in SPECULATION.items():
+            self.record(metric, (), getattr(stats, name))
+
+
+class TritonMetrics(RequestMetrics):
+    """The metrics on Triton's ``/metrics``, with the label ``model``; used by one thread.
+
+    Each metric call is a round trip to the server, so counters are added up until ``publish``.
+    Triton adds up series of the same name and labels over all processes. Gauges are therefore
+    changed by differences and never set.
+    """
+
+    def __init__(self, pb_utils: Any, model_name: str, metrics: Iterable[Metric] = METRICS) -> None:
+        self._pb = pb_utils
+        self._model_name = model_name
+        # Triton drops a family or a series that is no longer referenced.
+        self._families: dict[str, Any] = {}
+        self._series: dict[tuple[Metric, Labels], Any] = {}
+        self.numbers = {}  # since the last ``publish``
+        self._has_histograms = hasattr(pb_utils.MetricFamily, "HISTOGRAM")  # from Triton 24.08 on
+        for metric in metrics:
+            if self._has_histograms or not metric.buckets:
+                for labels in metric.known:
+                    self._series_of(metric, labels)
+
+    def record(self, metric: Metric, labels: Labels, value: float) -> None:
+        """See ``RequestMetrics``; counters and gauges appear with the next ``publish``."""
+        if not metric.buckets:
+            super().record(metric, labels, value)
+        elif self._has_histograms:
+            self._series_of(metric, labels).observe(value)
+
+    def publish(self) -> None:
+        """Show what counters and gauges have become."""
+        while self.numbers:
+            key, value = self.numbers.popitem()
+            if value:
+                self._series_of(*key).increment(value)
+
+    def _series_of(self, metric: Metric, labels: Labels) -> Any:
+        series = self._series.get((metric, labels))
+        if series is not None:
+            return series
+        if metric.name not in self._families:
+            kind = getattr(self._pb.MetricFamily, metric.kind.upper())
+            self._families[metric.name] = self._pb.MetricFamily(
+                name=metric.name, description=metric.meaning, kind=kind
+            )
+        named = dict(zip(metric.labels, labels, strict=True)) | {"model": self._model_name}
+        buckets = {"buckets": list(metric.buckets)} if metric.buckets else {}
+        series = self._families[metric.name].Metric(labels=named, **buckets)
+        self._series[metric, labels] = series
+        return series
+
+
+# --- the thread -------------------------------------------------------------------------------
+
+
+def unreported_id() -> str:
+    """An id for a request of this process's own, which is neither counted nor logged."""
+    return f"{_canary()}-{uuid.uuid4().hex}"
+
+
+def _canary() -> str:
+    return os.environ.setdefault(CANARY_ID, uuid.uuid4().hex)  # as ``serve`` has set it, if it has
+
+
+class RequestReports:
+    """Gives the figures of requests to ``metrics`` and to each of ``readers``.
+
+    ``add`` and ``add_speculation`` may be called at any time, on any thread, and never wait. What
+    is added is read from ``start`` to ``close``.
+    """
+
+    def __init__(
+        self, metrics: RequestMetrics, readers: Sequence[Callable[[RequestStats], object]] = ()
+    ) -> None:
+        self.metrics = metrics
+        self._readers = (metrics.add, *readers)
+        # The last kind of item is the event loop's lag.
+        self._queue: collections.deque[RequestStats | SpeculationStats | float]
+        self._queue = collections.deque(maxlen=_MOST_WAITING)
+        self.add: Callable[[RequestStats], None] = self._queue.append
+        self.add_speculation: Callable[[SpeculationStats], None] = self._queue.append
+        self._load: tuple[int, ...] = (0, 0)  # running and waiting, as published
+        self._canary = _canary()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, load: Callable[[], tuple[int, ...]]) -> None:
+        """Begin to read. ``load``: how many requests run, how many wait, and what else it tells."""
+        self._thread = threading.Thread(
+            target=self._run, args=(loop, load), name="request-reports", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Read what is left, then end the thread."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, loop: asyncio.AbstractEventLoop, load: Callable[[], tuple[int, ...]]) -> None:
+        turn = 0
+        while not self._closing.wait(EVERY_SECONDS):
+            self._turn(load)
+            turn += 1
+            if turn % _LAG_TURNS == 0 and not loop.is_closed():
+                loop.call_soon_threadsafe(self._note_lag, time.perf_counter())
+        self._turn(load)
+
+    def _note_lag(self, asked_at: float) -> None:
+        self._queue.append(time.perf_counter() - asked_at)
+
+    def _turn(self, load: Callable[[], tuple[int, ...]]) -> None:
+        while self._queue:
+            item = self._queue.popleft()
+            if isinstance(item, float):
+                self._do(partial(self.metrics.record, LOOP_LAG, (), item))
+            elif isinstance(item, SpeculationStats):
+                self._do(partial(self.metrics.add_speculation, item))
+            elif item.request_id.rpartition("-")[0] != self._canary:
+                for read in self._readers:
+                    self._do(partial(read, item))
+        while defects:
+            defects.popleft()
+            self.metrics.record(INTERNAL_ERRORS, (), 1)
+        before, self._load = self._load, load()[:2]
+        for metric, old, new in zip((RUNNING, WAITING), before, self._load, strict=True):
+            if new != old:
+                self.metrics.record(metric, (), new - old)
+        self._do(self.metrics.publish)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception:  # whatever Triton raises, requests go on and so do their figures
+            log.exception("the figures of a request could not be published")
+
+
+# --- the log ---------------------------------------------------------------------------------
+
+# Characters of a value, as written, so that no line is too long for ``TritonLogHandler``.
+_LONGEST, _LONGEST_PROMPT = 250, 900
+_PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLog:
+    """Logs one line per request that is over, as ``key=value`` pairs (logfmt) or as JSON.
+
+    Failures are warnings. ``prompts``: with what the caller sent. Callers choose ids, and errors
+    quote their values, so each value is cut, and escaped: it can neither end the line nor reach a
+    terminal as a command.
+    """
+
+    as_json: bool = False
+    prompts: bool = False
+
+    def add(self, stats: RequestStats) -> None:
+        """Write one request's line."""
+        level = logging.WARNING if stats.outcome is Outcome.FAILED else logging.INFO
+        log.log(level, "%s", self.line(stats))
+
+    def line(self, stats: RequestStats) -> str:
+        """The line; what a request does not have is left out."""
+        done = stats.speculation
+        fields: dict[str, Any] = {
+            "id": _cut(stats.request_id, _LONGEST),
+            "api": stats.api,
+            "outcome": stats.outcome.value,
+            "reason": stats.reason,
+        }
+        for name in ("prompt_tokens", "completion_tokens", "sequences", "responses"):
+            fields[name] = getattr(stats, name)
+        for name in ("duration", "queue", "ttft", "inter_token", "longest_gap"):
+            seconds = getattr(stats, f"{name}_s")
+            fields[f"{name}_ms"] = None if seconds is None else round(seconds * 1000, 1)
+        if done is not None:
+            fields |= {name: getattr(done, name) for name in ("rounds", "drafted", "accepted")}
+            rate = done.acceptance_rate
+            fields["acceptance"] = None if rate is None else round(rate, 3)
+        fields["trace_id"] = stats.traceparent and stats.traceparent.split("-")[1]
+        fields["error"] = _cut(stats.error, _LONGEST)
+        fields["prompt"] = _cut(stats.prompt, _LONGEST_PROMPT) if self.prompts else None
+        found = {key: value for key, value in fields.items() if value is not None}
+        if self.as_json:
+            return json.dumps(found)
+        pairs = ["request"]
+        for key, value in found.items():
+            plain = _PLAIN.fullmatch(str(value))
+            pairs.append(f"{key}={value if plain else json.dumps(str(value))}")
+        return " ".join(pairs)
+
+
+def _cut(text: str | None, most: int) -> str | None:
+    if text is None:
+        return None
+    shown = text[:most]
+    while len(json.dumps(shown)) > most:
+        shown = shown[: len(shown) * 7 // 8]
+    return shown if shown == text else shown + "..."

@@ -1,0 +1,584 @@
+"""A language model that any asyncio program may call: ``LLM``, and the steps of its answers.
+
+Inside a pipeline each call belongs to the request on whose behalf it is made, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import sys
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Protocol, TypedDict, Union, get_args, get_origin, get_type_hints
+
+from trtllm_bls.errors import CancelCause, EngineError, InvalidRequest, TrtllmBlsError
+from trtllm_bls.orchestrator.orchestrator import Orchestrator
+from trtllm_bls.text.chat_formats import (
+    FORCED,
+    REASONING_TAGS,
+    TOOL_FORMATS,
+    forced_calls,
+    formats_of,
+)
+from trtllm_bls.text.chat_parser import Arguments, ChatParser, Content, Reasoning, ToolCall
+from trtllm_bls.text.tokenizer import Tokenizer
+from trtllm_bls.types import (
+    Array,
+    ChatOptions,
+    FinishReason,
+    Sampling,
+    SpeculationRequest,
+    TextChunk,
+    TextRequest,
+    TokenIds,
+    TopLogProbs,
+    Wants,
+)
+from trtllm_bls.wire.contract import BLS, ENGINE
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
+    from typing_extensions import Unpack
+
+_FAILED = (FinishReason.ERROR, FinishReason.CANCELLED)  # an error follows
+_numbers = itertools.count(1)
+
+
+class Caller(Protocol):
+    """A pipeline's request, on whose behalf models are called."""
+
+    id: str
+    traceparent: str | None
+    key: str | None
+    cache_salt: str | None
+    tokens: int
+    prompt_tokens: int
+    finish_reason: str
+
+    def begins(self, call: Any) -> None:
+        """Note a call, which is closed with the request. Raises where the request has ended."""
+
+    def ended(self, call: Any) -> None:
+        """Forget a call that is over."""
+
+
+# The request of this task. ``StreamingModel`` sets it in the task of each request, so tasks that
+# it starts inherit it.
+CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+class Options(TypedDict, total=False):
+    """What an answer may be asked for, under the names of ``TextRequest`` and ``Sampling``.
+
+    ``None`` and what is absent are the deployment's defaults. One ``stop_words`` or ``bad_words``
+    may be a text alone. ``json_schema``, ``regex`` or ``grammar`` (EBNF): the form that guided
+    decoding gives the answer. ``token_bias`` and ``embedding_bias``: logits added, by id and by
+    word. ``extras``: further inputs of the engine by name.
+    """
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    top_p_min: float | None
+    top_p_decay: float | None
+    top_p_reset_id: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    no_repeat_ngram_size: int | None
+    min_tokens: int | None
+    seed: int | None
+    length_penalty: float | None
+    beam_search_diversity_rate: float | None
+    max_tokens: int | None
+    fits_max_tokens: bool | None
+    timeout_s: float | None
+    stop_words: str | Sequence[str] | None
+    include_stop: bool | None
+    stop_token_ids: Sequence[int] | None
+    bad_words: str | Sequence[str] | None
+    end_id: int | None
+    pad_id: int | None
+    token_bias: Mapping[int, float] | None
+    embedding_bias: Mapping[str, float] | None
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
+    num_return_sequences: int | None
+    echo: bool | None
+    log_probs: bool | None
+    top_log_probs: int | None
+    context_logits: bool | None
+    generation_logits: bool | None
+    add_special_tokens: bool | None
+    skip_special_tokens: bool | None
+    speculation: SpeculationRequest | None
+    prediction: str | None
+    stream_interval: int | None
+    lora_task_id: int | None
+    lora_name: str | None
+    prompt_table_extra_id: int | None
+    extras: Mapping[str, Any] | None
+
+
+class ConversationOptions(Options, total=False):
+    """``variables``: further ones of the chat template. ``continue_final_message``: the answer goes
+    on where the last message ends. ``tool_choice``: ``auto``, ``none``, ``required``, which demands
+    a call, or the name of the tool to call. ``parallel_tool_calls``: there may be several."""
+
+    variables: Mapping[str, Any] | None
+    continue_final_message: bool | None
+    tool_choice: str | None
+    parallel_tool_calls: bool | None
+
+
+_HINTS = get_type_hints(ConversationOptions)
+_BOUNDED = {tensor.key: tensor for tensor in BLS.inputs if tensor.bounds is not None}
+_GUIDES = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}
+_SAMPLING = frozenset(each.name for each in fields(Sampling))
+_WANTS = frozenset(each.name for each in fields(Wants))
+_ADAPTERS = ("lora_task_id", "lora_name")
+
+
+def _read(name: str, value: Any, hint: Any) -> Any:
+    """The value of an option as ``hint`` has it. Raises ``InvalidRequest``."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for kind in kinds:
+        origin, inner = get_origin(kind) or kind, get_args(kind)
+        if kind is Any or (kind is type(None) and value is None):
+            return value
+        if kind is bool and isinstance(value, bool):
+            return value
+        if kind is int and isinstance(value, Integral) and not isinstance(value, bool):
+            return int(value)
+        if kind is float and isinstance(value, Real) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise InvalidRequest(name, f"{value} is no finite number")
+            return float(value)
+        if kind in (str, SpeculationRequest) and isinstance(value, kind):
+            return value
+        if origin is Mapping or getattr(origin, "__name__", "") == "Mapping":
+            if isinstance(value, Mapping):
+                pairs = value.items()
+                return {_read(name, k, inner[0]): _read(name, v, inner[1]) for k, v in pairs}
+        elif inner and isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            return tuple([_read(name, each, inner[0]) for each in value])
+    words = " or ".join(_word(kind) for kind in kinds if kind is not type(None))
+    raise InvalidRequest(name, f"{value!r:.80} is not {words}")
+
+
+def _word(kind: Any) -> str:
+    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    inner = get_args(kind)
+    plain = str(words.get(kind) or getattr(kind, "__name__", kind))
+    return plain if not inner else f"{plain} of {_word(inner[-1])}".lower()
+
+
+def text_request(options: Mapping[str, Any], **prompt: Any) -> TextRequest:
+    """The request of these ``Options``. Raises ``TrtllmBlsError``."""
+    known = _HINTS if "messages" in prompt else get_type_hints(Options)
+    if unknown := options.keys() - known.keys():
+        names = ", ".join(sorted(known))
+        raise TrtllmBlsError(f"{min(unknown)} is no option of a language model; there are: {names}")
+    read = {name: _read(name, value, known[name]) for name, value in options.items()}
+    read = {name: value for name, value in read.items() if value is not None}
+    for name, value in read.items():
+        if name in _BOUNDED and isinstance(value, (int, float)):
+            _BOUNDED[name].check(value)
+    extras = dict(read.pop("extras", {}))
+    extras |= {name: read.pop(name) for name in _ADAPTERS if name in read}
+    guides = [name for name in _GUIDES if name in read]
+    if len(guides) > 1:
+        raise InvalidRequest(guides[1], f"{guides[0]} is another form; send one")
+    for name in guides:
+        guide = read.pop(name)
+        extras["guided_decoding_guide_type"] = _GUIDES[name]
+        try:
+            text = guide if isinstance(guide, str) else json.dumps(guide)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(name, f"is not JSON: {error}") from None
+        extras["guided_decoding_guide"] = text
+    for name, value in extras.items():
+        if name not in ENGINE.input_named:
+            raise InvalidRequest(name, "is no input of an engine")
+        extras[name] = ENGINE.input_named[name].array(value)
+    for name in ("stop_words", "bad_words"):
+        if isinstance(read.get(name), str):
+            read[name] = (read[name],)
+    for name in ("token_bias", "embedding_bias"):
+        if name in read:
+            read[name] = tuple(read[name].items())
+    if "messages" in prompt:
+        continues = read.pop("continue_final_message", False)
+        choice = read.pop("tool_choice", "auto")
+        prompt["chat"] = replace(
+            prompt["chat"],
+            tool_choice="auto" if choice == "none" else choice,
+            parallel_tool_calls=read.pop("parallel_tool_calls", True),
+            variables=read.pop("variables", {}),
+            continue_final_message=continues,
+            add_generation_prompt=not continues,
+        )
+    sampling = {name: read.pop(name) for name in _SAMPLING & read.keys()}
+    wants = {name: read.pop(name) for name in _WANTS & read.keys()}
+    return TextRequest(
+        request_id="",
+        stream=True,
+        return_tokens=True,
+        sampling=Sampling(**sampling),
+        wants=Wants(**wants),
+        extras=extras,
+        **{"max_tokens": None, **read, **prompt},
+    )
+
+
+def _demand_calls(request: TextRequest, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Guide an answer that has to call a tool. Raises ``InvalidRequest``."""
+    choice = request.chat.tool_choice
+    if choice == "auto":
+        return
+    names = [tool["function"]["name"] for tool in tools]
+    name = None if choice == "required" else choice
+    if not names or (name is not None and name not in names):
+        raise InvalidRequest("tool_choice", f"{choice!r:.80} of the tools {names!r:.200}")
+    if "guided_decoding_guide_type" in request.extras:
+        raise InvalidRequest("tool_choice", "demands a call, and a guide another form; send one")
+    schema = forced_calls(tools, name, parallel=request.chat.parallel_tool_calls)
+    guide = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": schema}
+    arrays = {key: ENGINE.input_named[key].array(value) for key, value in guide.items()}
+    request.extras = {**request.extras, **arrays}
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool that the model calls; ``text``: its arguments, as the model wrote them."""
+
+    id: str
+    name: str
+    text: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name. Raises ``EngineError`` if the model wrote no JSON object."""
+        with suppress(ValueError, RecursionError):
+            if isinstance(read := json.loads(self.text), dict):
+                return read
+        raise EngineError(f"the model called {self.name} with {self.text!r:.80}: no JSON object")
+
+    def result(self, content: str) -> dict[str, Any]:
+        """The message that tells the model what the call has returned."""
+        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": content}
+
+
+@dataclass(slots=True)
+class Step:
+    """What is new in an answer. ``finish_reason`` is set in the last step of a sequence alone.
+
+    ``ids``: the new token ids; an id comes with the text that it completes, so the bytes of one
+    character come together. ``stop_reason``: the stop string that ended the answer. ``index``: of
+    the sequence, where several were asked for. Of a conversation, ``text`` is without ``reasoning``
+    and ``calls``, which are the calls that became complete. ``log_probs`` and ``top_log_probs`` are
+    those of ``ids``, if asked for.
+    """
+
+    ids: TokenIds
+    text: str
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    index: int = 0
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    log_probs: tuple[float | None, ...] = ()
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    context_logits: Array | None = None
+    generation_logits: Sequence[Array] | None = None
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """What the model has said, as a message for the next turn of the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning"] = message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": each.id, "type": "function", "function": function}
+                for each in self.calls
+                for function in [{"name": each.name, "arguments": each.text}]
+            ]
+        return message
+
+
+def joined(steps: Sequence[Step]) -> Step:
+    """Steps of one sequence as one. The logits are those of the last step that has some."""
+    last = steps[-1]
+    return replace(
+        last,
+        ids=tuple(itertools.chain.from_iterable(each.ids for each in steps)),
+        text="".join([each.text for each in steps]),
+        reasoning="".join([each.reasoning for each in steps]),
+        calls=tuple(itertools.chain.from_iterable(each.calls for each in steps)),
+        log_probs=tuple(itertools.chain.from_iterable(each.log_probs for each in steps)),
+        top_log_probs=tuple(itertools.chain.from_iterable(each.top_log_probs for each in steps)),
+    )
+
+
+class _Answer:
+    """The orchestrator's sink of one request, and the task that runs it."""
+
+    def __init__(self, orchestrator: Orchestrator, request: TextRequest) -> None:
+        self.arrived: asyncio.Queue[TextChunk | None] = asyncio.Queue()  # None: the end
+        self._left = self._cut = False  # nobody takes the rest; it ended before its end for that
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = self._loop.create_task(
+            orchestrator.run(request, self)
+        )
+        self._task.add_done_callback(self._ended)
+
+    async def ready(self) -> None:
+        """Return once the reader has taken all steps."""
+        await self.arrived.join()
+
+    def send(self, chunk: TextChunk) -> None:
+        """Take a chunk of the orchestrator."""
+        self.arrived.put_nowait(chunk)
+
+    async def raise_failure(self) -> None:
+        """Raise what ended the answer, which is over, unless it ended well."""
+        if self._cut:
+            raise EngineError("the answer was left before its end")
+        # The traceback of a task that failed refers to this object: kept here, both would stay
+        # until a garbage collection.
+        task, self._task = self._task, None
+        if task is not None:
+            await task
+
+    def leave(self) -> None:
+        """End the engine's work, unless it has ended; any thread may call it."""
+        if self._task is not None:
+            with suppress(RuntimeError):  # the loop is closed, and the work over
+                self._loop.call_soon_threadsafe(self._leave)
+
+    async def aclose(self) -> None:
+        """The same, and return when it has ended."""
+        task = self._task
+        self._leave()
+        if task is not None:
+            await asyncio.wait({task})
+
+    def _leave(self) -> None:
+        self._left = True
+        if self._task is not None and not self._task.cancel(CancelCause.CALLER_LEFT.value):
+            self._ended(self._task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if self._left:  # asyncio would log an error that nobody took
+            self._cut = task.cancelled() or task.exception() is not None
+            self._task = None
+        self.arrived.put_nowait(None)
+
+
+class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
+    """The answers to one request of a language model, step by step; they begin to run at once.
+
+    A step holds all tokens that arrived since the one before, so a slow reader gets fewer, larger
+    steps. Leaving before the end in any way (``aclose``, the end of ``async with``, dropping the
+    object, the end of a pipeline's request) frees the engine's slot. Raises what the engine raises.
+    """
+
+    def __init__(
+        self, orchestrator: Orchestrator, request: TextRequest, parsers: Sequence[ChatParser] = ()
+    ) -> None:
+        self._parsers = parsers
+        self._calls: dict[int, tuple[ToolCall, list[str]]] = {}  # of each sequence, the open one
+        self._taken: list[Step] | None = None if request.messages is None else []
+        self._caller = CALLER.get()
+        if self._caller is not None:
+            self._caller.begins(self)
+        self._answer = _Answer(orchestrator, request)
+
+    async def __anext__(self) -> Step:
+        answer = self._answer
+        chunk = await answer.arrived.get()
+        if chunk is None:
+            answer.arrived.put_nowait(None)  # for a reader that asks again
+            if self._caller is not None:
+                self._caller.ended(self)
+            await answer.raise_failure()
+            raise StopAsyncIteration
+        answer.arrived.task_done()
+        tokens = chunk.tokens or ()
+        step = Step(tuple([token.token_id for token in tokens]), chunk.text)
+        step.index = chunk.sequence_index
+        ending = chunk.ending
+        if ending is not None and ending.finish_reason not in _FAILED:
+            step.finish_reason = ending.finish_reason.value
+            step.stop_reason = ending.stop_reason
+            step.prompt_tokens = ending.prompt_tokens
+            step.completion_tokens = ending.completion_tokens
+        if tokens and tokens[0].log_prob is not None:
+            step.log_probs = tuple([token.log_prob for token in tokens])
+            step.top_log_probs = tuple([token.top_log_probs for token in tokens])
+        step.context_logits, step.generation_logits = chunk.context_logits, chunk.generation_logits
+        if self._parsers:
+            self._parse(step)
+        if self._taken is not None:
+            self._taken.append(step)
+        if (caller := self._caller) is not None:
+            caller.tokens += len(step.ids)
+            caller.prompt_tokens += step.prompt_tokens
+            caller.finish_reason = step.finish_reason or caller.finish_reason
+        return step
+
+    def _parse(self, step: Step) -> None:
+        """Divide the text into what is said, thought and called."""
+        texts, calls = {Content: "", Reasoning: ""}, []
+        ends = step.finish_reason is not None
+        events: Iterable[Any] = self._parsers[step.index].feed(step.text, end=ends)
+        for event in (*events, *([None] if ends else [])):
+            if isinstance(event, Arguments):
+                self._calls[step.index][1].append(event.text)
+                continue
+            if (call := self._calls.pop(step.index, None)) is not None:
+                calls.append(Call(call[0].id, call[0].name, "".join(call[1]) or "{}"))
+            if isinstance(event, ToolCall):
+                self._calls[step.index] = event, []
+            elif event is not None:
+                texts[type(event)] += event.separator + event.text
+        step.text, step.reasoning, step.calls = texts[Content], texts[Reasoning], tuple(calls)
+
+    async def answers(self) -> list[Step]:
+        """The whole answers, one for each sequence that was asked for."""
+        steps: dict[int, list[Step]] = {}
+        async for step in self:
+            steps.setdefault(step.index, []).append(step)
+        return [joined(each) for _, each in sorted(steps.items())]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """What the model has said so far in a conversation, as a message for the next turn."""
+        return joined([step for step in self._taken or () if not step.index]).message
+
+    async def aclose(self) -> None:
+        """End the engine's work, unless it has ended. May be called twice."""
+        await self._answer.aclose()
+        if self._caller is not None:
+            self._caller.ended(self)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_answer"):  # ``break`` out of a plain ``async for`` ends here
+            self._answer.leave()
+
+
+class LLM:
+    """A language model; any number of answers run at once on one event loop.
+
+    Each method begins an answer and returns its steps. A call raises ``TrtllmBlsError`` for an
+    option that does not exist, ``InvalidRequest`` for a value that is of another type or out of its
+    bounds; the steps raise ``InvalidRequest`` and ``EngineError``.
+    """
+
+    def __init__(self, orchestrator: Orchestrator, tokenizer: Tokenizer | None) -> None:
+        self._orchestrator, self._tokenizer = orchestrator, tokenizer
+
+    def generate(self, ids: Sequence[int], **options: Unpack[Options]) -> Steps:
+        """Continue a prompt of token ids. Special tokens are part of ``Step.text``."""
+        prompt = tuple([int(each) for each in ids])
+        return self._begin({"skip_special_tokens": False, **options}, prompt_ids=prompt)
+
+    def text(self, prompt: str, **options: Unpack[Options]) -> Steps:
+        """Continue a text."""
+        return self._begin(options, text=prompt)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Unpack[ConversationOptions],
+    ) -> Steps:
+        """Answer a conversation (``[{"role": "user", "content": "…"}]``) by the chat template.
+
+        ``tools`` (as in OpenAI's API) may be called: see ``Step.calls``.
+        """
+        if options.get("tool_choice") == "none":
+            tools = None
+        chat = ChatOptions(tools=None if tools is None else json.dumps(tools))
+        return self._begin(options, tools or (), messages=json.dumps(messages), chat=chat)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of ``transformers``."""
+        return self._loaded.hf
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a text."""
+        return list(self._loaded.encode(text, add_special_tokens))
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self._loaded.decode([int(each) for each in ids], skip_special_tokens)
+
+    @property
+    def _loaded(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise TrtllmBlsError("no tokenizer is loaded; set tokenizer_dir")
+        return self._tokenizer
+
+    def _begin(self, options: Any, tools: Sequence[Mapping[str, Any]] = (), **prompt: Any) -> Steps:
+        request = text_request(options, **prompt)
+        caller = CALLER.get()
+        request.request_id = f"{caller.id if caller else 'llm'}/{next(_numbers)}"
+        if caller is not None:
+            request.traceparent = caller.traceparent
+            request.tenant, request.cache_salt = caller.key, caller.cache_salt
+        if request.messages is not None:
+            _demand_calls(request, tools)
+        parsers: list[ChatParser] = []
+        if request.messages is not None and self._tokenizer is not None:
+            parsers = self._parsers(request, tools, self._tokenizer)
+        return Steps(self._orchestrator, request, parsers)
+
+    def _parsers(
+        self, request: TextRequest, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+    ) -> list[ChatParser]:
+        """What divides each answer; none where it is all text."""
+        calls, thoughts = formats_of(tokenizer.chat_template)
+        form = TOOL_FORMATS[calls] if calls and tools else None
+        if request.chat.tool_choice != "auto":
+            form = FORCED
+        # Where there is a guide, the engine enforces the form from the first token on.
+        guided = "guided_decoding_guide_type" in request.extras
+        tags = REASONING_TAGS[thoughts] if thoughts and not guided else None
+        if form is None and tags is None:
+            return []
+        marked = any(each is not None and each.special for each in (form, tags))
+        if marked and request.skip_special_tokens is None:  # the text has to keep the markers
+            request.skip_special_tokens = False
+        opened = tags is not None and tokenizer.prompt_ends_with(tags.begin, request.chat)
+        functions = [tool["function"] for tool in tools]
+        schemas = {each["name"]: each.get("parameters") for each in functions}
+        most = None if request.chat.parallel_tool_calls else 1
+        return [
+            ChatParser(form, tags, opened=opened, schemas=schemas, most_calls=most)
+            for _ in range(request.num_return_sequences)
+        ]

@@ -1,0 +1,583 @@
+"""A Triton model that a user writes as one async function (docs/pipelines.md).
+
+``trtllm_bls.pipeline`` names what is for users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import sys
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+from trtllm_bls.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    SettingsError,
+    TrtllmBlsError,
+)
+from trtllm_bls.orchestrator.deployment import BaseDeployment, defaults_of
+from trtllm_bls.orchestrator.orchestrator import (
+    Load,
+    Orchestrator,
+    RequestTimes,
+    has_expired,
+    stats_of,
+    timeout,
+)
+from trtllm_bls.pipeline.language_model import CALLER, LLM, ConversationOptions, Step, Steps
+from trtllm_bls.pipeline.other_models import CallOptions, OtherModels, OtherStream
+from trtllm_bls.settings.engine_tls import engine_tls
+from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
+from trtllm_bls.settings.parameters import (
+    COMMON_KEYS,
+    DIRECTORY,
+    FLAG,
+    TEXT,
+    BlsParameters,
+    EngineChoice,
+    EngineKind,
+    Kind,
+    Parameter,
+    Parameters,
+    parameters_in,
+    parse_engine,
+    suggestion,
+)
+from trtllm_bls.text.chat_parser import check_event
+from trtllm_bls.text.tokenizer import load_tokenizer
+from trtllm_bls.triton.request_server import Call
+from trtllm_bls.triton.served_model import ServedModel
+from trtllm_bls.types import Array
+from trtllm_bls.wire.contract import Tensor
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
+    from typing_extensions import Unpack
+
+__all__ = ["EngineError", "InvalidRequest", "Step", "Tensor"]  # for ``trtllm_bls.pipeline``
+
+Value: TypeAlias = bool | int | float | str
+_KINDS = {
+    bool: FLAG,
+    int: Kind("a whole number", int),
+    float: Kind("a number", float),
+    str: TEXT,
+}
+AHEAD_S = 2.0  # of playing time that ``Response.send`` lets a caller have in advance
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParameters(BlsParameters):
+    """The parameters of a pipeline, which may do without a language model."""
+
+    tokenizer_dir: Path | None = DIRECTORY.parameter(  # type: ignore[assignment]
+        "Directory of the language model's tokenizer; empty = there is no language model.",
+        env=parameters_in(BlsParameters)["tokenizer_dir"].env,
+    )
+
+
+@asynccontextmanager
+async def connect(
+    engine: str, *, tokenizer: str | os.PathLike[str], **parameters: object
+) -> AsyncIterator[LLM]:
+    """The language model at ``engine``, in any asyncio program.
+
+    ``engine``: ``trtllm://HOST:PORT`` or ``triton+grpc://HOST:PORT/MODEL``. ``tokenizer``: the
+    directory of its tokenizer. ``parameters``: of ``tensorrt_llm_bls`` (docs/parameters.md), such
+    as ``request_timeout_seconds``. Raises ``SetupError``.
+    """
+    given = {"engine": engine, "tokenizer_dir": os.path.abspath(tokenizer)} | parameters
+    texts = {key: {"string_value": str(value)} for key, value in given.items()}
+    arguments = {
+        "model_config": json.dumps({"name": "tensorrt_llm_bls", "parameters": texts}),
+        "model_repository": str(Path.cwd() / "tensorrt_llm_bls"),
+    }
+    deployment = PipelineDeployment(Parameters(arguments, {}).read(PipelineParameters))
+    try:
+        yield await asyncio.to_thread(deployment.llm)
+    finally:
+        await deployment.close()
+
+
+# --- a model of your own ----------------------------------------------------------------------
+
+
+class PipelineDeployment(BaseDeployment):
+    """What a pipeline has at hand from its load on.
+
+    ``parameters``: its own (``StreamingModel.parameters``), with the values in ``config.pbtxt``.
+    """
+
+    def __init__(
+        self,
+        parameters: PipelineParameters,
+        pb_utils: Any = None,
+        model_name: str = "pipeline",
+    ) -> None:
+        super().__init__(parameters, pb_utils, model_name)
+        self.parameters: Mapping[str, Any] = {}
+        self.unfinished: set[Response] = set()
+        self.other_models = OtherModels(parameters.engine_url, engine_tls(parameters))
+        self._llms: dict[tuple[str, str], LLM] = {}
+        self._orchestrators: list[Orchestrator] = []
+
+    def llm(self, name: str = "", *, tokenizer: str | os.PathLike[str] | None = None) -> LLM:
+        """The language model that the parameters name, or another one.
+
+        ``name``: of a model of this server, or an address as the parameter ``engine`` has it.
+        ``tokenizer``: the directory of its tokenizer, by default ``tokenizer_dir``. Takes seconds
+        where it is called first. Raises ``SetupError``.
+        """
+        parameters: PipelineParameters = self._parameters
+        if tokenizer is not None:
+            parameters = replace(parameters, tokenizer_dir=Path(tokenizer))
+        if parameters.tokenizer_dir is None:
+            raise SettingsError(f"model {self.name}: parameter tokenizer_dir: is missing")
+        if name:
+            choice = EngineChoice(EngineKind.TRITON, (("", name),))
+            if ":" in name:
+                choice = parse_engine(name)
+            parameters = replace(
+                parameters, engine=choice, tensorrt_llm_draft_model_name="", draft_source="off"
+            )
+        key = name, str(parameters.tokenizer_dir)
+        if key not in self._llms:
+            self._llms[key] = self._opened(parameters)
+        return self._llms[key]
+
+    def _opened(self, parameters: PipelineParameters) -> LLM:
+        assert parameters.tokenizer_dir is not None
+        tokenizer = load_tokenizer(parameters.tokenizer_dir, hides_torch=False)
+        engine = self.open(parameters, tokenizer)
+        # The pipeline's request has been admitted and is reported; its parts are neither.
+        self._orchestrators.append(Orchestrator(tokenizer, engine, defaults_of(parameters)))
+        return LLM(self._orchestrators[-1], tokenizer)
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str] = (),
+        **options: Unpack[CallOptions],
+    ) -> dict[str, Array]:
+        """As ``Request.infer``, of no request: in ``StreamingModel.warm_up``."""
+        return await self.other_models.infer(model, inputs, outputs, self.name, **options)
+
+    def stream(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str] = (),
+        **options: Unpack[CallOptions],
+    ) -> OtherStream:
+        """As ``Request.stream``, of no request."""
+        return self.other_models.stream(model, inputs, outputs, self.name, **options)
+
+    def load(self) -> Load:
+        """Of the pipeline's requests: those without a response wait."""
+        responses = self.unfinished.copy()
+        waiting = sum(not response.responses for response in responses)
+        tokens = sum(each.load().tokens for each in self._orchestrators)
+        return Load(len(responses) - waiting, waiting, self.admission.queued, tokens)
+
+    @property
+    def handed_over(self) -> bool:
+        """A pipeline may call a model until it has ended."""
+        return not self.unfinished
+
+    async def close(self) -> None:
+        await self.other_models.close()
+        await super().close()
+
+
+class Request:
+    """One request: its inputs by name (``request["wav"]``), as Triton gives them.
+
+    ``id`` is unique in the process, ``client_id`` the caller's own. ``parameters``: the request's,
+    as the caller sent them. ``traceparent``: the caller's trace context (W3C). ``tokens``,
+    ``prompt_tokens``: of the language model's answers so far; ``finish_reason``: of the last one.
+    """
+
+    def __init__(self, call: Call, other_models: OtherModels, rows: bool = False) -> None:
+        self._arrays, self._other_models = call.arrays, other_models
+        if rows:
+            self._arrays = {name: array[0] for name, array in call.arrays.items()}
+        self.id, self.client_id = call.id, call.client_id
+        self.parameters: Mapping[str, Any] = json.loads(call.parameters)
+        trace = self.parameters.get("traceparent")
+        self.traceparent = trace if isinstance(trace, str) else None
+        self.key: str | None = None
+        self.cache_salt: str | None = None
+        self.tokens = self.prompt_tokens = 0
+        self.finish_reason = "stop"
+        # What ``close`` ends, unless it has ended. One that nobody refers to any more ends itself.
+        self.streams: weakref.WeakSet[Steps | OtherStream] = weakref.WeakSet()
+        self._calls: set[asyncio.Future[dict[str, Array]]] = set()
+        self._over = False
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._arrays:
+            raise InvalidRequest(name, "is missing")
+        return self._arrays[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
+    def text(self, name: str) -> str:
+        """The one text of a ``STRING`` input. Raises ``InvalidRequest``."""
+        values = self[name].reshape(-1).tolist()
+        if len(values) != 1:
+            raise InvalidRequest(name, f"{len(values)} texts; send one")
+        try:
+            return str(values[0], "utf-8") if isinstance(values[0], bytes) else str(values[0])
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(name, f"is not UTF-8: {error.reason}") from error
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str] = (),
+        **options: Unpack[CallOptions],
+    ) -> dict[str, Array]:
+        """The response of another model of this server. ``outputs``: those wanted; none = all.
+
+        Values become the types and shapes that the model declares, exactly. Cancelled with the
+        request. Raises ``TrtllmBlsError`` for a value that does not fit, ``EngineError`` for what
+        the model answers, ``EngineUnavailable`` while the server cannot be reached.
+        """
+        self._check(f"a call of {model}")
+        answer = self._other_models.infer(model, inputs, outputs, self.id, **options)
+        call = asyncio.ensure_future(answer)
+        self._calls.add(call)
+        try:
+            return await call
+        finally:
+            self._calls.discard(call)
+
+    def stream(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str] = (),
+        **options: Unpack[CallOptions],
+    ) -> OtherStream:
+        """The responses of a decoupled model of this server, one by one; otherwise as ``infer``.
+
+        ``aclose`` ends the model's work, as dropping the stream and the end of the request do.
+        """
+        stream = self._other_models.stream(model, inputs, outputs, self.id, self.ended, **options)
+        self.begins(stream)
+        return stream
+
+    def begins(self, call: Steps | OtherStream) -> None:
+        """Note what has to end with the request. Raises where the request has ended."""
+        self._check("an answer")
+        self.streams.add(call)
+
+    def ended(self, call: Steps | OtherStream) -> None:
+        """Forget what has ended."""
+        self.streams.discard(call)
+
+    def _check(self, what: str) -> None:
+        if self._over:
+            problem = f"{what} was asked for after the request had ended; await it in answer"
+            log.warning("%s: %s", self.id, problem)
+            raise TrtllmBlsError(problem)
+
+    async def close(self) -> None:
+        """End what the request has begun and not ended."""
+        self._over = True
+        for stream in list(self.streams):
+            await stream.aclose()
+        if self._calls:  # of tasks that ``answer`` has left behind
+            log.warning("%s: ended with %d calls of other models", self.id, len(self._calls))
+        for call in self._calls:
+            call.cancel()
+
+
+class ChatRequest(Request):
+    """A request to answer a conversation, of one of OpenAI's APIs or of Anthropic's.
+
+    ``messages`` and ``tools`` are as ``LLM.chat`` takes them, ``options`` what the caller asks of
+    the answer. ``key``: a digest of the caller's API key, if there are keys. ``cache_salt``: which
+    KV cache blocks the caller may share; the request's calls of language models have both.
+    """
+
+    def __init__(self, call: Call, other_models: OtherModels) -> None:
+        super().__init__(call, other_models)
+        asked = json.loads(self.text(CHAT_REQUEST))
+        self.messages: list[dict[str, Any]] = asked["messages"]
+        self.tools: list[dict[str, Any]] = asked["tools"]
+        self.options: ConversationOptions = asked["options"]
+        bias = asked["options"].get("token_bias", {})  # whose keys JSON has as texts
+        self.options["token_bias"] = {int(key): value for key, value in bias.items()}
+        self.key: str | None = asked["key"]
+        self.cache_salt: str | None = asked.get("cache_salt")
+
+
+# What ``StreamingModel.chat`` gives: text, a step of a language model, or an event by its kind:
+# ``{"refusal": text}``, ``{"annotation": {…}}`` as OpenAI's APIs have annotations.
+ChatPart: TypeAlias = str | Step | Mapping[str, Any]
+
+
+def _events(part: ChatPart) -> list[Mapping[str, Any]]:
+    if isinstance(part, str):
+        return [{"text": part}] if part else []
+    if isinstance(part, Mapping):
+        check_event(part)
+        return [part]
+    if not isinstance(part, Step):
+        raise TrtllmBlsError(f"chat gave a {type(part).__name__}; give a text, a Step or an event")
+    texts = [{kind: text} for kind in ("reasoning", "text") if (text := getattr(part, kind))]
+    calls = [
+        {"call": {"id": call.id, "name": call.name, "arguments": call.text}} for call in part.calls
+    ]
+    return [*texts, *calls]
+
+
+class Response(RequestTimes):
+    """Where the outputs of one request go."""
+
+    def __init__(self, call: Call, declared: Mapping[str, Tensor], rows: bool = False) -> None:
+        super().__init__()
+        self._call, self._declared, self._rows = call, declared, rows
+        self._whole: Mapping[str, Array] = {}
+        self._played_until = 0.0
+
+    async def send(
+        self, outputs: Mapping[str, Any], *, final: bool = False, seconds: float | None = None
+    ) -> None:
+        """Send one response: arrays, numbers, texts or bytes by the names of declared outputs.
+
+        Waits until Triton has taken earlier ones. Over gRPC, Triton keeps what the caller has not
+        read, in memory and without a bound. ``seconds``: how long the caller takes to play it; then
+        this waits while the caller has 2 s or more to play. ``final``: the last one; without it the
+        end of ``answer`` ends the response.
+        """
+        if unknown := outputs.keys() - self._declared.keys():
+            raise TrtllmBlsError(f"output {min(unknown)} is not declared by this model")
+        if self.responses and not self._call.decoupled:
+            raise TrtllmBlsError("this model is not decoupled and answers once per request")
+        if not self._call.outbox.sequences:
+            raise TrtllmBlsError("nothing can follow the last response of a request")
+        try:
+            arrays = {name: self._declared[name].array(value) for name, value in outputs.items()}
+        except TrtllmBlsError as error:
+            raise TrtllmBlsError(f"output {error}") from error
+        if self._rows:
+            arrays = {name: array[None] for name, array in arrays.items()}
+        if self._call.decoupled:
+            if seconds is not None:
+                if not 0 <= seconds < math.inf:
+                    raise TrtllmBlsError(f"seconds: {seconds} is no time that a caller can play")
+                await asyncio.sleep(self._played_until - AHEAD_S - self._clock())
+                self._played_until = max(self._played_until, self._clock()) + seconds
+            await self._call.ready()
+            self._call.send(arrays, final)
+        else:
+            self._whole = arrays  # leaves when nothing can go wrong any more
+        self.note_response()
+
+    def finish(self) -> None:
+        """``answer`` has returned: send the one response of a model that is not decoupled."""
+        if not self._call.decoupled:
+            if not self.responses:
+                raise TrtllmBlsError("this model is not decoupled and has not answered")
+            self._call.send(self._whole, True)
+
+
+class StreamingModel(ServedModel):
+    """A model of a user's own, written as ``answer``; ``trtllm-bls new`` writes the files for it.
+
+    Declare ``inputs`` and ``outputs``; Triton checks types and shapes before ``answer`` sees a
+    request. Requests run concurrently on one event loop, so nothing in ``answer`` may block. A
+    caller that leaves, the time limit (``request_timeout_seconds``) and a failure end ``answer`` by
+    an exception at its ``await``, and with it the engine's work and calls of other models.
+    """
+
+    inputs: ClassVar[tuple[Tensor, ...]] = ()
+    outputs: ClassVar[tuple[Tensor, ...]] = ()
+    # Its own parameters in ``config.pbtxt``, with their defaults, of which each has the type.
+    parameters: ClassVar[Mapping[str, Value]] = {}
+    parameters_type = PipelineParameters
+    deployment_type = PipelineDeployment
+    deployment: PipelineDeployment
+    owns_process = False
+
+    async def load(self, deployment: PipelineDeployment) -> None:
+        """Called once before the first request: take ``deployment.llm()``, read files."""
+
+    async def warm_up(self, deployment: PipelineDeployment) -> None:
+        """Called once the server answers, which it does when all of its models are loaded; requests
+        wait for its end. Call other models here: ``deployment.infer``, ``deployment.stream``."""
+
+    # Where a subclass has it, an async generator of ``ChatPart``, given a ``ChatRequest``: then the
+    # model also answers OpenAI's APIs, and its own inputs are optional.
+    chat: Callable[..., Any] | None = None
+
+    async def answer(self, request: Request, response: Response) -> None:
+        """Answer one request. An ``InvalidRequest`` becomes the caller's error INVALID_ARG."""
+        raise InvalidRequest(CHAT_REQUEST, "is missing; this model answers conversations alone")
+
+    @classmethod
+    def tensors(cls) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """All inputs and outputs, those of conversations included."""
+        if cls.chat is None:
+            return cls.inputs, cls.outputs
+        inputs = [replace(each, required=False) for each in cls.inputs]
+        chat_request, chat_events = Tensor(CHAT_REQUEST, "STRING"), Tensor(CHAT_EVENTS, "STRING")
+        return (*inputs, chat_request), (*cls.outputs, chat_events)
+
+    async def unload(self) -> None:
+        """Called once after the last request."""
+
+    def initialize(self, args: Mapping[str, str], pb_utils: Any = None) -> None:
+        config = json.loads(args["model_config"])
+        if (rows := int(config.get("max_batch_size", 0))) > 1:
+            problem = f"max_batch_size: {rows}: a pipeline answers one row at a time; write 0 or 1"
+            raise SettingsError(f"model {args['model_name']}: {problem}")
+        if rows and self.chat is not None:
+            raise SettingsError(f"max_batch_size: {rows}: a model with chat needs 0")
+        self._rows = rows == 1
+        self._declared = {tensor.name: tensor for tensor in self.tensors()[1]}
+        for tensor in (*self.inputs, *self.outputs):
+            if tensor.dtype == "BF16":  # of a Python model's tensors
+                raise SettingsError(f"{tensor.name}: Triton gives a Python model no BF16; use FP32")
+        self._warm: asyncio.Future[None] | None = None
+        self._config = config
+        super().initialize(args, pb_utils)
+
+    def make(self, parameters: Any) -> None:
+        name, declared = self.deployment.name, self.parameters
+        self.deployment.parameters = own_parameters(name, self._config, declared)
+
+    async def begin(self) -> None:
+        await self.load(self.deployment)
+        if type(self).warm_up is not StreamingModel.warm_up:
+            self._warm = asyncio.ensure_future(self._warm_up())
+
+    async def _warm_up(self) -> None:
+        try:
+            await self.deployment.other_models.ready()
+            await self.warm_up(self.deployment)
+        except Exception:
+            log.exception("warm_up failed; requests are answered all the same")
+
+    async def end(self) -> None:
+        if self._warm is not None:
+            self._warm.cancel()
+        await self.unload()
+
+    async def handle(self, call: Call) -> None:
+        models = self.deployment.other_models
+        chats = CHAT_REQUEST in call.arrays
+        request = ChatRequest(call, models) if chats else Request(call, models, self._rows)
+        response = Response(call, self._declared, self._rows)
+        CALLER.set(request)
+        self.deployment.unfinished.add(response)
+        error: BaseException | None = None
+        seconds = self.deployment.defaults.timeout_s
+        limit = timeout(seconds)
+        try:
+            async with limit, self.deployment.admission.acquire(1):
+                response.begun_at = asyncio.get_running_loop().time()
+                if self._warm is not None:
+                    await asyncio.shield(self._warm)
+                if isinstance(request, ChatRequest):
+                    await self._chat(request, response)
+                else:
+                    await self.answer(request, response)
+            response.finish()
+        except BaseException as raised:
+            error = _told(raised)
+            if isinstance(raised, asyncio.TimeoutError) and has_expired(limit):
+                error = DeadlineExceeded(f"the time limit of {seconds:g} s is over")
+            if error is raised:  # as its own cause it would be a reference cycle
+                raise
+            raise error from raised
+        finally:
+            await request.close()
+            self.deployment.unfinished.discard(response)
+            stats = stats_of(
+                request.id,
+                error,
+                request.finish_reason,
+                prompt_tokens=request.prompt_tokens,
+                completion_tokens=request.tokens,
+                traceparent=request.traceparent,
+            )
+            response.add_to(stats, streamed=True)
+            self.deployment.reports.add(stats)
+            error = None  # whose traceback refers to this frame: a reference cycle
+
+    async def _chat(self, request: ChatRequest, response: Response) -> None:
+        assert self.chat is not None  # or there would be no such input
+        async with aclosing(self.chat(request)) as parts:
+            async for part in parts:
+                if events := _events(part):
+                    await response.send({CHAT_EVENTS: json.dumps(events)})
+        end = {
+            "finish_reason": request.finish_reason,
+            "prompt_tokens": request.prompt_tokens,
+            "completion_tokens": request.tokens,
+        }
+        await response.send({CHAT_EVENTS: json.dumps([{"end": end}])}, final=True)
+
+
+def own_parameters(
+    model: str, config: Mapping[str, Any], declared: Mapping[str, Value]
+) -> dict[str, Value]:
+    """A pipeline's own parameters: what the configuration says, or the default.
+
+    Raises ``SettingsError`` for a value of another type.
+    """
+    known = [*parameters_in(PipelineParameters), *declared, *COMMON_KEYS]
+    texts = {key: str(each["string_value"]) for key, each in config.get("parameters", {}).items()}
+    for key in texts.keys() - set(known):
+        log.warning("parameter %s is not declared by this model; %s", key, suggestion(key, known))
+    return {
+        key: Parameter(_KINDS[type(default)], "", str(default)).parse(
+            model, key, texts.get(key, "")
+        )
+        for key, default in declared.items()
+    }
+
+
+def _told(raised: BaseException) -> BaseException:
+    """What the end of a request is told as.
+
+    The failures of a task group are told in their own words. ``SystemExit`` and a cancellation of
+    the pipeline's own would end the event loop or look like the caller's leaving.
+    """
+    inner = [_told(each) for each in getattr(raised, "exceptions", ())]
+    if inner and all(isinstance(each, TrtllmBlsError) for each in inner):
+        texts = dict.fromkeys(str(each) for each in inner)
+        if len(texts) == 1:
+            return inner[0]
+        mistakes = [each for each in inner if isinstance(each, InvalidRequest)]
+        if len(mistakes) == len(inner):  # of the caller's
+            rest = [text for text in texts if text != str(mistakes[0])]
+            return InvalidRequest(mistakes[0].field, "; ".join([mistakes[0].problem, *rest]))
+        return EngineError("; ".join(texts))
+    if inner:
+        return next(each for each in inner if not isinstance(each, TrtllmBlsError))
+    # Python 3.10 does not tell who cancelled a task.
+    cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
+    own_cancel = isinstance(raised, asyncio.CancelledError) and not cancels
+    if own_cancel or isinstance(raised, (SystemExit, KeyboardInterrupt)):
+        return RuntimeError(f"answer raised {type(raised).__name__}")
+    return raised

@@ -1,0 +1,610 @@
+"""Runs a model without Triton: the fake keeps the rules that the real Triton punishes.
+
+::
+
+    with serving(TritonPythonModel, llm=["a", "b"]) as model:
+        answer = model.ask(prompt="hello").wait()
+    assert answer.said("text") == ["a", "b"]
+
+A request ends in exactly one FINAL; nothing is sent after it, and an error only with it; a closed
+sender is never asked whether its caller has gone; no two sends of one request overlap; only
+requested outputs are sent. A breach raises where it happens and is kept in ``FakeTriton.broken``,
+since a thread may swallow what is raised in it; ``serving`` raises it at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import numpy as np
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from trtllm_bls.errors import TrtllmBlsError, Unsupported, to_wire
+from trtllm_bls.orchestrator.orchestrator import (
+    Load,
+    Orchestrator,
+    TextSink,
+    has_expired,
+    timeout,
+)
+from trtllm_bls.pipeline.language_model import LLM
+from trtllm_bls.pipeline.other_models import DeclaredModel, OtherModels, failure_of
+from trtllm_bls.pipeline.streaming_model import (
+    PipelineDeployment,
+    PipelineParameters,
+    StreamingModel,
+)
+from trtllm_bls.settings.model_config import model_class
+from trtllm_bls.text.stopping import StopMatcher
+from trtllm_bls.text.tokenizer import load_tokenizer
+from trtllm_bls.types import Array, Ending, FinishReason, TextChunk, TextRequest, TokenText
+from trtllm_bls.wire.contract import Tensor as Declared
+from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError
+from trtllm_bls.wire.kserve import arrays_of, packed_array
+
+FINAL = 1
+SECONDS = 20  # a test that waits longer than this has failed
+
+
+class TritonModelError(Exception):
+    """What the real utilities raise from C++."""
+
+
+class Tensor:
+    def __init__(self, name: str, array: Any) -> None:
+        if array.ndim < 1 or array.dtype.kind == "U":
+            raise TritonModelError(f"{name}: {array.dtype} of shape {array.shape}")
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Any:
+        return self._array
+
+
+class TritonError:
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG = "UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG"
+    UNAVAILABLE, UNSUPPORTED, CANCELLED = "UNAVAILABLE", "UNSUPPORTED", "CANCELLED"
+
+    def __init__(self, message: str, code: str = INTERNAL) -> None:
+        self._message, self._code = message, code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> str:
+        return self._code
+
+    def __repr__(self) -> str:
+        return f"{self._code}: {self._message}"
+
+
+class InferenceResponse:
+    def __init__(self, tensors: Sequence[Tensor], error: TritonError | None = None) -> None:
+        self._tensors, self._error = list(tensors), error
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+
+class Ask:
+    """One request to a decoupled model, its caller, and everything the caller got.
+
+    ``on_send`` is called in the sending thread with each response before it arrives: it may block,
+    or raise as Triton does where a send fails.
+    """
+
+    def __init__(
+        self, triton: FakeTriton, inputs: Mapping[str, Any], outputs: Sequence[str], id: str
+    ) -> None:
+        self.responses: list[dict[str, Any]] = []
+        self.error: TritonError | None = None
+        self.sent_parameters: dict[str, Any] = {}
+        self.gone = False
+        self.questions = 0  # how often the model has asked whether the caller is gone
+        self._triton, self._inputs, self._outputs, self._id = triton, inputs, outputs, id
+        self.on_send: Callable[[InferenceResponse | None], object] = bool
+        self._closed = False
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+
+    # --- what the caller does and sees ---
+
+    def leave(self) -> None:
+        """The caller goes away, as a cancelled gRPC call or a closed HTTP connection does."""
+        self.gone = True
+
+    def wait(self, responses: int = 0) -> Ask:
+        """Until so many responses came, or by default until FINAL."""
+        with self._changed:
+            enough = self._changed.wait_for(
+                lambda: self._closed or 0 < responses <= len(self.responses), SECONDS
+            )
+        assert enough, f"no answer: {self.responses}"
+        return self
+
+    def said(self, output: str) -> list[Any]:
+        """One output of every response that has it, as plain lists without the batch dimension.
+
+        Texts have none.
+        """
+        found = [response[output] for response in self.responses if output in response]
+        rows = self._triton.batched
+        return [array[0].tolist() if rows and array.ndim > 1 else array.tolist() for array in found]
+
+    # --- what the model sees ---
+
+    def request_id(self) -> str:
+        return self._id
+
+    def parameters(self) -> str:
+        return json.dumps(self.sent_parameters)
+
+    def inputs(self) -> list[Tensor]:
+        return [Tensor(name, _lent(array)) for name, array in self._inputs.items()]
+
+    def requested_output_names(self) -> list[str]:
+        return list(self._outputs)
+
+    def get_response_sender(self) -> Ask:
+        return self
+
+    def is_cancelled(self) -> bool:
+        if self._closed:
+            raise self._triton.breach("is_cancelled after FINAL: the server would crash")
+        self.questions += 1
+        return self.gone
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if not self._sending.acquire(blocking=False):
+            raise self._triton.breach("two sends at once")
+        try:
+            self.on_send(response)
+            with self._changed:
+                if self._closed:
+                    raise self._triton.breach("send after FINAL")
+                if response is not None:
+                    self._take(response, flags == FINAL)
+                elif flags != FINAL:
+                    raise self._triton.breach("an empty send without FINAL")
+                self._closed = flags == FINAL
+                self._changed.notify_all()
+        finally:
+            self._sending.release()
+
+    def _take(self, response: InferenceResponse, final: bool) -> None:
+        if response.has_error():
+            if not final:
+                raise self._triton.breach("an error without FINAL in the same send")
+            self.error = response.error()
+            return
+        arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+        if more := arrays.keys() - set(self._outputs):
+            raise self._triton.breach(f"outputs nobody asked for: {more}: the stub would crash")
+        wide = [name for name, array in arrays.items() if array.shape[0] != 1]
+        if wide and self._triton.batched:
+            raise self._triton.breach(f"first dimension of a response is not 1: {wide}")
+        self.responses.append(arrays)
+
+
+def _lent(array: Any) -> Any:
+    """An array over memory that stays the lender's, as far as an array tells that."""
+    if array.dtype == object or not array.size:
+        return array
+    return np.frombuffer(memoryview(array), array.dtype).reshape(array.shape)
+
+
+class FakeTriton:
+    """The module ``triton_python_backend_utils``.
+
+    ``batched``: the model's ``max_batch_size`` is not 0, so the first dimension is the batch.
+    """
+
+    Tensor, TritonError, InferenceResponse = Tensor, TritonError, InferenceResponse
+
+    def __init__(self, batched: bool = True) -> None:
+        self.batched = batched
+        self.broken: list[str] = []
+        self.lines: list[tuple[str, str]] = []
+        self.Logger = SimpleNamespace(
+            log_info=lambda text: self.lines.append(("info", text)),
+            log_warn=lambda text: self.lines.append(("warn", text)),
+            log_error=self._log_error,
+        )
+
+    def _log_error(self, text: str) -> None:
+        self.lines.append(("error", text))
+        sys.stderr.write(f"{text}\n")  # which a test shows when it fails
+
+    def breach(self, rule: str) -> Exception:
+        self.broken.append(rule)
+        return TritonModelError(rule)
+
+    def ask(self, inputs: Mapping[str, Any], *outputs: str, id: str = "") -> Ask:
+        """A request as Triton hands it to a model; see ``Ask``."""
+        return Ask(self, inputs, outputs, id)
+
+
+# --- a pipeline's model, without an engine or other models ----------------------------------
+
+# What a language model says to one request: a text is a token, an exception a failure, ``None`` a
+# wait that only a cancellation ends.
+Pieces: TypeAlias = Iterable["str | Exception | None"] | AsyncIterator["str | Exception | None"]
+# The same to every request, or a list of it for one request after another, or a function of the
+# request.
+Script: TypeAlias = Sequence[Any] | Callable[[TextRequest], Pieces]
+Play: TypeAlias = Callable[[Mapping[str, Array]], Any]
+
+
+class ScriptedLLM(Orchestrator):
+    """Plays an orchestrator by a script. ``live``: answers that run; ``requests``: all so far."""
+
+    def __init__(
+        self, script: Script, encode: Callable[[str], Sequence[int]] | None = None
+    ) -> None:
+        self._script, self.encode = script, encode
+        # One for each request, where there are several.
+        self._scripts: Iterator[Any] | None = None
+        if not callable(script) and any(isinstance(each, (list, tuple)) for each in script):
+            self._scripts = iter(script)
+        self.live = 0
+        self.requests: list[TextRequest] = []
+
+    def load(self) -> Load:
+        return Load(self.live, 0, 0, 0)
+
+    async def run(self, request: TextRequest, sink: TextSink, *_: object) -> None:
+        self.requests.append(request)
+        if request.wants.log_probs or request.wants.top_log_probs:
+            raise Unsupported("log_probs", "a script of a language model has none")
+        self.live += 1
+        try:
+            for index in range(request.num_return_sequences):
+                await self._say(self._next(request), request, sink, index)
+        finally:
+            self.live -= 1
+
+    def _next(self, request: TextRequest) -> Any:
+        if callable(self._script):
+            return self._script(request)
+        if self._scripts is None:
+            return self._script
+        pieces = next(self._scripts, None)
+        assert pieces is not None, f"the script of the language model is over: {request}"
+        return pieces
+
+    async def _say(self, pieces: Any, request: TextRequest, sink: TextSink, index: int) -> None:
+        ending = Ending(finish_reason=FinishReason.END_ID, prompt_tokens=1, completion_tokens=0)
+        stops = StopMatcher(request.stop_words, request.include_stop)
+        limit = timeout(request.timeout_s)
+        try:
+            async with limit:
+                async for piece in _each(pieces):
+                    if ending.completion_tokens == request.max_tokens:
+                        ending.finish_reason = FinishReason.LENGTH
+                        break
+                    await sink.ready()
+                    if piece is None:
+                        await asyncio.Event().wait()
+                    if isinstance(piece, Exception):
+                        raise piece
+                    *some, last = self.encode(piece) if self.encode else [ending.completion_tokens]
+                    tokens = [TokenText(each, b"", None) for each in some]
+                    tokens.append(TokenText(last, piece.encode(), None))
+                    cut = stops.feed(piece)
+                    sink.send(TextChunk(cut.text, sequence_index=index, tokens=tuple(tokens)))
+                    ending.completion_tokens += 1
+                    if cut.stop is not None:
+                        ending.finish_reason, ending.stop_reason = FinishReason.STOP, cut.stop
+                        break
+        except asyncio.TimeoutError:
+            if not has_expired(limit):
+                raise
+            ending.finish_reason = FinishReason.TIMEOUT
+        finally:
+            del limit  # it refers to the task, whose error refers to this frame
+        rest = "" if ending.stop_reason else stops.flush()
+        sink.send(TextChunk(rest, sequence_index=index, ending=ending, tokens=()))
+
+
+async def _each(found: Any) -> AsyncIterator[Any]:
+    """The items of anything that a script or a double gives."""
+    if inspect.isawaitable(found):
+        found = await found
+    if hasattr(found, "__aiter__"):
+        async for item in found:
+            yield item
+        return
+    for item in [found] if isinstance(found, Mapping) else found:
+        await asyncio.sleep(0)
+        yield item
+
+
+@dataclass
+class Double:
+    """Another model. ``play``: from its inputs to its outputs, or to a list or an async iterator of
+    them, where it is decoupled; it may be asynchronous.
+
+    ``inputs`` and ``outputs`` are declared as in a pipeline, or in the model's ``config`` file.
+    Without them, types are not checked, and a value has numpy's own. ``rows``: ``max_batch_size``
+    is not 0.
+    """
+
+    play: Play
+    inputs: Sequence[Declared] = ()
+    outputs: Sequence[Declared] = ()
+    config: str | os.PathLike[str] | None = None
+    rows: bool = False
+    decoupled: bool | None = None  # ``None``: it may be called both ways
+
+    def declared(self, name: str) -> DeclaredModel:
+        """What ``OtherModels`` would be told by Triton."""
+        if self.config is not None:
+            text = Path(self.config).read_text(encoding="utf-8")
+            config = text_format.Parse(text, model_config_pb2.ModelConfig())
+            return replace(DeclaredModel.of(config), name=name)
+        inputs, outputs = ({each.name: each for each in s} for s in (self.inputs, self.outputs))
+        checked = bool(inputs or outputs)
+        return DeclaredModel(name, inputs, outputs, self.rows, bool(self.decoupled), checked)
+
+
+@dataclass
+class Called:
+    """A call of another model, as the model sees it. ``over``: it has ended, or been cancelled."""
+
+    model: str
+    inputs: Mapping[str, Array]
+    id: str
+    version: str
+    parameters: Mapping[str, Any]
+    over: bool = field(default=False, repr=False)
+
+
+class FakeServer(GrpcChannel):
+    """The gRPC port of a server whose models are ``doubles``; ``calls``: all so far."""
+
+    def __init__(self, doubles: Mapping[str, Double]) -> None:
+        super().__init__("other models of the test:0")
+        self.doubles = doubles
+        self.calls: list[Called] = []
+
+    def open(self, method: str, on_messages: Any, on_end: Any, *_: Any) -> GrpcCall:
+        call = GrpcCall(b"", on_messages, on_end)
+        call.connection = _Connection(self, call, method)  # type: ignore[assignment]
+        return call
+
+    async def close(self) -> None:
+        pass
+
+    async def answers(self, method: str, message: bytes) -> AsyncIterator[Any]:
+        """The messages of a call. Raises ``GrpcError``."""
+        if method == "ServerReady":
+            yield service_pb2.ServerReadyResponse(ready=True)
+            return
+        request = service_pb2.ModelInferRequest.FromString(message)
+        declared = self.known(request.model_name)
+        inputs = arrays_of(request.inputs, request.raw_input_contents)
+        parameters = {
+            name: getattr(each, each.WhichOneof("parameter_choice"))
+            for name, each in request.parameters.items()
+            if name != "triton_enable_empty_final_response"
+        }
+        wanted = {output.name for output in request.outputs}
+        call = Called(declared.name, inputs, request.id, request.model_version, parameters)
+        self.calls.append(call)
+        double, streams = self.doubles[declared.name], method == "ModelStreamInfer"
+        if double.decoupled and not streams:
+            raise GrpcError("UNIMPLEMENTED", "ModelInfer: decoupled transaction policy")
+        count = 0
+        try:
+            async for outputs in _each(double.play(inputs)):
+                response = service_pb2.ModelInferResponse(model_name=declared.name, id=request.id)
+                for name, value in outputs.items():
+                    if not wanted or name in wanted:
+                        datatype, array = declared.typed(name, value, declared.outputs)
+                        response.outputs.add(name=name, datatype=datatype, shape=array.shape)
+                        response.raw_output_contents.append(packed_array(datatype, array))
+                count += 1
+                if streams:
+                    yield service_pb2.ModelStreamInferResponse(infer_response=response)
+                else:
+                    yield response
+        except TrtllmBlsError as error:
+            raise GrpcError("INTERNAL", to_wire(error)) from error
+        except Exception as error:
+            raise GrpcError("INTERNAL", f"{type(error).__name__}: {error}") from error
+        finally:
+            call.over = True
+        if streams:
+            last = service_pb2.ModelInferResponse(model_name=declared.name, id=request.id)
+            last.parameters["triton_final_response"].bool_param = True
+            yield service_pb2.ModelStreamInferResponse(infer_response=last)
+
+    def known(self, name: str) -> DeclaredModel:
+        """What a model declares. Raises ``GrpcError``."""
+        if name not in self.doubles:
+            problem = f"Request for unknown model: '{name}' is not found; name it in ``models``"
+            raise GrpcError("NOT_FOUND", problem)
+        return self.doubles[name].declared(name)
+
+
+class _Connection:
+    """Of one call to a ``FakeServer``, whose task plays the model."""
+
+    def __init__(self, server: FakeServer, call: GrpcCall, method: str) -> None:
+        self._server, self._call, self._method = server, call, method.rpartition("/")[2]
+        self._task: asyncio.Task[None] | None = None
+        self.protocol, self.calls = self, {call.stream_id: call}
+
+    def send(self, stream_id: int, message: bytes) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(message))
+
+    def half_close(self, stream_id: int) -> None:
+        pass
+
+    def flush_soon(self) -> None:
+        pass
+
+    def reset(self, stream_id: int) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def hold(self, stream_id: int) -> None:
+        pass
+
+    release = hold
+
+    async def _run(self, message: bytes) -> None:
+        error: GrpcError | None = None
+        try:
+            async for answer in self._server.answers(self._method, message):
+                self._call.replies += 1
+                self._call.on_messages([answer.SerializeToString()])
+        except GrpcError as raised:
+            error = raised
+            if self._method == "ModelStreamInfer":  # as Triton tells it
+                told = service_pb2.ModelStreamInferResponse(error_message=raised.details)
+                self._call.on_messages([told.SerializeToString()])
+                error = None
+        self._task = None
+        self._call.end(error)
+
+
+class _Models(OtherModels):
+    def __init__(self, server: FakeServer) -> None:
+        super().__init__(server.target, None)
+        self.channel = self._server = server
+
+    async def ask(self, model: str, version: str) -> DeclaredModel:
+        try:
+            return self._server.known(model)
+        except GrpcError as error:
+            raise failure_of(model, error) from error
+
+
+class LoadedModel:
+    """A model that ``serving`` has loaded. ``llm``: its language model; ``llms``: all, by name.
+
+    ``calls``: those of other models.
+    """
+
+    def __init__(
+        self,
+        model: StreamingModel,
+        triton: FakeTriton,
+        llms: Mapping[str, ScriptedLLM],
+        server: FakeServer,
+    ) -> None:
+        self.model, self.triton, self.llms, self.llm = model, triton, llms, llms[""]
+        self.calls = server.calls
+
+    def ask(self, *, outputs: Sequence[str] = (), id: str = "", **inputs: Any) -> Ask:
+        """Send a request; ``inputs`` are arrays, numbers, texts or bytes by name. See ``Ask``."""
+        sides = [{tensor.name: tensor for tensor in side} for side in self.model.tensors()]
+        asked = DeclaredModel("model", sides[0], sides[1], self.triton.batched)
+        try:
+            arrays = {name: array for name, _, array in asked.arrays(inputs, outputs)}
+        except TrtllmBlsError as error:
+            raise AssertionError(f"Triton would refuse the request: {error}") from error
+        ask = self.triton.ask(arrays, *(outputs or asked.outputs), id=id)
+        self.model.execute([ask])
+        return ask
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = (), **options: Any
+    ) -> list[dict[str, Any]]:
+        """What the model's ``chat`` gives for a conversation, as events. Raises
+        ``AssertionError`` with its error, if it answers one."""
+        asked = {"messages": messages, "tools": tools, "options": options, "key": None}
+        ask = self.ask(chat_request=json.dumps(asked), outputs=["chat_events"]).wait()
+        assert ask.error is None, ask.error
+        return [event for (text,) in ask.said("chat_events") for event in json.loads(text)]
+
+
+@contextmanager
+def serving(
+    model: type[StreamingModel],
+    *,
+    llm: Script | Mapping[str, Script] = (),
+    models: Mapping[str, Play | Double] | None = None,
+    decoupled: bool = True,
+    rows: bool = False,
+    **parameters: object,
+) -> Iterator[LoadedModel]:
+    """Load ``model`` and serve requests until the end of the block.
+
+    ``llm``: what the language model says (``Script``); of several, by the names that
+    ``deployment.llm`` is given, the one without a name under ``""``. ``models``: other models by
+    name (``Double``). ``parameters``: the model's; with ``tokenizer_dir`` its tokenizer is loaded
+    as in Triton. ``rows``: ``max_batch_size`` is 1. Raises ``AssertionError`` at the end if a rule
+    of Triton was broken, or an answer or a call of another model still runs.
+    """
+    triton = FakeTriton(batched=rows)
+    scripts: Mapping[str, Script] = llm if isinstance(llm, Mapping) else {"": llm}
+    llms = {name: ScriptedLLM(script) for name, script in {"": (), **scripts}.items()}
+    doubles = {
+        name: each if isinstance(each, Double) else Double(each)
+        for name, each in (models or {}).items()
+    }
+    server = FakeServer(doubles)
+
+    class Deployment(PipelineDeployment):
+        def __init__(self, parameters: PipelineParameters, pb_utils: Any, model_name: str) -> None:
+            super().__init__(parameters, None, model_name)
+            self.other_models = _Models(server)
+
+        def llm(self, name: str = "", *, tokenizer: str | os.PathLike[str] | None = None) -> LLM:
+            assert name in llms, f"a test without a script for {name}: serving(llm={{{name!r}: …}})"
+            directory = tokenizer or self._parameters.tokenizer_dir
+            loaded = load_tokenizer(Path(directory), hides_torch=False) if directory else None
+            if loaded is not None:
+                llms[name].encode = lambda text: loaded.encode(text, False)
+            self._orchestrators.append(llms[name])
+            return LLM(llms[name], loaded)
+
+    if "tokenizer_dir" in parameters:
+        parameters["tokenizer_dir"] = os.path.abspath(str(parameters["tokenizer_dir"]))
+    config = {
+        "name": "model",
+        "max_batch_size": int(rows),
+        "parameters": {key: {"string_value": str(value)} for key, value in parameters.items()},
+        "model_transaction_policy": {"decoupled": decoupled},
+    }
+    served = model()
+    served.deployment_type = Deployment  # type: ignore[misc, assignment]
+    arguments = {"model_config": json.dumps(config), "model_name": "model"}
+    served.initialize({**arguments, "model_repository": os.getcwd()}, triton)
+    try:
+        yield LoadedModel(served, triton, llms, server)
+    finally:
+        served.finalize()
+    assert not triton.broken, triton.broken
+    running = sum(each.live for each in llms.values())
+    assert not running, f"{running} answers of the language model still run"
+    left = [call for call in server.calls if not call.over]
+    assert not left, f"calls of other models still run: {left}"
+
+
+def load(model_file: str | os.PathLike[str]) -> Any:
+    """The class ``TritonPythonModel`` of a ``model.py``, also of one that imports Triton's own
+    utilities."""
+    return model_class(model_file)

@@ -1,0 +1,6 @@
+"""Everything that can be set, each setting declared once.
+
+``parameters`` has the parameters of the models, ``request_limits`` how large a request may be,
+``command_options`` the options of ``serve``. ``cpp_backend``, ``model_config``, ``model_yaml`` and
+``engine_tls`` read what TensorRT-LLM and Triton are configured with.
+"""

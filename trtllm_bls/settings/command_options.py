@@ -1,0 +1,494 @@
+"""The options of commands, declared once as fields of dataclasses.
+
+``setting`` declares a field that is an option too, ``options_of`` makes a command's options of such
+fields, or of a model's parameters. ``ServeSettings`` are the options of ``serve``; ``openai`` takes
+those that it has in common from there. Nothing here looks at processes or at ports that are in use.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import re
+import resource
+import socket
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import click
+
+from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.settings.parameters import ENGINE_CHOICE, BlsParameters, EngineChoice, parse_engine
+from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
+
+_OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
+# Types of fields, with what click reads them as.
+Positive = Annotated[int, click.IntRange(1)]
+NotNegative = Annotated[int, click.IntRange(0)]
+Port = Annotated[int, click.IntRange(0, 65535)]
+ExistingFile = Annotated[Path, click.Path(exists=True, dir_okay=False, path_type=Path)]
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+AMPLE_OPEN_FILES = 65536  # room for idle connections, too
+
+
+def _lora(text: str) -> str:
+    name, separator, task_id = text.partition("=")
+    number = int(task_id) if task_id.isdecimal() else -1
+    if not name or (separator and not 0 <= number < 2**64):
+        raise click.BadParameter(f"{text!r} must be NAME or NAME=TASK_ID, a number of 64 bits")
+    return text
+
+
+# --- from a field to an option --------------------------------------------------------------
+
+
+def setting(
+    help: str,
+    default: Any = None,
+    *,
+    flag: str = "",
+    aliases: tuple[str, ...] = (),
+    sets: tuple[str, str] | None = None,
+    **click_options: Any,
+) -> Any:
+    """A field of a dataclass that is an option too.
+
+    ``flag`` is its spelling where that is not made of the field's name, ``aliases`` are further
+    spellings that help does not show. ``sets`` is the model's parameter (model, key) that the
+    option sets, for ``configure``. click is given the rest.
+    """
+    about = {"flag": flag, "aliases": aliases, "sets": sets}
+    return field(default=default, metadata={**about, "click": {"help": help, **click_options}})
+
+
+def option(field: str) -> str:
+    """The command-line spelling of a field."""
+    return "--" + field.replace("_", "-")
+
+
+def words_of(given: Any, names: Collection[str]) -> Iterator[str]:
+    """The options that ``options_of`` reads as the fields ``names`` of ``given``."""
+    for each in fields(given):
+        value = getattr(given, each.name)
+        if each.name in names and value is not None and value is not False:
+            spelled = each.metadata["flag"] or option(each.name)
+            for one in value if isinstance(value, tuple) else (value,):
+                yield spelled if one is True else f"{spelled}={one}"
+
+
+class _Option(click.Option):
+    """An option whose help shows no aliases."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        spelled, self.opts = self.opts, self.opts[:1]
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts = spelled
+
+
+def options_of(
+    declared: type, *names: str, **aliases: tuple[str, ...]
+) -> Callable[[_Command], _Command]:
+    """The options of a dataclass, or of its fields ``names``, in the order of the fields.
+
+    ``aliases`` are further ones, by field, that only this command has.
+    """
+    hints = get_type_hints(declared, include_extras=True)
+
+    def decorate(command: _Command) -> _Command:
+        for each in reversed(fields(declared)):
+            if each.metadata and (not names or each.name in names):
+                command = _option(each, hints[each.name], aliases.get(each.name, ()))(command)
+        return command
+
+    return decorate
+
+
+def _option(
+    declared: Field[Any], hint: Any, aliases: tuple[str, ...]
+) -> Callable[[_Command], _Command]:
+    name, metadata = declared.name, declared.metadata
+    if parameter := metadata.get("parameter"):  # of a model: its text is read when it is used
+        default = f"  [default: {parameter.default}]" if parameter.default else ""
+        help = parameter.help.replace("`", "") + default
+        return click.option(option(name), name, help=help, metavar="VALUE")
+    more = dict(metadata["click"])
+    kind, *_ = get_args(hint) or (hint,)  # without "or None", or of each value of a tuple
+    for each in (hint, kind):
+        if get_origin(each) is Annotated:
+            more["type"] = each.__metadata__[0]
+    more["multiple"] = get_origin(hint) is tuple
+    if declared.default not in (None, "", MISSING):
+        more |= {"default": declared.default, "show_default": True}
+    if declared.default is False:
+        more["is_flag"] = True
+    elif get_origin(hint) is Literal:
+        more["type"] = click.Choice(get_args(hint))
+    else:
+        more.setdefault("type", click.Path(path_type=Path) if kind is Path else kind)
+    spelled = (metadata["flag"] or option(name), *metadata["aliases"], *aliases)
+    return click.option(*spelled, name, cls=_Option, **more)
+
+
+# --- TLS of commands that connect -----------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConnection:
+    """The TLS options of every command that connects to a server.
+
+    The aliases are the spellings of TensorRT-LLM's own clients.
+    """
+
+    tls: bool = setting(
+        "Connect with TLS; the other --tls options imply it.", False, aliases=("-s", "--ssl")
+    )
+    tls_ca: ExistingFile | None = setting(
+        "Authorities to trust, in PEM.  [default: the system's]",
+        aliases=("-r", "--root-certificates"),
+    )
+    tls_cert: ExistingFile | None = setting(
+        "Certificate to show, in PEM.", aliases=("-x", "--certificate-chain")
+    )
+    tls_key: ExistingFile | None = setting("Key of --tls-cert, in PEM.", aliases=("--private-key",))
+    tls_server_name: str | None = setting(
+        "Name in the server's certificate, if it is not the host of --url.",
+        aliases=("--server-name",),
+    )
+
+
+# --- --set ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Override:
+    """One parameter of one model's configuration, replaced or added for this server only."""
+
+    model: str
+    parameter: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.model}.{self.parameter}={self.value}"
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        """Read ``MODEL.PARAMETER=VALUE``; raises ``SettingsError`` for any other form."""
+        match = _OVERRIDE.fullmatch(text)
+        if match is None:
+            raise SettingsError(f"--set {text!r}: write it as MODEL.PARAMETER=VALUE")
+        return cls(**match.groupdict())
+
+
+# --- serve ----------------------------------------------------------------------------------
+
+
+class ProcessCount(click.IntRange):
+    """A number of processes, or the word ``auto``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "auto" else super().convert(value, param, ctx)
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The cores that this process may use: by its affinity, and by its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no file, or "max" for its first word
+        allowed, period = map(int, quota.read_text(encoding="ascii").split())
+        cores = max(1, min(cores, math.ceil(allowed / period)))
+    return cores
+
+
+def auto_processes(max_streams: int, remembers: bool) -> tuple[int, str]:
+    """How many processes ``auto`` means, of the OpenAI API or of ``tensorrt_llm_bls``, and why.
+
+    One for each 64 streams, whose first tokens would wait for each other, up to 4 and a quarter of
+    the cores; the engine and the server's threads need the others. Above 1,024 streams up to 8 and
+    half of the cores, since 4 end at 70,000 tokens/s. One where a process ``remembers`` prompts or
+    answers for later requests: others would not know them.
+    """
+    if remembers:
+        return 1, "processes: 1 (auto: engine_affinity or draft_memory_tokens needs all requests)"
+    cores = usable_cores()
+    most, share = (8, 2) if max_streams > 1024 and cores > 4 else (4, 4)
+    count = max(1, min(most, cores // share, math.ceil(max_streams / 64)))
+    return count, f"processes: {count} (auto: {cores} cores, max_streams {max_streams})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Everything a server is started with.
+
+    A port of 0 means any free port, except ``openai_port``, where it means no OpenAI API. Times
+    are seconds. ``None`` means: for ``server`` to search for one (``launcher.checks``); for
+    ``model``, ``draft_model`` and ``model_repository`` to use those of the package; for ``threads``
+    the engine's choice; for ``bls_instances`` and ``decoupled`` what the configuration of
+    ``tensorrt_llm_bls`` says, except that ``bls_instances`` is ``auto`` with the package's own.
+    """
+
+    model: Path | None = setting("Checkpoint directory of the model (default: the demo's).")
+    engine: str | None = setting(
+        "Engine to use instead of one in this server: trtllm://HOST:PORT (trtllm-serve --grpc), "
+        "triton+grpc://HOST:PORT/MODEL, several with commas; or triton:MODEL. --model then only "
+        "names a tokenizer."
+    )
+    draft_model: Path | None = setting("Checkpoint directory of the draft model.")
+    model_repository: Path | None = setting("Model repository (default: our own).")
+    server: Path | None = setting("tritonserver: its directory or its binary.")
+    threads: Positive | None = setting("CPU threads of each embedded engine.")
+    overrides: tuple[Override, ...] = setting(
+        "Replace a parameter of a model's configuration; may be repeated.",
+        (),
+        flag="--set",
+        type=Override.parse,
+        metavar="MODEL.PARAMETER=VALUE",
+    )
+    host: str = setting("Address to listen on.", "127.0.0.1")
+    expose: bool = setting(
+        "Allow a --host that other machines can reach. `serve` always needs it for that, `openai` "
+        "only without keys.",
+        False,
+    )
+    http_port: Port = setting(
+        "Port of Triton's HTTP API, behind limits and TLS of ours; 0 = any free port.", 8000
+    )
+    triton_http_port: Port | None = setting(
+        "Also open Triton's own HTTP port; 0 = any free port. It has no TLS and no limits, and a "
+        "generate runs on when its caller leaves. [default: for this machine alone, at any port]"
+    )
+    http_keys: bool = setting(
+        "Ask for a key of --api-keys-file on the HTTP port too, but for health.", False
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        "A name by which clients reach a --host of this machine alone, as behind a proxy; IP "
+        "addresses and localhost are always allowed; may be repeated.",
+        (),
+        flag="--allowed-host",
+        metavar="NAME",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        "Let web pages of this origin use HTTP (CORS for the OpenAI API); may be repeated; * = "
+        "all.",
+        (),
+        flag="--allow-origin",
+        metavar="ORIGIN",
+    )
+    max_body_bytes: Positive = setting(
+        "Largest JSON body of a generate request or of the OpenAI API, also unpacked.", 4 * 2**20
+    )
+    grpc_port: Port = setting("gRPC port; 0 = any free port.", 8001)
+    metrics_port: Port = setting("Metrics port; 0 = any free port.", 8002)
+    health_port: Port = setting(
+        "Port of /health/live, /health/ready, /health/startup; 0 = any free port.", 8003
+    )
+    openai_port: Port = setting("Port of the OpenAI API; 0 = none.", 9000)
+    openai_workers: int | Literal["auto"] = setting(
+        "Processes of the OpenAI API: a number, or auto (by cores and --max-streams).",
+        "auto",
+        type=ProcessCount(1),
+        metavar="N|auto",
+    )
+    api_keys_file: Path | None = setting(
+        "Keys that clients of the OpenAI API must bring, one a line; also in TRTLLM_BLS_API_KEYS, "
+        "with commas."
+    )
+    served_model_names: tuple[str, ...] = setting(
+        "What requests of the OpenAI API call the model (default: its directory's name); may be "
+        "repeated.",
+        (),
+        flag="--served-model-name",
+        metavar="NAME",
+    )
+    loras: tuple[str, ...] = setting(
+        "A LoRA adapter, which requests of the OpenAI API name as a model: NAME=TASK_ID of one in "
+        "the engine's cache, or NAME of one in its model.yaml; may be repeated.",
+        (),
+        flag="--lora",
+        type=_lora,
+        metavar="NAME[=TASK_ID]",
+    )
+    tool_parser: str = setting(
+        "How the model writes tool calls, for the OpenAI API; auto: by its chat template.",
+        "auto",
+        type=click.Choice(["auto", "none", *TOOL_FORMATS]),
+    )
+    reasoning_parser: str = setting(
+        "How the model marks reasoning, for the OpenAI API; auto: by its chat template.",
+        "auto",
+        type=click.Choice(["auto", "none", *REASONING_TAGS]),
+    )
+    unreadable: Literal["replace", "refuse"] = setting(
+        "What becomes of images and files in requests of the OpenAI API: the model reads a "
+        "sentence in their place, or the request is refused.",
+        "replace",
+    )
+    store_bytes: NotNegative = setting(
+        "How much of the Responses API is stored for later requests; 0 = nothing.", 256 * 2**20
+    )
+    store_hours: Positive = setting("Hours after its last use that a response is stored.", 24)
+    store_dir: Path | None = setting(
+        "Directory of stored responses, which keeps them over restarts. [default: one that is "
+        "removed when the server ends]"
+    )
+    lost_items: Literal["refuse", "sentence"] = setting(
+        "What becomes of a request for an item that is no longer stored: it is refused, or the "
+        "model reads a sentence in the item's place.",
+        "refuse",
+    )
+    share_kv_cache: bool = setting(
+        "Requests with different API keys may share the engine's KV cache, whose times tell what "
+        "others have asked.",
+        False,
+    )
+    max_streams: Positive = setting(
+        "Requests that may run at once; up to twice as many with several processes.",
+        BlsParameters.max_streams,
+    )
+    bls_instances: int | Literal["auto"] | None = setting(
+        "Processes of tensorrt_llm_bls.  [default: auto; what --model-repository says, if given]",
+        type=ProcessCount(1),
+        metavar="N|auto",
+    )
+    thread_pool_size: Positive | None = setting(
+        "Triton's threads for each Python model. [default: 4; one for each stream where the engine "
+        "is called inside Triton or a model's code is not ours.] Where a model calls another one "
+        "inside Triton, do not set fewer than there are streams: each call holds a thread until "
+        "its first token."
+    )
+    decoupled: bool | None = setting(
+        "Whether the models stream; false allows unary requests instead, to tensorrt_llm and the "
+        "ensemble too, whose answers then repeat the prompt, as TensorRT-LLM's models do."
+    )
+    open_control_apis: bool = setting(
+        "Leave Triton's shared-memory, model-repository, logging and trace APIs open to clients.",
+        False,
+    )
+    tls_cert: Path | None = setting(
+        "Certificate to serve with TLS (HTTP, gRPC, OpenAI API), in PEM.",
+        aliases=("--ssl-certfile",),
+    )
+    tls_key: Path | None = setting("Key of --tls-cert, in PEM.", aliases=("--ssl-keyfile",))
+    tls_client_ca: Path | None = setting(
+        "Accept only clients with a certificate of these authorities, in PEM.",
+        aliases=("--ssl-ca-certs",),
+    )
+    exit_timeout: Positive = setting("Seconds that running requests have to end when stopping.", 30)
+    ready_timeout: Positive = setting("Seconds that the models have to load.", 900)
+    stall_timeout: Positive = setting(
+        "Seconds without any progress after which the server is not ready; after twice as long it "
+        "has failed.",
+        30,
+    )
+    on_failure: Literal["restart", "exit"] = setting(
+        "What to do when the server or one of its processes dies, stops or is stuck.", "restart"
+    )
+    log_file: Path | None = setting("Append the server's whole log to this file.")
+
+    @property
+    def plain_host(self) -> str:
+        """Where Triton's HTTP and metrics ports listen, which have no TLS: where the other ports
+        have TLS, on this machine alone."""
+        return self.host if self.tls_cert is None else "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        """Refuse what no server can be started with, and an open port that was not asked for."""
+        if not self.expose and not is_loopback(self.host):
+            raise SettingsError(
+                f"--host {self.host}: every machine that reaches this one could use the server, "
+                "which asks for no password; add --expose if that is intended"
+            )
+        taken: dict[int, str] = {}
+        for each in fields(self):
+            port = getattr(self, each.name) if each.name.endswith("_port") else None
+            if port and taken.setdefault(port, each.name) != each.name:
+                other = option(taken[port])
+                raise SettingsError(f"{option(each.name)} {port}: {other} has it; choose another")
+        for name in ("api_keys_file", "tls_cert", "tls_key", "tls_client_ca"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise SettingsError(f"{option(name)} {path}: no such file")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise SettingsError("--tls-cert and --tls-key: give both or neither")
+        if self.tls_client_ca is not None:
+            if self.tls_cert is None:
+                raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
+            named = {row.parameter for row in self.overrides}
+            has_certificate = {"engine_tls_cert", "engine_tls_key"} <= named
+            if not (self.engine_is_elsewhere or has_certificate):
+                raise SettingsError(
+                    "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a "
+                    "certificate of its own from that authority: add "
+                    "--set tensorrt_llm_bls.engine_tls_cert=FILE and "
+                    "--set tensorrt_llm_bls.engine_tls_key=FILE"
+                )
+        if self.engine_is_elsewhere:
+            if self.model is None and self.model_repository is None:
+                raise SettingsError(f"--engine {self.engine}: needs --model, for its tokenizer")
+            if self.draft_model is not None:
+                raise SettingsError(
+                    f"--engine {self.engine}: takes no --draft-model; drafts are made where it is"
+                )
+
+    @property
+    def engine_choice(self) -> EngineChoice | None:
+        """What ``engine`` names. Raises ``SettingsError``."""
+        try:
+            return parse_engine(self.engine) if self.engine is not None else None
+        except ValueError:
+            raise SettingsError(f"--engine {self.engine!r}: use {ENGINE_CHOICE.expected}") from None
+
+    @property
+    def engine_is_elsewhere(self) -> bool:
+        """Whether the server runs no engine of its own."""
+        choice = self.engine_choice
+        return choice is not None and choice.is_elsewhere
+
+
+# --- addresses ------------------------------------------------------------------------------
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server at ``host``."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def raise_open_files(needed: int, mend: str) -> None:
+    """Let this process and its children open as many files as they may.
+
+    Raises ``SetupError``, which ends with ``mend``, where that is fewer than ``needed``. A server
+    without file descriptors accepts no connection, or resets it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise SetupError(
+            f"only {hard} files may be open (ulimit -Hn), {needed} are needed: allow more "
+            f"(docker run --ulimit nofile={needed}) or {mend}"
+        )
+    wanted = AMPLE_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, AMPLE_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def listen(host: str, port: int, option: str, zero: str = "any free port") -> socket.socket:
+    """A socket that listens at ``port``.
+
+    Raises ``SetupError`` that names ``option``, by which another port can be chosen; its value 0
+    means ``zero``.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        problem = (error.strerror or str(error)).partition(" (while")[0].lower()
+        raise SetupError(
+            f"port {port} on {host}: {problem}; "
+            f"stop what uses it or choose another with {option} (0 = {zero})"
+        ) from error

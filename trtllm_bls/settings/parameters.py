@@ -1,0 +1,700 @@
+"""Parameters of the models (``parameters`` in ``config.pbtxt``): each declared once, and read.
+
+A parameter is a field of its model's dataclass: the field's name is the key in ``config.pbtxt``,
+``Kind.parameter`` gives the rest: what a value may be, its default, its variable, what it does.
+Configuration files, checks, docs/parameters.md, the environment variables of ``serve``, ``--set``
+and the options of ``openai`` follow from these fields. ``make generate`` writes the files again.
+
+``cpp_backend`` knows the parameters of TensorRT-LLM's C++ backend, which are its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trtllm_bls.errors import SettingsError
+from trtllm_bls.settings.request_limits import RequestLimits
+
+GIVEN = "TRTLLM_BLS_GIVEN"  # MODEL.PARAMETER, ...: parameters that no variable overrides
+FORMAT_VERSION, WRITTEN_BY = "format_version", "written_by"  # of a configuration (``upgrade``)
+# Keys that any model may have; the first two are Triton's own.
+COMMON_KEYS = frozenset(
+    {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", FORMAT_VERSION, WRITTEN_BY}
+)
+
+MODEL_DIR = "TRTLLM_BLS_MODEL_DIR"
+DRAFT_MODEL_DIR = "TRTLLM_BLS_DRAFT_MODEL_DIR"
+GRPC_URL = "TRTLLM_BLS_GRPC_URL"
+MAX_STREAMS = "TRTLLM_BLS_MAX_STREAMS"
+THREADS = "TRTLLM_BLS_ENGINE_THREADS"
+STATUS_DIR = "TRTLLM_BLS_STATUS_DIR"
+ENGINE_TLS_PIN = "TRTLLM_BLS_ENGINE_TLS_PIN"
+ENGINE_TRANSPORT = "TRTLLM_BLS_ENGINE_TRANSPORT"
+
+
+_TRUE = {"true", "1", "t", "y", "yes"}
+_FLAGS = dict.fromkeys(_TRUE, True) | dict.fromkeys(("false", "0", "f", "n", "no"), False)
+_Declared = TypeVar("_Declared")
+
+
+# --- what a value may be --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value must be, in words; the function that reads its text, and the values allowed.
+
+    ``read`` raises ``ValueError`` or ``KeyError`` for a text that it cannot read. ``default`` is
+    that of a parameter which names none, ``unset`` the value of one that has no text either.
+    """
+
+    expected: str
+    read: Callable[[str], Any]
+    allows: Callable[[Any], bool] = lambda value: True
+    default: str = ""
+    unset: Any = None
+
+    def parse(self, text: str) -> Any:
+        """The value; raises ``ValueError`` or ``KeyError`` for any other text."""
+        value = self.read(text)
+        if not self.allows(value):
+            raise ValueError(text)
+        return value
+
+    def parameter(self, help: str, default: str | None = "", **more: str) -> Any:
+        """A field of a model's dataclass; ``more`` is what else ``Parameter`` has.
+
+        ``default`` is written as in ``config.pbtxt``; empty, it is the kind's. The field's own
+        default is what it means.
+        """
+        declared = Parameter(self, help, self.default if default == "" else default, **more)
+        metadata = {"parameter": declared}
+        if default is None:
+            return dataclasses.field(metadata=metadata)
+        return dataclasses.field(default=declared.parse("", "", ""), metadata=metadata)
+
+
+def is_true(text: str) -> bool:
+    """Whether a parameter's text means true; any other text, also an empty one, means false."""
+    return text.strip().lower() in _TRUE
+
+
+def _is_not_negative(number: float) -> bool:
+    return 0 <= number < float("inf")
+
+
+FLAG = Kind("true or false", lambda text: _FLAGS[text.strip().lower()], default="false")
+NUMBER = Kind("a number that is not negative", float, _is_not_negative)
+SECONDS = Kind("a number of seconds that is not negative", float, _is_not_negative)
+TEXT = Kind("a text", str, unset="")
+MODEL = Kind(
+    "the name of a model of this server (an address is for `engine`)",
+    str,
+    lambda name: "/" not in name,
+    unset="",
+)
+# They must exist. A relative path starts at the model repository.
+DIRECTORY = Kind("a directory", Path)
+FILE = Kind("a file", Path)
+
+
+def count(least: int, unit: str = "") -> Kind:
+    """A whole number of at least ``least``; ``unit`` says of what, such as ``tokens``."""
+    of = f" of {unit}," if unit else " of"
+    return Kind(f"a whole number{of} at least {least}", int, lambda number: number >= least)
+
+
+def auto_or(kind: Kind) -> Kind:
+    """The same, or the word ``auto``, which is the default and is read as ``None``."""
+    words = f"{kind.expected}, or auto"
+    return Kind(words, lambda text: None if text == "auto" else kind.parse(text), default="auto")
+
+
+def none_if_zero(kind: Kind) -> Kind:
+    """The same, but a zero, which is the default, is read as ``None``."""
+    return Kind(kind.expected, lambda text: kind.parse(text) or None, default="0")
+
+
+def choice(*words: str, **meanings: Any) -> Kind:
+    """One of the words, by default the first; a word that is given a meaning is read as that."""
+    values = {word: word for word in words} | meanings
+    return Kind(f"one of: {', '.join(values)}", values.__getitem__, default=next(iter(values)))
+
+
+# --- declaring ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What is declared of one parameter.
+
+    ``default`` holds where a configuration does not have the key; ``None`` means that the key must
+    be given. ``shipped`` is the value in the checked-in ``config.pbtxt`` where that is another
+    one. ``env`` names the variable that overrides both, ``draft_env`` the one that does so in its
+    place for a draft model (``is_draft``).
+    """
+
+    kind: Kind
+    help: str
+    default: str | None = ""
+    env: str = ""
+    shipped: str | None = None
+    draft_env: str = ""
+
+    @property
+    def in_file(self) -> str:
+        """The value in the checked-in configuration."""
+        return (self.default or "") if self.shipped is None else self.shipped
+
+    def parse(self, model: str, key: str, text: str) -> Any:
+        """The value that ``text`` means; an empty text means the default.
+
+        Raises ``SettingsError``. Whether a path exists is not looked at.
+        """
+        if "${" in text:
+            raise refusal(model, key, text, "fill in the template or remove the parameter")
+        text = text or self.default or ""
+        try:
+            return self.kind.parse(text) if text else self.kind.unset
+        except (ValueError, KeyError):
+            raise refusal(model, key, text, f"use {self.kind.expected}") from None
+
+
+def parameters_in(declared: type) -> dict[str, Parameter]:
+    """The parameters that a dataclass declares, by key."""
+    found = ((each.name, each.metadata.get("parameter")) for each in dataclasses.fields(declared))
+    return {key: parameter for key, parameter in found if parameter is not None}
+
+
+def refusal(model: str, key: str, value: str, mend: str) -> SettingsError:
+    """The error for a value that cannot be used."""
+    return SettingsError(f"model {model}: parameter {key} = '{value}': {mend}")
+
+
+def suggestion(key: str, known: Iterable[str]) -> str:
+    """What to write instead of an unknown key: the most similar one, or all that there are."""
+    spelled = {name.replace("_", "").lower(): name for name in known}
+    close = difflib.get_close_matches(key.replace("_", "").lower(), spelled, n=1, cutoff=0.7)
+    if close:
+        return f"did you mean {spelled[close[0]]}?"
+    return f"there are: {', '.join(sorted(spelled.values())) or 'none'}"
+
+
+# --- the parameter `engine` ------------------------------------------------------------------
+
+
+class EngineKind(str, Enum):
+    """What kind of engine it is; the value is how its text begins."""
+
+    TRITON = "triton:"  # a model of this server
+    TRITON_GRPC = "triton+grpc://"  # the same model of other servers
+    TRTLLM = "trtllm://"  # TensorRT-LLM's own gRPC service
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """``addresses`` are (``host:port``, model) of each server.
+
+    The address is empty for a model of this server, the model for TensorRT-LLM's service.
+    """
+
+    kind: EngineKind
+    addresses: tuple[tuple[str, str], ...]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether no model of this server is needed."""
+        return self.kind is not EngineKind.TRITON
+
+
+def parse_engine(text: str) -> EngineChoice:
+    """Read the text of a choice; raises ``ValueError`` for any other form.
+
+    With several addresses of ``triton+grpc``, those that name no model have the first one's.
+    """
+    kind = next((each for each in EngineKind if text.startswith(each.value)), None)
+    if kind is None:
+        raise ValueError(text)
+    rest = text.removeprefix(kind.value)
+    if kind is EngineKind.TRITON:
+        if not rest or "/" in rest or "," in rest:
+            raise ValueError(text)
+        return EngineChoice(kind, (("", rest),))
+    addresses: list[tuple[str, str]] = []
+    for part in rest.rstrip("/").split(","):
+        address, _, model = part.strip().partition("/")
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535 or "/" in model:
+            raise ValueError(text)
+        model = model or (addresses[0][1] if addresses else "")
+        if bool(model) != (kind is EngineKind.TRITON_GRPC):
+            raise ValueError(text)
+        addresses.append((address, model))
+    return EngineChoice(kind, tuple(addresses))
+
+
+def _is_local(text: str) -> bool:
+    """Whether it generates tokens inside the Python model ``tensorrt_llm``."""
+    if text in ("embedded", "llm_api"):
+        return True
+    choice = parse_engine(text)
+    return choice.kind is EngineKind.TRTLLM and len(choice.addresses) == 1
+
+
+LOCAL_ENGINE = Kind("embedded, llm_api or trtllm://HOST:PORT", str, _is_local)
+ENGINE_CHOICE = Kind(
+    "triton:MODEL, triton+grpc://HOST:PORT/MODEL or trtllm://HOST:PORT (several with commas)",
+    parse_engine,
+)
+
+
+_DEMO_MODEL = "../assets/demo/target"
+_BYTES = count(1, "bytes")
+_TOKENS = count(0, "tokens")
+_SWITCH = choice(auto=None, on=True, off=False)
+
+
+def own_grpc_url() -> str:
+    """This server's gRPC port, ``host:port``: what the environment names, or Triton's default."""
+    return os.environ.get(GRPC_URL) or "localhost:8001"
+
+
+# --- parameters of several models -----------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParameters:
+    """What every model has."""
+
+    max_request_bytes: int = _BYTES.parameter(
+        "Size of all inputs of a request; adapters and prompt tables may need more.",
+        str(RequestLimits.max_request_bytes),
+    )
+
+    @property
+    def limits(self) -> RequestLimits:
+        """The limits of one request; each model has parameters for some of them."""
+        names = [each.name for each in dataclasses.fields(RequestLimits)]
+        return RequestLimits(**{name: getattr(self, name) for name in names if hasattr(self, name)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tokenizer(ModelParameters):
+    tokenizer_dir: Path = DIRECTORY.parameter(
+        "Directory of the target model's tokenizer.",
+        default=None,
+        shipped=_DEMO_MODEL,
+        env=MODEL_DIR,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoding(_Tokenizer):
+    add_special_tokens: bool = FLAG.parameter(
+        "Put the tokenizer's special tokens (BOS) before the prompt of a request that does not "
+        "say.",
+        "true",
+    )
+    max_prompt_bytes: int = _BYTES.parameter(
+        "Size of `text_input`, `messages`, or any other text of one row.",
+        str(RequestLimits.max_prompt_bytes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decoding(_Tokenizer):
+    skip_special_tokens: bool = FLAG.parameter(
+        "Leave special tokens out of the text of a request that does not say.", "true"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Generating(ModelParameters):
+    max_output_tokens: int | None = none_if_zero(_TOKENS).parameter(
+        "Largest `max_tokens` of a request; 0 = any: the model's longest sequence ends the answer."
+    )
+    max_logits_bytes: int = count(0, "bytes").parameter(
+        "All context and generation logits that a request may ask for, over all sequences and "
+        "responses.",
+        str(RequestLimits.max_logits_bytes),
+    )
+    max_guide_bytes: int = _BYTES.parameter(
+        "Size of a guide: the JSON schema, regular expression or grammar of guided decoding. "
+        "Compiling it costs far more than reading it.",
+        str(RequestLimits.max_guide_bytes),
+    )
+    max_guide_depth: int = count(1).parameter(
+        "How deep brackets nest in a guide.", str(RequestLimits.max_guide_depth)
+    )
+    max_guide_nodes: int = count(1).parameter(
+        "Brackets, commas and alternatives in a guide.",
+        str(RequestLimits.max_guide_nodes),
+    )
+    expose_kv_cache_metrics: bool = FLAG.parameter(
+        "Answer `return_perf_metrics` also with how many KV-cache blocks were new and how many "
+        "were reused, in place of zeros, and tell `cached_tokens` of the prompt. That tells a "
+        "caller whether another prompt began with the same text.",
+        env="TRTLLM_BLS_EXPOSE_KV_CACHE_METRICS",
+    )
+    decoupled: bool = FLAG.parameter(
+        "Answer in streams. `false`: each request gets exactly one response, so unary `infer` "
+        "works and streams are refused. Written in `model_transaction_policy`, not in "
+        "`parameters`.",
+        shipped="true",
+    )
+
+    # What Triton says, not parameters: which of the model's processes this is, and how many.
+    instance: int = 0
+    instances: int = 1
+
+
+# --- preprocessing and postprocessing -------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessingParameters(_Encoding):
+    """The parameters of ``preprocessing``."""
+
+    max_request_bytes: int = _BYTES.parameter("Size of all inputs of a request.", "4194304")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostprocessingParameters(_Decoding):
+    """The parameters of ``postprocessing``."""
+
+    max_request_bytes: int = _BYTES.parameter("Size of all inputs of a request.", "4194304")
+
+
+# --- tensorrt_llm ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParameters(_Generating):
+    """The parameters of the Python ``tensorrt_llm``, most of which are for the embedded engine."""
+
+    model_dir: Path = DIRECTORY.parameter(
+        "Directory of the checkpoint.",
+        default=None,
+        shipped=_DEMO_MODEL,
+        env=MODEL_DIR,
+        draft_env=DRAFT_MODEL_DIR,
+    )
+    exclude_input_in_output: bool = FLAG.parameter(
+        "Leave the prompt out of the answer to a request that does not say.", shipped="true"
+    )
+    engine: str = LOCAL_ENGINE.parameter(
+        "What generates the tokens: the embedded engine, TensorRT-LLM's LLM API in this process, "
+        "or TensorRT-LLM's own gRPC service.",
+        "embedded",
+    )
+    model_yaml: Path | None = FILE.parameter(
+        "Arguments of `tensorrt_llm.LLM` for the engine `llm_api`, in the form of upstream's "
+        "`llmapi` model; they come before the sizes below.",
+        env="LLM_CONFIG_PATH",
+    )
+    gpu_device_ids: str = TEXT.parameter(
+        "With the engine `llm_api` and several instances: the GPUs of each, as `0,1;2,3`."
+    )
+    max_batch: int = count(0).parameter("Sequences that run at once.", "32")
+    max_queue_size: int = count(0).parameter(
+        "Sequences that may wait; one more is refused. 0 = the engine's choice.", "0"
+    )
+    max_tokens_per_step: int = _TOKENS.parameter(
+        "Rows of one forward pass. A prompt is processed in pieces of this size, each of which "
+        "delays the running streams.",
+        "512",
+    )
+    max_sequence_tokens: int = _TOKENS.parameter(
+        "Longest prompt and completion together; 0 = the engine's choice.", "0"
+    )
+    max_draft_len: int = _TOKENS.parameter("Longest draft that a request may bring.", "32")
+    guide_compile_seconds: float = SECONDS.parameter(
+        "CPU time that compiling one guide may take, in a process apart.", "2"
+    )
+    threads: int = count(0).parameter(
+        "Threads of the engine; 0 = half of the cores.", "0", env=THREADS
+    )
+    is_draft: bool = FLAG.parameter(
+        f"This is the draft model: `{DRAFT_MODEL_DIR}` names its checkpoint."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What an engine's ``config.json`` says and the orchestrator needs.
+
+    ``configure`` writes these parameters for the C++ backend, which does not read them.
+    """
+
+    max_sequence_tokens: int | None = count(1, "tokens").parameter(
+        "Longest prompt and completion together."
+    )
+    max_prompt_tokens: int | None = count(1, "tokens").parameter(
+        "Longest prompt; with drafts, the text generated before them and the draft count too."
+    )
+    max_draft_len: int | None = _TOKENS.parameter(
+        "Longest draft that a request may bring; 0 = it cannot verify drafts."
+    )
+    speculative_decoding_mode: str = TEXT.parameter(
+        "What the engine was built for, such as `none`, `draft_tokens_external`, `medusa`."
+    )
+    one_step_requests: bool = FLAG.parameter(
+        "Every request ends after one step, also one without a draft."
+    )
+
+
+# --- tensorrt_llm_bls -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlsParameters(_Encoding, _Decoding, _Generating):
+    """The parameters of ``tensorrt_llm_bls``, and which of the model's processes this is."""
+
+    accumulate_tokens: bool = FLAG.parameter(
+        "Each response of a stream holds all text so far, not only the new text."
+    )
+    exclude_input_in_output: bool = FLAG.parameter(
+        "Leave the prompt out of an answer that is not streamed, where the request does not say.",
+        "true",
+    )
+    engine: EngineChoice | None = ENGINE_CHOICE.parameter(
+        "Where tokens come from: a model of this server, models of other Triton servers, or "
+        "TensorRT-LLM's own gRPC service. With several addresses each request goes to the least "
+        "loaded one. Empty: `triton:` and `tensorrt_llm_model_name`."
+    )
+    engine_max_sequence_tokens: int | None = none_if_zero(_TOKENS).parameter(
+        "Longest prompt and completion together of a `trtllm://` engine, which reports it only if "
+        "it was started with `--max_seq_len`; 0 = what it reports."
+    )
+    engine_resume: bool = FLAG.parameter(
+        "With several addresses: a greedy or seeded request continues on another engine when its "
+        "own is lost."
+    )
+    engine_affinity: bool = FLAG.parameter(
+        "With several addresses: a request goes to the engine that was last sent the beginning of "
+        "its prompt, while that runs at most 25 % more sequences than another."
+    )
+    engine_transport: str = choice("auto", "grpc").parameter(
+        "Whose gRPC port `engine_url` is to be: this server's own (auto), or whichever server's "
+        "(grpc).",
+        env=ENGINE_TRANSPORT,
+    )
+    engine_url: str = TEXT.parameter(
+        "`host:port` of the gRPC port behind which the engine is.", "localhost:8001", env=GRPC_URL
+    )
+    engine_tls_ca: Path | None = FILE.parameter(
+        "Certificates of the authorities to trust at `engine_url`, in PEM; empty = no TLS."
+    )
+    engine_tls_cert: Path | None = FILE.parameter(
+        "Certificate to show at `engine_url`, in PEM, where that port asks for one."
+    )
+    engine_tls_key: Path | None = FILE.parameter("Key of `engine_tls_cert`, in PEM.")
+    engine_tls_pin: Path | None = FILE.parameter(
+        "The certificate that `engine_url` itself shows, first in a PEM file. It is trusted "
+        "instead of `engine_tls_ca`, whatever names it has.",
+        env=ENGINE_TLS_PIN,
+    )
+    engine_stall_seconds: float = SECONDS.parameter(
+        "Fail a request when its engine has sent nothing for so long; 0 = never.", "120"
+    )
+    request_timeout_seconds: float = SECONDS.parameter(
+        "Time limit of a request that names none; 0 = `max_timeout_seconds`.", "600"
+    )
+    max_timeout_seconds: float | None = none_if_zero(SECONDS).parameter(
+        "Longest time limit that a request may name, and the limit of all requests where "
+        "`request_timeout_seconds` is 0; 0 = any.",
+        "3600",
+    )
+    tensors: str = choice("bls", "llmapi").parameter(
+        "Inputs and outputs of this model: its own, or those of upstream's `llmapi` model, as "
+        "`configure --from` writes them."
+    )
+    tensorrt_llm_model_name: str = MODEL.parameter("Name of the target model.", "tensorrt_llm")
+    tensorrt_llm_draft_model_name: str = MODEL.parameter("Name of the draft model; empty = none.")
+    draft_tokenizer_dir: Path | None = DIRECTORY.parameter(
+        "Directory of the draft model's tokenizer, which is compared with the target's; empty = "
+        "no comparison.",
+        env=DRAFT_MODEL_DIR,
+    )
+    draft_source: str = choice("off", "model", "ngram", "mixed").parameter(
+        "Where drafts come from for a request that does not say."
+    )
+    num_draft_tokens: int | None = none_if_zero(_TOKENS).parameter(
+        "Length of a draft for a request that does not say, whatever the load; 0 = as many tokens "
+        "as pay off."
+    )
+    max_draft_len: int = _TOKENS.parameter("Longest draft, beside the engine's own limit.", "32")
+    draft_memory_tokens: int = _TOKENS.parameter(
+        "Tokens of finished answers that n-gram drafts may come from, for each API key of the "
+        "OpenAI API; 0 = none.",
+        "0",
+    )
+    draft_deadline_seconds: float = SECONDS.parameter(
+        "How long a round waits for the draft model before it goes on without.", "0.5"
+    )
+    overlap_drafts: bool | None = _SWITCH.parameter(
+        "Draft while the target verifies; auto = where that measures faster."
+    )
+    unverifiable_drafts: str = choice("refuse", "ignore").parameter(
+        "What to do with a request for drafts where the engine verifies none, such as a "
+        "`trtllm://` engine: refuse it, or ignore the drafts and decode plainly."
+    )
+    max_streams: int = count(1).parameter(
+        "Requests that the connection to the engine and the server's threads are sized for.",
+        "256",
+        env=MAX_STREAMS,
+    )
+    max_running_requests: int | None = auto_or(count(1)).parameter(
+        "Requests that may run at once; a request with several sequences or rows counts once for "
+        "each. More requests wait. auto = `max_streams`; where the model has several processes, "
+        "twice its share of that for each process, since requests are not spread evenly."
+    )
+    max_queued_requests: int | None = auto_or(count(0)).parameter(
+        "Requests that may wait for a running one to end, counted in the same way; one more is "
+        "refused at once. auto = 4 times as many as may run."
+    )
+    max_queue_seconds: float = SECONDS.parameter(
+        "Longest time that a request may wait before it is refused; 0 = its own time limit.", "60"
+    )
+    one_core: bool | None = _SWITCH.parameter(
+        "Keep a process's threads on one core while that core has little other work: they run one "
+        "at a time, which costs less there. auto = where the machine has at least eight "
+        "cores, and four for each process."
+    )
+    status_dir: str = TEXT.parameter(
+        "Directory where the model writes its state and reads whether to drain; empty = none.",
+        env=STATUS_DIR,
+    )
+    log_requests: bool = FLAG.parameter(
+        "Log one line for each request when it ends (docs/metrics.md).", "true"
+    )
+    log_format: str = choice("logfmt", "json").parameter("Form of the line of each request.")
+    log_prompts: bool = FLAG.parameter("Log the prompt too, cut to 900 characters.")
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that this process runs at once."""
+        if self.max_running_requests is not None:
+            return self.max_running_requests
+        return share_of(self.max_streams, self.instances)
+
+    @property
+    def max_queued(self) -> int:
+        """Sequences that may wait in this process."""
+        queued = self.max_queued_requests
+        return 4 * self.max_running if queued is None else queued
+
+    @property
+    def keeps_one_core(self) -> bool:
+        """Whether this process keeps its threads on one core.
+
+        By itself it does so where a core is left for it beside those of the engine and the server.
+        """
+        if self.one_core is not None:
+            return self.one_core
+        return len(os.sched_getaffinity(0)) >= max(8, 4 * self.instances)
+
+
+def share_of(limit: int, processes: int) -> int:
+    """How much of ``limit`` one of several ``processes`` may take."""
+    # Requests are not spread evenly: if each process took only its own share, some would wait in
+    # one process while another has room.
+    return min(limit, max(1, 2 * limit // processes))
+
+
+_MODELS: Mapping[str, type] = {
+    "tensorrt_llm_bls": BlsParameters,
+    "tensorrt_llm": EngineParameters,
+    "preprocessing": PreprocessingParameters,
+    "postprocessing": PostprocessingParameters,
+}
+
+
+def parameters_of(model: str) -> dict[str, Parameter]:
+    """The parameters of one of our models, by key; none for another model."""
+    return parameters_in(_MODELS[model]) if model in _MODELS else {}
+
+
+def check(model: str, key: str, value: str, known: Mapping[str, Parameter] | None = None) -> None:
+    """Raises ``SettingsError`` if our ``model`` has no parameter ``key`` or it cannot be ``value``.
+
+    ``known`` are its parameters, where not all of them count. What depends on the machine, such as
+    whether a directory exists, is not checked.
+    """
+    known = parameters_of(model) if known is None else known
+    if key in known:
+        known[key].parse(model, key, value)
+    elif key not in COMMON_KEYS:
+        raise SettingsError(f"{model} has no parameter {key}; {suggestion(key, known)}")
+
+
+# --- reading a model's own, once, at load ---------------------------------------------------
+
+
+class Parameters:
+    """One model's parameters as Triton hands them to ``initialize``.
+
+    Variables of ``environment`` override them, except those that ``GIVEN`` lists: so the checked-in
+    files load as they stand, and ``serve`` still sets paths, addresses and sizes. Every error names
+    the model and the key.
+    """
+
+    def __init__(
+        self, args: Mapping[str, str], environment: Mapping[str, str] = os.environ
+    ) -> None:
+        config: Mapping[str, Any] = json.loads(args["model_config"])
+        self._model = args.get("model_name") or config["name"]
+        self._texts = {
+            key: value["string_value"] for key, value in config.get("parameters", {}).items()
+        }
+        decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+        self._texts["decoupled"] = str(decoupled)
+        self._environment = environment
+        self._given = environment.get(GIVEN, "").split(",")
+        self._repository = Path(args["model_repository"]).parent  # of all models
+        # As in "tensorrt_llm_bls_0_3": the third number of Triton's name for this process.
+        instance = args.get("model_instance_name", "")
+        self.instance = int(instance[len(instance.rstrip("0123456789")) :] or 0)
+        groups = config.get("instance_group", [])
+        self.instances = max(1, sum(int(group.get("count", 1)) for group in groups))
+
+    def read(self, declared: type[_Declared]) -> _Declared:
+        """The dataclass with its parameters' values. Raises ``SettingsError``.
+
+        Its fields ``instance`` and ``instances``, if it has them, are set too.
+        """
+        known = parameters_in(declared)
+        values = {key: self._value(key, parameter) for key, parameter in known.items()}
+        for each in dataclasses.fields(declared):  # type: ignore[arg-type]
+            if each.name not in known:
+                values[each.name] = getattr(self, each.name)
+        return declared(**values)
+
+    def _value(self, key: str, declared: Parameter) -> Any:
+        is_draft = bool(declared.draft_env) and is_true(self._texts.get("is_draft", ""))
+        variable = declared.draft_env if is_draft else declared.env
+        if f"{self._model}.{key}" in self._given:
+            variable = ""
+        text = self._environment.get(variable) or self._texts.get(key, "")
+        value = declared.parse(self._model, key, text)
+        if declared.kind not in (DIRECTORY, FILE):
+            return value
+        if value is None:
+            if declared.default is None:
+                raise refusal(self._model, key, "", f"name {declared.kind.expected}")
+            return None
+        # Symbolic links are not resolved: in a repository of links, what is named relative to the
+        # repository lies beside the links.
+        path = Path(os.path.abspath(self._repository / value))
+        if not (path.is_dir() if declared.kind is DIRECTORY else path.is_file()):
+            what = declared.kind.expected.removeprefix("a ")
+            raise refusal(self._model, key, str(path), f"no such {what}")
+        return path

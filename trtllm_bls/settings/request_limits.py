@@ -1,0 +1,72 @@
+"""How large a request may be: ``RequestLimits``.
+
+The wire checks the size of what has arrived; the orchestrator and the engine's service check what
+is asked for. Each refusal names the field, its value, the limit and the parameter that sets it
+(``parameters``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trtllm_bls.errors import InvalidRequest
+
+_LOGIT_BYTES = 4  # FP32
+# Of a guide: a text in quotes, the last of which may not end; what is no structure.
+_QUOTED = re.compile(rb'"((?:[^"\\]|\\.)*)("?)', re.S)
+_NO_MARKS = bytes(set(range(256)) - set(b"[](){},|"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Sizes are bytes, times seconds; ``None`` = no limit."""
+
+    max_request_bytes: int = 64 * 2**20
+    max_prompt_bytes: int = 2**20
+    max_output_tokens: int | None = None
+    max_logits_bytes: int = 256 * 2**20
+    max_timeout_seconds: float | None = None
+    max_guide_bytes: int = 2**18
+    max_guide_depth: int = 100
+    max_guide_nodes: int = 50_000
+
+    def check(self, limit: str, field: str, value: float | None, unit: str) -> None:
+        """Raises ``InvalidRequest`` if ``value`` is above the field ``limit`` of this class."""
+        most = getattr(self, limit)
+        if most is not None and value is not None and value > most:
+            raise above_limit(field, f"{value:.15g} {unit}; at most {most:.15g} are allowed", limit)
+
+    def check_guide(self, extras: Mapping[str, Any]) -> None:
+        """Raises ``InvalidRequest`` if the grammar of guided decoding in an engine's further
+        inputs is too large or too deep.
+
+        Compiling one costs an engine far more than reading it. Depth is that of its brackets,
+        nodes are its brackets, commas and alternatives; those within quotes do not count.
+        """
+        field = "guided_decoding_guide"
+        values = extras[field].reshape(-1).tolist() if field in extras else []
+        guide = values[0] if values and isinstance(values[0], bytes) else b""
+        self.check("max_guide_bytes", field, len(guide), "bytes")
+        outside = _QUOTED.sub(lambda quoted: b"" if quoted[2] else quoted[1], guide)
+        marks = outside.translate(None, _NO_MARKS)
+        depth = deepest = 0
+        for mark in marks[: self.max_guide_nodes + 1]:
+            depth += (mark in b"([{") - (mark in b")]}")
+            deepest = max(deepest, depth)
+        self.check("max_guide_depth", field, deepest, "levels")
+        self.check("max_guide_nodes", field, len(marks), "nodes")
+
+    def check_logits(self, rows: int, vocab_size: int | None) -> None:
+        """Raises ``InvalidRequest`` for too many rows of logits, of ``vocab_size`` each, in all
+        responses together."""
+        size = rows * (vocab_size or 0) * _LOGIT_BYTES
+        field = "return_context_logits, return_generation_logits"
+        self.check("max_logits_bytes", field, size, "bytes of logits")
+
+
+def above_limit(field: str, problem: str, parameter: str) -> InvalidRequest:
+    """The refusal of a value that is above the limit which ``parameter`` sets."""
+    return InvalidRequest(field, f"{problem} (parameter {parameter})", parameter)

@@ -1,0 +1,208 @@
+"""From a text request to everything an engine needs in token ids.
+
+The orchestrator and ``preprocessing`` share this, so that both make the same prompt of a request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from trtllm_bls.errors import InvalidRequest, PromptTooLong
+from trtllm_bls.text.stopping import check_words, checked_stops
+from trtllm_bls.text.tokenizer import Tokenizer
+from trtllm_bls.types import EngineRequest, PromptIds, TextRequest, TokenIds
+
+MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS
+MAX_WORD_CHARS = 256
+MAX_PREDICTION_CHARS = 1 << 20  # far more than an answer has
+
+_W = TypeVar("_W")
+
+_LONG = 4096  # characters of a request from which on tokenising takes milliseconds
+_WORD = 256  # a word costs as much as so many characters of a prompt, however short it is
+
+
+class Prompt(NamedTuple):
+    """One tokenised prompt, as it is asked of an engine, and what ends its answer.
+
+    ``asked``: its ``stop_sequences`` are those below and every end id but the first, since an
+    engine takes one end id alone; -1 if there is none. ``end_ids``: all of them.
+    ``stop_sequences``: one entry per stop word, the ids at which the engine can stop; empty for a
+    word that only the text can show. With ``min_tokens`` there are none, because TensorRT-LLM would
+    stop at them before the minimum.
+    """
+
+    asked: EngineRequest
+    end_ids: TokenIds
+    stop_sequences: tuple[TokenIds, ...]
+
+
+@dataclass(frozen=True)
+class PromptMaker:
+    """Tokenises requests; ``add_special_tokens`` and ``draft_source`` apply where a request does
+    not say.
+
+    Safe to share between threads.
+    """
+
+    tokenizer: Tokenizer
+    add_special_tokens: bool
+    draft_source: str = "off"
+
+    def is_long(self, request: TextRequest) -> bool:
+        """Whether ``make`` takes so long that it should run on a thread, not on an event loop."""
+        biased = request.embedding_bias
+        number = len(request.stop_words) + len(request.bad_words) + len(biased)
+        if number * _WORD >= _LONG:
+            return True
+        words = (*request.stop_words, *request.bad_words, *(word for word, _ in biased))
+        others = (request.text, request.messages, request.chat.tools, request.prediction)
+        characters = sum(map(len, words)) + sum([len(text) for text in others if text])
+        return number * _WORD + characters >= _LONG
+
+    def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
+        """Tokenise, as a batch, requests that ``make`` will soon be called for; on any thread."""
+        short = [request for request in requests if request.text and not self.is_long(request)]
+        for adds in (True, False):
+            found = [request for request in short if self._adds_special(request) is adds]
+            texts = [request.text or "" for request in found]
+            for request, ids in zip(found, self.tokenizer.encode_all(texts, adds), strict=True):
+                request.text_ids = ids
+
+    def make(
+        self,
+        request: TextRequest,
+        max_prompt_tokens: int | None = None,
+        give_way: Callable[[], object] = lambda: None,
+    ) -> Prompt:
+        """The prompt of one request. Raises ``InvalidRequest`` naming the field.
+
+        A prompt of more than ``max_prompt_tokens`` is refused. ``give_way`` is called after each
+        word, so that other threads get the interpreter's lock.
+        """
+        tokenizer, min_tokens = self.tokenizer, request.sampling.min_tokens
+
+        def each(words: Iterable[_W]) -> Iterator[_W]:
+            for word in words:
+                yield word
+                give_way()
+
+        end_ids = tokenizer.end_ids  # the model's, unless the request names one; -1: none
+        if request.end_id is not None:
+            end_ids = () if request.end_id < 0 else (request.end_id,)
+        if request.stop_token_ids:
+            end_ids = tuple(dict.fromkeys((*end_ids, *request.stop_token_ids)))
+        if request.stop_words:
+            checked_stops(request.stop_words)
+        biased = [word for word, _ in request.embedding_bias]
+        for field, words in (("bad_words", request.bad_words), ("embedding_bias_words", biased)):
+            if words:
+                check_words(field, words, MAX_WORDS, MAX_WORD_CHARS)
+        stops: tuple[TokenIds, ...] = ()
+        engine_stops: tuple[TokenIds, ...] = ()
+        bad_sequences: tuple[TokenIds, ...] = ()
+        bias = request.token_bias
+        if request.stop_words and not min_tokens:
+            stops = tuple(map(tokenizer.stop_ids, each(request.stop_words)))
+        if request.bad_words:
+            variants = map(tokenizer.word_variants, each(dict.fromkeys(request.bad_words)))
+            bad_sequences = tuple(chain.from_iterable(variants))
+        if request.embedding_bias:
+            pairs = each(request.embedding_bias)
+            found = [(token, by) for word, by in pairs for token in tokenizer.word_ids(word)]
+            bias = (*found, *bias)
+        if (stops or len(end_ids) > 1) and not min_tokens:
+            known = (*filter(None, stops), *((token,) for token in end_ids[1:]))
+            engine_stops = tuple(dict.fromkeys(known))
+        ids = self._ids(request, max_prompt_tokens)
+        extras = request.extras
+        if request.prompt_table_extra_id is not None:
+            # The id of the request's prompt table at each token that stands for a row of it.
+            # TensorRT-LLM asks for it where KV blocks are reused, since such a token alone does
+            # not say of which table it is.
+            first, table = tokenizer.first_table_id, request.prompt_table_extra_id
+            rows = np.array([table if token >= first else 0 for token in ids], dtype=np.uint64)
+            extras = {**extras, "prompt_table_extra_ids": rows}
+        speculation = request.speculation
+        if request.prediction:
+            if len(request.prediction) > MAX_PREDICTION_CHARS:
+                number = f"{len(request.prediction)} characters"
+                problem = f"{number}; at most {MAX_PREDICTION_CHARS} are allowed"
+                raise InvalidRequest("prediction", problem)
+            predicted = tokenizer.encode(request.prediction, False, "prediction")
+            speculation = replace(speculation, prediction=tuple(predicted))
+        source = speculation.draft_source or self.draft_source
+        if request.messages and request.chat.tools and source in ("ngram", "mixed"):
+            calls = tokenizer.call_ids(json.loads(request.chat.tools))
+            speculation = replace(speculation, calls=calls)
+        asked = EngineRequest(
+            request_id=request.request_id,
+            input_ids=ids,
+            max_tokens=request.max_tokens or 0,
+            sampling=request.sampling,
+            num_return_sequences=request.num_return_sequences,
+            end_id=end_ids[0] if end_ids else -1,
+            pad_id=tokenizer.pad_id if request.pad_id is None else request.pad_id,
+            stop_sequences=engine_stops,
+            bad_sequences=bad_sequences,
+            embedding_bias=bias,
+            speculation=speculation,
+            wants=request.wants,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+            traceparent=request.traceparent,
+            extras=extras,
+        )
+        return Prompt(asked, end_ids, stops)
+
+    def _adds_special(self, request: TextRequest) -> bool:
+        asked = request.add_special_tokens
+        return self.add_special_tokens if asked is None else asked
+
+    def _ids(self, request: TextRequest, most: int | None) -> PromptIds:
+        given, messages = request.prompt_ids, request.messages
+        ids: PromptIds
+        if given is not None:
+            field, ids, nothing = "prompt_ids", given, "is empty; send at least one token"
+        elif (request.text is None) == (messages is None):
+            raise InvalidRequest("text_input", "send either text_input or messages, exactly one")
+        else:
+            field, nothing = "text_input", "the tokenizer makes no token of it"
+            text = request.text or ""
+            if messages is not None:
+                field, tools = "messages", request.chat.tools
+                text = self.tokenizer.render_chat(
+                    _parsed(field, messages, '[{"role": "user", "content": "..."}]'),
+                    request.chat,
+                    None if tools is None else _parsed("tools", tools, "a list of functions"),
+                )
+            if not text:
+                raise InvalidRequest(field, "is empty; send at least one character")
+            if messages is not None:
+                ids = self.tokenizer.encode_chat(text)
+            else:
+                ids = request.text_ids or self.tokenizer.encode(
+                    text, self._adds_special(request), field
+                )
+        if not ids:
+            raise InvalidRequest(field, nothing)
+        if most is not None and len(ids) > most:
+            raise PromptTooLong(field, len(ids), most)
+        size = self.tokenizer.model_vocab_size
+        wrong = next((token for token in given or () if not 0 <= token < size), None)
+        if wrong is not None:
+            raise InvalidRequest(field, f"{wrong} is not a token id; they are 0 to {size - 1}")
+        return ids
+
+
+def _parsed(field: str, text: str, example: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(field, f"not JSON ({error}); send {example}") from None

@@ -1,0 +1,19 @@
+"""The Triton model ``postprocessing``: token ids to text, one answer per request."""
+
+from __future__ import annotations
+
+from trtllm_bls.settings.parameters import Parameters, PostprocessingParameters
+from trtllm_bls.text.tokenizer import load_tokenizer
+from trtllm_bls.triton.request_server import ArraysFunction
+from trtllm_bls.triton.served_model import ArraysModel
+from trtllm_bls.triton.text_service import Postprocessor
+
+
+class TritonPythonModel(ArraysModel):
+    """Detokenises ids."""
+
+    def answer(self, parameters: Parameters) -> ArraysFunction:
+        """See ``ArraysModel``."""
+        read = parameters.read(PostprocessingParameters)
+        tokenizer = load_tokenizer(read.tokenizer_dir)
+        return Postprocessor(tokenizer, read.skip_special_tokens, read.limits).arrays

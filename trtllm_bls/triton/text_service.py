@@ -1,0 +1,190 @@
+"""The models with text: ``tensorrt_llm_bls``, which is the orchestrator served with tensors, and
+``preprocessing`` and ``postprocessing``, which answer at once: arrays in, arrays out.
+
+All use the same prompt maker and detokeniser, so an ensemble cannot disagree with
+``tensorrt_llm_bls`` about the ids of a prompt or the text of ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from trtllm_bls.errors import InvalidRequest, Stopped
+from trtllm_bls.orchestrator.orchestrator import Orchestrator, run_rows
+from trtllm_bls.settings.request_limits import RequestLimits
+from trtllm_bls.text.prompts import PromptMaker
+from trtllm_bls.text.tokenizer import Tokenizer
+from trtllm_bls.triton.request_server import Call
+from trtllm_bls.triton.tensors import (
+    as_llmapi_outputs,
+    as_text_inputs,
+    is_stop,
+    prompt_requests,
+    sequence_ids,
+    text_arrays,
+    text_requests,
+    with_callers_name,
+)
+from trtllm_bls.types import Array, FinishReason, TextChunk, TextRequest, TokenIds
+from trtllm_bls.wire.words import dense_bias, pack_words
+
+# A chunk that ends its sequence in one of these ways is followed by an error, or by no response.
+_FOLLOWED = (FinishReason.CANCELLED, FinishReason.ERROR)
+
+
+@dataclass(eq=False)
+class TextService:
+    """Answers calls with ``orchestrator``; the rows of a batch run side by side.
+
+    ``limits``: sizes of inputs; ``None`` = any. ``exclude_input``: leave the prompt out of an
+    answer that is not streamed, where the request does not say. ``llmapi``: callers send and get
+    the tensors of upstream's model of that name.
+    """
+
+    orchestrator: Orchestrator
+    limits: RequestLimits | None = None
+    exclude_input: bool = True
+    llmapi: bool = False
+    _read_ahead: dict[Call, list[TextRequest]] = field(default_factory=dict, init=False)
+
+    def prepare_batch(self, calls: Sequence[Call]) -> None:
+        """Read the inputs of calls that came in one batch, and tokenise their prompts as a batch.
+
+        Called in the thread that brings them: the tokeniser takes long and releases the GIL, so the
+        event loop runs meanwhile.
+        """
+        found = {}
+        for call in calls:
+            with suppress(InvalidRequest):  # which ``handle`` raises
+                found[call] = self._requests(call)
+        room = max(0, self.orchestrator.admission.room)  # the others will be refused
+        requests = itertools.chain.from_iterable(found.values())
+        self.orchestrator.prompts.encode_ahead(itertools.islice(requests, room))
+        self._read_ahead |= found
+
+    def _requests(self, call: Call) -> list[TextRequest]:
+        arrays = as_text_inputs(call.arrays) if self.llmapi else call.arrays
+        return text_requests(arrays, call.id, self.limits, call.parameters, self.exclude_input)
+
+    async def handle(self, call: Call) -> None:
+        """Answer one call; Triton's final flag is on the last chunk of the last sequence."""
+        ahead = self._read_ahead.pop(call, None)
+        if self.llmapi and is_stop(call.arrays):
+            call.stop_namesakes()
+            raise Stopped("the requests with this id are stopped")
+        call.may_be_stopped = self.llmapi
+        try:
+            requests = ahead or self._requests(call)
+            if not call.decoupled:
+                call.check_one_response(
+                    stream=any([request.stream for request in requests]),
+                    text_input=len(requests),
+                    sequences=requests[0].num_return_sequences,
+                )
+        except InvalidRequest as error:
+            self.orchestrator.refused(call.id, error)
+            raise
+        call.outbox.sequences = sum([request.num_return_sequences for request in requests])
+        try:
+            if len(requests) == 1:
+                await self._row(call, requests[0], None)
+            else:
+                rows = [self._row(call, request, row) for row, request in enumerate(requests)]
+                await run_rows([asyncio.create_task(row) for row in rows])
+        except asyncio.CancelledError:
+            if not call.stopped:
+                raise
+            raise Stopped("stopped by a request with this id") from None
+
+    async def _row(self, call: Call, request: TextRequest, row: int | None) -> None:
+        if row is not None:
+            request = replace(request, request_id=f"{request.request_id}/{row}")
+        try:
+            sink = _RowSink(call, request, row, self.llmapi)
+            await self.orchestrator.run(request, sink)
+        except InvalidRequest as error:
+            raise with_callers_name(error, request) from error
+
+
+class _RowSink:
+    """Text chunks of one row as responses of its call."""
+
+    def __init__(self, call: Call, request: TextRequest, row: int | None, llmapi: bool) -> None:
+        self._llmapi = llmapi
+        self._request = request
+        self._row = row
+        self._call = call
+        self.ready = call.ready
+
+    def send(self, chunk: TextChunk) -> None:
+        ended = chunk.ending is not None and chunk.ending.finish_reason not in _FOLLOWED
+        arrays = text_arrays(chunk, self._request, self._row, fill=not self._llmapi)
+        if self._llmapi:
+            arrays = as_llmapi_outputs(arrays, self._call.arrays)
+        self._call.send(arrays, final=ended)
+
+
+@dataclass(frozen=True)
+class Preprocessor:
+    """Text to token ids."""
+
+    tokenizer: Tokenizer
+    add_special_tokens: bool
+    limits: RequestLimits | None = None
+
+    def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs for all batch rows; shorter rows are padded on the right."""
+        maker = PromptMaker(self.tokenizer, self.add_special_tokens)
+        asked = [maker.make(request).asked for request in prompt_requests(inputs, self.limits)]
+        pads = _column([each.pad_id or 0 for each in asked])
+        widest = max(len(each.input_ids) for each in asked)
+        ids = np.full((len(asked), widest), self.tokenizer.pad_id or 0, dtype=np.int32)
+        for row, each in enumerate(asked):
+            ids[row, : len(each.input_ids)] = each.input_ids
+        biased = any(each.embedding_bias for each in asked)
+        size = self.tokenizer.model_vocab_size if biased else 0
+        return {
+            "INPUT_ID": ids,
+            "REQUEST_INPUT_LEN": _column([len(each.input_ids) for each in asked]),
+            "BAD_WORDS_IDS": _word_lists([each.bad_sequences for each in asked]),
+            "STOP_WORDS_IDS": _word_lists([each.stop_sequences for each in asked]),
+            "EMBEDDING_BIAS": np.stack([dense_bias(each.embedding_bias, size) for each in asked]),
+            "REQUEST_OUTPUT_LEN": _column([each.max_tokens for each in asked]),
+            "OUT_END_ID": _column([-1 if each.end_id is None else each.end_id for each in asked]),
+            "OUT_PAD_ID": pads,
+            # What upstream's sends for a request without text for a decoder.
+            "DECODER_INPUT_ID": pads,
+            "REQUEST_DECODER_INPUT_LEN": np.ones_like(pads),
+        }
+
+
+@dataclass(frozen=True)
+class Postprocessor:
+    """Token ids to text: every id of every sequence, whether prompt, completion or stop."""
+
+    tokenizer: Tokenizer
+    skip_special_tokens: bool
+    limits: RequestLimits | None = None
+
+    def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """``OUTPUT`` ``[B * beams]``, as TensorRT-LLM's own model sends it."""
+        texts = []
+        for ids in sequence_ids(inputs, self.limits):
+            detokenizer = self.tokenizer.detokenizer(self.skip_special_tokens)
+            texts.append((detokenizer.feed(ids) + detokenizer.flush()).encode("utf-8"))
+        return {"OUTPUT": np.array(texts, dtype=np.object_)}
+
+
+def _column(values: Sequence[int]) -> Array:
+    return np.array(values, dtype=np.int32).reshape(-1, 1)
+
+
+def _word_lists(rows: Sequence[tuple[TokenIds, ...]]) -> Array:
+    columns = max(sum(map(len, words)) for words in rows)
+    return np.stack([pack_words(words, columns) for words in rows])

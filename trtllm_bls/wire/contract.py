@@ -1,0 +1,550 @@
+"""The wire contract: every tensor of the five models, spelled once.
+
+First what is declared of a tensor, then the rows: five models, in the last form that TensorRT-LLM
+shipped, plus renamed older spellings. The models, the client, validation and the checked-in
+``config.pbtxt`` files (``make generate``) follow from there. Nothing else in the package spells a
+tensor's type, shape or bounds; configure/tensors.csv says which releases of TensorRT-LLM have it.
+
+Multimodal and disaggregated-serving tensors are left out on purpose. Rows marked
+"ours" are additions: always optional, and outputs among them are harmless to a client that does
+not know them (docs/contract.md says when each one appears).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from trtllm_bls.errors import InvalidRequest, SettingsError, TrtllmBlsError, half_character
+from trtllm_bls.types import Array
+
+NUMPY_TYPES: Mapping[str, type] = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "BF16": np.float32,  # numpy has none; Triton's protocol is packed in wire/kserve.py
+    "FP64": np.float64,
+    "STRING": np.object_,
+}
+
+
+def array_of(name: str, value: Any, dtype: str = "") -> Array:
+    """A value as the array of a tensor of Triton's type ``dtype``, by default of its own type.
+
+    Every element stays what it is: texts become UTF-8, bytes stay, and only a float type rounds, to
+    its own precision. A single value gets one dimension. Raises ``TrtllmBlsError``.
+    """
+    is_array = isinstance(value, np.ndarray)
+    try:
+        value = _without_numpys_bytes(value, dtype)
+        array = np.asarray(value, np.object_ if isinstance(value, (str, bytes)) else None)
+        if array.dtype.kind in "SU" and not is_array:
+            # As an array of fixed width, numpy would drop NULs at the ends of texts and bytes, and
+            # write numbers beside texts as texts.
+            array = np.array(value, np.object_)
+    except ValueError as error:
+        raise TrtllmBlsError(f"{name}: its rows differ in length") from error
+    except (TypeError, RuntimeError) as error:  # of what makes an array of itself, such as torch's
+        raise TrtllmBlsError(f"{name}: {error}") from error
+    if dtype == "STRING" and not array.size:
+        return np.empty(array.shape, np.object_)
+    kind = array.dtype.kind
+    if kind == "S":
+        problem = "numpy drops NULs at the ends of such bytes; send a list, or dtype=object"
+        raise TrtllmBlsError(f"{name}: {array.dtype}: {problem}")
+    if kind not in "biufUO":
+        raise TrtllmBlsError(f"{name}: {array.dtype} is no type of Triton")
+    if kind in "UO":
+        texts = [_utf8(name, each) for each in array.reshape(-1).tolist()]
+        cast = np.array([*texts, None], np.object_)[:-1].reshape(array.shape)
+        if dtype not in ("STRING", ""):
+            raise _not_of(dtype, name, value)
+    elif dtype == "STRING":
+        raise _not_of(dtype, name, value)
+    else:
+        own = array.dtype.newbyteorder("=") if array.dtype.itemsize <= 8 else np.float64
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = array.astype(NUMPY_TYPES[dtype] if dtype else own, copy=False)
+            if dtype == "BF16":
+                cast = (bf16_bits(cast).astype(np.uint32) << 16).view(np.float32)
+        if cast.dtype.kind == "f":
+            is_exact = not (np.isinf(cast) & ~np.isinf(array)).any()
+        elif cast.dtype.kind in "iu" and kind in "iu" and is_array:
+            bounds: Any = np.iinfo(cast.dtype)
+            low, high = (array.min(), array.max()) if array.size else (0, 0)
+            is_exact = bounds.min <= low and high <= bounds.max
+        else:  # of a list of numbers, numpy may have rounded some already
+            is_exact = cast.tolist() == (array if is_array else np.array(value, object)).tolist()
+        if not is_exact:
+            raise _not_of(dtype, name, value)
+    return cast if cast.ndim else cast.reshape(1)
+
+
+def _without_numpys_bytes(value: Any, dtype: str) -> Any:
+    """The value with bytes in place of ``numpy.bytes_``, which lose NULs at their ends in arrays,
+    and for ``STRING`` in place of other buffers."""
+    if isinstance(value, list) and value and not isinstance(value[0], (int, float)):
+        return [_without_numpys_bytes(each, dtype) for each in value]
+    is_buffer = dtype == "STRING" and isinstance(value, (bytearray, memoryview))
+    return bytes(value) if is_buffer or isinstance(value, np.bytes_) else value
+
+
+def bf16_bits(array: Array) -> Array:
+    """Numbers as BF16, in 16 bits: rounded to the nearest, to even where there are two."""
+    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+    # The oldest tritonclient that is supported cannot do this.
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
+
+
+def _utf8(name: str, value: Any) -> bytes:
+    try:
+        if isinstance(value, str):
+            return value.encode()
+    except UnicodeEncodeError as error:
+        raise TrtllmBlsError(f"{name}: {half_character(error)}") from error
+    if not isinstance(value, bytes):
+        kind = type(value).__name__
+        raise TrtllmBlsError(f"{name}: holds a {kind}; a tensor holds numbers, texts or bytes")
+    return bytes(value)  # numpy's own lose NULs
+
+
+def _not_of(dtype: str, name: str, value: Any) -> TrtllmBlsError:
+    return TrtllmBlsError(f"{name}: {repr(value)[:80]} is not {dtype}")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers a tensor may hold; ``str`` of it is what an error message says."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False  # low itself is not allowed
+
+    def allow(self, value: float) -> bool:
+        """Whether ``value`` is a finite number within the bounds."""
+        if not math.isfinite(value) or value > self.high:
+            return False
+        return value > self.low if self.above else value >= self.low
+
+    def __str__(self) -> str:
+        low = f"{'greater than' if self.above else 'at least'} {self.low:g}"
+        if math.isinf(self.low):
+            return "finite" if math.isinf(self.high) else f"at most {self.high:g}"
+        return low if math.isinf(self.high) else f"{low} and at most {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input or output.
+
+    ``dims`` exclude the batch. ``scalar`` inputs arrive at a Python model as ``[B]`` although
+    clients send ``[B, 1]`` (``reshape`` in the configuration). ``field`` is the name of the value
+    inside the package; two rows with one field are two spellings of the same thing.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...] = (1,)
+    field: str = ""
+    required: bool = False
+    scalar: bool = False
+    ragged: bool = False
+    bounds: Bounds | None = None
+    key: str = dataclasses.field(init=False)  # the value's name inside the package
+    numpy_type: type = dataclasses.field(init=False)  # of the elements; object for STRING
+    single: bool = dataclasses.field(init=False)  # exactly one element per batch row
+
+    def __post_init__(self) -> None:
+        """Attributes, not properties: they are read for every value of every request."""
+        if self.dtype not in NUMPY_TYPES:
+            raise SettingsError(f"{self.name}: {self.dtype!r} is none of {', '.join(NUMPY_TYPES)}")
+        object.__setattr__(self, "key", self.field or self.name)
+        object.__setattr__(self, "numpy_type", NUMPY_TYPES[self.dtype])
+        object.__setattr__(self, "single", self.dims == (1,))
+
+    @property
+    def datatype(self) -> str:
+        """The type as Triton's protocol names it."""
+        return "BYTES" if self.dtype == "STRING" else self.dtype
+
+    def array(self, value: Any, *, rows: bool = False) -> Array:
+        """``array_of`` this tensor, whose shape has to be the declared one.
+
+        A single value gets as many dimensions as are declared. ``rows``: a dimension of rows comes
+        first, which the value may lack: then it is one row. Raises ``TrtllmBlsError``.
+        """
+        array = array_of(self.name, value, self.dtype)
+        dims = (-1, *self.dims) if rows else self.dims
+        if array.size == 1 and array.ndim == 1 and len(self.dims) != 1:
+            array = array.reshape([1] * len(self.dims))
+        if rows and array.ndim == len(self.dims):
+            array = array[None]
+        fits = array.ndim == len(dims) and all(
+            declared in (-1, size) for declared, size in zip(dims, array.shape, strict=True)
+        )
+        if not fits:
+            problem = f"shape {list(array.shape)}, declared {list(dims)}"
+            raise TrtllmBlsError(f"{self.name}: {problem}")
+        return array
+
+    def check(self, value: float) -> None:
+        """Raises ``InvalidRequest`` where the value is outside the tensor's bounds."""
+        if self.bounds is not None and not self.bounds.allow(value):
+            must = self.bounds if math.isfinite(value) else "finite"
+            raise InvalidRequest(self.name, f"{value} is not allowed; it must be {must}")
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of the repository: its tensors, in the order of the configuration file."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    decoupled: bool = False
+    backend: str = "python"
+
+    @cached_property
+    def input_named(self) -> Mapping[str, Tensor]:
+        """Inputs by wire name."""
+        return {tensor.name: tensor for tensor in self.inputs}
+
+    @cached_property
+    def output_named(self) -> Mapping[str, Tensor]:
+        """Outputs by wire name."""
+        return {tensor.name: tensor for tensor in self.outputs}
+
+
+# --- the rows ----------------------------------------------------------------------------------
+
+_COUNT = Bounds(low=1)
+_SEQUENCES = Bounds(low=1, high=256)  # each costs memory before the engine sees any of them
+_NOT_NEGATIVE = Bounds(low=0)
+_POSITIVE = Bounds(low=0, above=True)
+_FINITE = Bounds()
+_SHARE = Bounds(low=0, high=1, above=True)
+_UNSIGNED = Bounds(low=0, high=2**64 - 1)
+_ALTERNATIVES = Bounds(low=0, high=20)
+
+
+def _alike(dtype: str, *names: str, **more: Any) -> tuple[Tensor, ...]:
+    return tuple(Tensor(name, dtype, **more) for name in names)
+
+
+# As in the text models. A top_p <= 0 means "not set" on the wire, so it has no lower bound.
+_TEXT_SAMPLING = (
+    Tensor("beam_width", "INT32", bounds=_COUNT),
+    Tensor("temperature", "FP32", bounds=_NOT_NEGATIVE),
+    Tensor("top_k", "INT32", bounds=_NOT_NEGATIVE),
+    Tensor("top_p", "FP32", bounds=Bounds(high=1)),
+    Tensor("length_penalty", "FP32", bounds=_FINITE),
+    Tensor("repetition_penalty", "FP32", bounds=_POSITIVE),
+    Tensor("min_tokens", "INT32", bounds=_NOT_NEGATIVE),
+    Tensor("min_length", "INT32", field="min_tokens", bounds=_NOT_NEGATIVE),
+    Tensor("presence_penalty", "FP32", bounds=_FINITE),
+    Tensor("frequency_penalty", "FP32", bounds=_FINITE),
+    Tensor("seed", "UINT64", bounds=_UNSIGNED),
+    Tensor("random_seed", "UINT64", field="seed", bounds=_UNSIGNED),
+)
+# Upstream only tensorrt_llm has these; our tensorrt_llm_bls has them too, under the same names. The
+# C++ backend looks for runtime_top_p_min under another name, so no release has it, nor min_p. It
+# reads no_repeat_ngram_size, which upstream's configuration does not declare.
+_FINE_SAMPLING = (
+    Tensor("runtime_top_p_min", "FP32", field="top_p_min", bounds=_SHARE),
+    Tensor("runtime_top_p_decay", "FP32", field="top_p_decay", bounds=_SHARE),
+    Tensor("runtime_top_p_reset_ids", "INT32", field="top_p_reset_id", bounds=_NOT_NEGATIVE),
+    Tensor("min_p", "FP32", bounds=Bounds(low=0, high=1)),
+    Tensor("no_repeat_ngram_size", "INT32", bounds=_NOT_NEGATIVE),
+    Tensor("early_stopping", "BOOL"),
+    Tensor("beam_search_diversity_rate", "FP32", bounds=_NOT_NEGATIVE),
+)
+_ENGINE_NAMES = {
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "length_penalty": "len_penalty",
+}
+_ENGINE_SAMPLING = tuple(
+    replace(each, name=_ENGINE_NAMES.get(each.name, each.name), field=each.key, scalar=True)
+    for each in (*_TEXT_SAMPLING, *_FINE_SAMPLING)
+)
+
+_LORA = (
+    Tensor("lora_task_id", "UINT64", scalar=True),
+    Tensor("lora_weights", "FP16", (-1, -1), ragged=True),
+    Tensor("lora_config", "INT32", (-1, 3), ragged=True),
+)
+_PROMPT_TABLE = (
+    Tensor("prompt_embedding_table", "FP16", (-1, -1), ragged=True),
+    Tensor("prompt_vocab_size", "INT32", scalar=True),
+)
+_TEXT_PROMPT_TABLE = tuple(replace(each, ragged=False, scalar=False) for each in _PROMPT_TABLE)
+
+_RETURN_FLAGS = (
+    *("return_log_probs", "return_context_logits", "return_generation_logits"),
+    *("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"),
+)
+
+
+_GUIDED = _alike("STRING", "guided_decoding_guide_type", "guided_decoding_guide", ragged=True)
+# Ours, for TensorRT-LLM's LLM API: an adapter of the server's model.yaml, or any by name, id
+# (lora_task_id) and directory, as upstream's llmapi model takes it; a salt, whose prompts share KV
+# cache blocks with each other alone; the rank among waiting requests; a processor of model.yaml.
+_LLM_API = (
+    *_alike("STRING", "lora_name", "lora_path", "lora_ckpt_source", "cache_salt", ragged=True),
+    Tensor("priority", "FP32", ragged=True, bounds=Bounds(low=0, high=1)),
+    Tensor("logits_post_processor_name", "STRING", ragged=True),
+)
+_SCORES = (
+    Tensor("cum_log_probs", "FP32", (-1,)),
+    Tensor("output_log_probs", "FP32", (-1, -1)),
+    Tensor("context_logits", "FP32", (-1, -1)),
+    Tensor("generation_logits", "FP32", (-1, -1, -1)),
+)
+_PERF_METRICS = (
+    *_alike("INT32", "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks"),
+    Tensor("kv_cache_alloc_total_blocks", "INT32"),
+    *_alike("INT64", "arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns"),
+    Tensor("last_token_time_ns", "INT64"),
+    Tensor("acceptance_rate", "FP32"),
+    *_alike("INT32", "total_accepted_draft_tokens", "total_draft_tokens"),
+)
+_COUNTS = _alike("INT32", "num_input_tokens", "num_output_tokens")
+_INDICES = _alike("INT32", "batch_index", "sequence_index")
+
+ENGINE = Model(
+    "tensorrt_llm",
+    decoupled=True,
+    inputs=(
+        Tensor("input_ids", "INT32", (-1,), required=True, ragged=True),
+        Tensor("input_lengths", "INT32", required=True, scalar=True),
+        Tensor(
+            "request_output_len",
+            "INT32",
+            field="max_tokens",
+            required=True,
+            scalar=True,
+            bounds=_COUNT,
+        ),
+        Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES),
+        Tensor("draft_input_ids", "INT32", (-1,), ragged=True),
+        Tensor("draft_logits", "FP32", (-1, -1), ragged=True),
+        Tensor("draft_acceptance_threshold", "FP32", scalar=True, bounds=_SHARE),
+        Tensor("end_id", "INT32", scalar=True, bounds=Bounds(low=-1)),
+        Tensor("pad_id", "INT32", scalar=True),
+        Tensor("stop_words_list", "INT32", (2, -1), field="stop_sequences", ragged=True),
+        Tensor("bad_words_list", "INT32", (2, -1), field="bad_sequences", ragged=True),
+        Tensor("embedding_bias", "FP32", (-1,), ragged=True),
+        *_ENGINE_SAMPLING,
+        *_alike(
+            "BOOL", *_RETURN_FLAGS, "exclude_input_in_output", "stop", "streaming", scalar=True
+        ),
+        *_PROMPT_TABLE,
+        Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True),
+        *_LORA,
+        # For models with an encoder, which none of ours is: preprocessing answers with them, as
+        # upstream's does, and upstream's clients hand them on.
+        Tensor("decoder_input_ids", "INT32", (-1,), ragged=True),
+        Tensor("decoder_input_lengths", "INT32", scalar=True),
+        Tensor("retention_token_range_starts", "INT32", (-1,), ragged=True),
+        Tensor("retention_token_range_ends", "INT32", (-1,), ragged=True),
+        Tensor("retention_token_range_priorities", "INT32", (-1,), ragged=True),
+        Tensor("retention_token_range_durations_ms", "INT32", (-1,), ragged=True),
+        *_alike("INT32", "retention_decode_priority", "retention_decode_duration_ms", ragged=True),
+        *_GUIDED,
+        # Ours.
+        Tensor("return_top_log_probs", "INT32", scalar=True, bounds=_ALTERNATIVES),
+        *_alike("INT32", "lookahead_window_size", "lookahead_ngram_size", ragged=True),
+        Tensor("lookahead_verification_set_size", "INT32", ragged=True),
+        *_LLM_API,
+    ),
+    outputs=(
+        Tensor("output_ids", "INT32", (-1, -1)),
+        Tensor("sequence_length", "INT32", (-1,)),
+        *_SCORES,
+        *_INDICES,
+        *_PERF_METRICS,
+        *_COUNTS,
+        # Ours.
+        Tensor("top_log_prob_ids", "INT32", (-1, -1)),
+        Tensor("top_log_probs", "FP32", (-1, -1)),
+        Tensor("cached_tokens", "INT32"),
+    ),
+)
+
+_WORD_LISTS = (
+    ("bad_words", "BAD_WORDS_DICT", "STRING"),
+    ("stop_words", "STOP_WORDS_DICT", "STRING"),
+    ("embedding_bias_words", "EMBEDDING_BIAS_WORDS", "STRING"),
+    ("embedding_bias_weights", "EMBEDDING_BIAS_WEIGHTS", "FP32"),
+)
+_TEXT_WORDS = tuple(Tensor(name, dtype, (-1,)) for name, _, dtype in _WORD_LISTS)
+_END = Tensor("end_id", "INT32", bounds=Bounds(low=-1))
+_PAD = Tensor("pad_id", "INT32")
+# Ours: a conversation instead of text_input, and whether special tokens such as BOS precede it.
+_PROMPT_OPTIONS = (Tensor("messages", "STRING"), Tensor("add_special_tokens", "BOOL"))
+
+PREPROCESSING = Model(
+    "preprocessing",
+    inputs=(
+        Tensor("QUERY", "STRING", field="text_input"),
+        # A request needs it, yet it is declared optional: Triton ends an ensemble without an answer
+        # where a step lacks a required input. So the model itself refuses a request without it.
+        Tensor("REQUEST_OUTPUT_LEN", "INT32", field="max_tokens"),
+        *(Tensor(name, dtype, (-1,), field=field) for field, name, dtype in _WORD_LISTS),
+        Tensor("END_ID", "INT32", field="end_id", bounds=Bounds(low=-1)),
+        Tensor("PAD_ID", "INT32", field="pad_id"),
+        Tensor("MESSAGES", "STRING", field="messages"),  # ours
+        Tensor("ADD_SPECIAL_TOKENS", "BOOL", field="add_special_tokens"),  # ours
+        # Ours, and STREAM too: see the ensemble.
+        *_alike("INT32", "MIN_TOKENS", "MIN_LENGTH", field="min_tokens", bounds=_NOT_NEGATIVE),
+        Tensor("STREAM", "BOOL", field="stream"),
+    ),
+    outputs=(
+        Tensor("INPUT_ID", "INT32", (-1,)),
+        Tensor("REQUEST_INPUT_LEN", "INT32"),
+        *_alike("INT32", "BAD_WORDS_IDS", "STOP_WORDS_IDS", dims=(2, -1)),
+        Tensor("EMBEDDING_BIAS", "FP32", (-1,)),
+        Tensor("REQUEST_OUTPUT_LEN", "INT32", (-1,)),
+        *_alike("INT32", "OUT_END_ID", "OUT_PAD_ID"),
+        Tensor("DECODER_INPUT_ID", "INT32", (-1,)),
+        Tensor("REQUEST_DECODER_INPUT_LEN", "INT32"),
+    ),
+)
+
+POSTPROCESSING = Model(
+    "postprocessing",
+    inputs=(
+        Tensor("TOKENS_BATCH", "INT32", (-1, -1), required=True),
+        Tensor("SEQUENCE_LENGTH", "INT32", (-1,), required=True),
+    ),
+    outputs=(Tensor("OUTPUT", "STRING", (-1,)),),
+)
+
+_TEXT_INPUTS = (
+    Tensor("text_input", "STRING"),
+    Tensor("max_tokens", "INT32", required=True, bounds=_COUNT),
+    *_TEXT_WORDS,
+    _END,
+    _PAD,
+    *_TEXT_SAMPLING,
+    *_alike("BOOL", "stream", "exclude_input_in_output"),
+    *_PROMPT_OPTIONS,
+)
+_TEXT_OUTPUTS = (
+    Tensor("text_output", "STRING", (-1,)),
+    *_SCORES,
+    *_INDICES,
+    *_PERF_METRICS,
+    *_COUNTS,
+)
+
+ENSEMBLE = Model(
+    "ensemble",
+    decoupled=True,
+    backend="ensemble",
+    inputs=(
+        *(replace(tensor, required=False) for tensor in _TEXT_INPUTS),  # see preprocessing
+        *_alike("BOOL", *_RETURN_FLAGS),
+        Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES),
+        *_TEXT_PROMPT_TABLE,
+        Tensor("lora_task_id", "UINT64"),
+        *_LORA[1:],
+        *_GUIDED,
+    ),
+    outputs=_TEXT_OUTPUTS,
+)
+
+BLS = Model(
+    "tensorrt_llm_bls",
+    decoupled=True,
+    inputs=(
+        *_TEXT_INPUTS,
+        *_FINE_SAMPLING,
+        *_alike("BOOL", *_RETURN_FLAGS, scalar=True),
+        Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES),
+        Tensor("num_draft_tokens", "INT32", bounds=_NOT_NEGATIVE),
+        *_alike("BOOL", "use_draft_logits", scalar=True),
+        *_alike("BOOL", "include_stop", "skip_special_tokens"),  # ours
+        Tensor("draft_source", "STRING"),  # ours: off, model, ngram, mixed or prediction
+        Tensor("prediction", "STRING"),  # ours
+        Tensor("timeout_ms", "INT32", bounds=_COUNT),  # ours
+        Tensor("stream_interval", "INT32", bounds=_COUNT),  # ours
+        *_TEXT_PROMPT_TABLE,
+        Tensor("prompt_table_extra_id", "UINT64", bounds=_UNSIGNED),
+        *_LORA,
+        *(replace(tensor, ragged=False) for tensor in (*_GUIDED, *_LLM_API)),
+    ),
+    outputs=(
+        *_TEXT_OUTPUTS,
+        # Ours, on each sequence's last response.
+        Tensor("finish_reason", "STRING"),
+        Tensor("stop_reason", "STRING"),
+        Tensor("seed", "UINT64"),
+        Tensor("num_draft_rounds", "INT32"),
+    ),
+)
+
+# Upstream's ``llmapi`` model, which has the name of the engine's: text in, text out, one prompt, no
+# batch. ``configure --from`` writes it with the code of tensorrt_llm_bls, as which a field says
+# what an input means. kv_cache_missed_block and kv_cache_hit_rate are left out: no engine of ours
+# reports them.
+_UPSTREAM = "sampling_param_"
+_KEPT = {tensor.name: tensor for tensor in (*_TEXT_SAMPLING, *_TEXT_INPUTS)}
+LLMAPI = Model(
+    "tensorrt_llm",
+    inputs=(
+        Tensor("text_input", "STRING", (-1,), required=True),
+        Tensor("streaming", "BOOL", field="stream"),
+        Tensor("sampling_param_best_of", "INT32"),
+        *(
+            replace(_KEPT[name], name=_UPSTREAM + name, field=name, required=False)
+            for name in (
+                *("top_k", "max_tokens", "temperature", "top_p"),
+                *("frequency_penalty", "presence_penalty", "seed"),
+            )
+        ),
+        Tensor("sampling_param_stop", "STRING", (-1,), field="stop_words"),
+        Tensor("sampling_param_exclude_input_from_output", "BOOL", field="exclude_input_in_output"),
+        Tensor("sampling_param_return_perf_metrics", "BOOL", field="return_perf_metrics"),
+        Tensor(
+            "sampling_param_logits_post_processor_name",
+            "STRING",
+            field="logits_post_processor_name",
+        ),
+        Tensor("return_finish_reason", "BOOL"),
+        Tensor("return_stop_reason", "BOOL"),
+        Tensor("return_cumulative_logprob", "BOOL", field="return_log_probs"),
+        Tensor("stop", "BOOL"),
+        Tensor("lora_id", "UINT64", field="lora_task_id"),
+        *(replace(tensor, ragged=False) for tensor in _LLM_API[:3]),
+    ),
+    outputs=(
+        Tensor("text_output", "STRING", (-1,)),
+        Tensor("finish_reason", "STRING", (-1,)),
+        Tensor("stop_reason", "STRING", (-1,)),
+        Tensor("cumulative_logprob", "FP32", (-1,), field="cum_log_probs"),
+        Tensor("kv_cache_reused_block", "INT32", (-1,), field="kv_cache_reused_blocks"),
+        # Declared, so that a request may name them; never sent.
+        Tensor("kv_cache_missed_block", "INT32", (-1,)),
+        Tensor("kv_cache_hit_rate", "FP32", (-1,)),
+        *(replace(tensor, dims=(-1,)) for tensor in _PERF_METRICS if "alloc" in tensor.name),
+        *(tensor for tensor in _PERF_METRICS if "kv_cache" not in tensor.name),
+    ),
+)
+
+MODELS = (PREPROCESSING, ENGINE, POSTPROCESSING, ENSEMBLE, BLS)
