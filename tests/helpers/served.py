@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import urllib.request
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import IO, Any
 
 import psutil
 
@@ -19,6 +22,35 @@ def good(url: str) -> dict[str, Any]:
     """A health endpoint's answer, which is a good one. ``serve`` tells it before it says so."""
     with urllib.request.urlopen(url, timeout=20) as answer:
         return dict(json.load(answer))
+
+
+class Lines:
+    """What a process writes to a pipe, up to its end. The process never waits for who reads it."""
+
+    def __init__(self, pipe: IO[str]) -> None:
+        self._pipe = pipe
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        with self._pipe:
+            for line in self._pipe:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def __iter__(self) -> Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._lines.get()
+        if line is None:
+            self._lines.put(None)
+            raise StopIteration
+        return line
+
+    def so_far(self) -> str:
+        """What was not read yet, without waiting."""
+        return "".join(filter(None, (self._lines.get() for _ in range(self._lines.qsize()))))
 
 
 class Served:
@@ -32,8 +64,7 @@ class Served:
             "serve",
             *ports,
             *(["--model-repository", str(repository)] if repository else []),
-            "--exit-timeout",
-            "20",
+            *("--exit-timeout", "20", "--ready-timeout", "200"),
             *more,
         ]
         self.process = subprocess.Popen(
@@ -44,18 +75,22 @@ class Served:
             cwd=ROOT,
             start_new_session=True,
         )
+        assert self.process.stdout and self.process.stderr
+        self.output, self.errors = Lines(self.process.stdout), Lines(self.process.stderr)
         try:
-            assert self.process.stdout
-            lines = [line.split(maxsplit=1) for line in iter(self.process.stdout.readline, "\n")]
-            told = [(name, value.strip()) for name, value in lines]
+            lines = list(takewhile(str.strip, self.output))
+            told = [
+                (name, value.strip()) for name, value in (line.split(maxsplit=1) for line in lines)
+            ]
             self.urls = dict(each for each in told if each[0] != "process")
             assert len(self.urls) == len(services)
             named = (value.split(maxsplit=1) for name, value in told if name == "process")
             self.pids = {name: int(pid) for pid, name in named}  # the last of each name
-            self.curl = self.process.stdout.readline()
+            self.curl = next(self.output)
             assert good(self.urls["health"])["restarts"] == 0
-        except BaseException:  # nobody else would end it
+        except BaseException:  # nobody else would end it, or tell what it wrote
             self.process.terminate()
+            print(self.errors.so_far(), file=sys.stderr)
             raise
         (self.guard,) = self.children(self.process.pid, "guard.py")
         self.stub, *_ = self.children(self.server.pid, "triton_python")
@@ -85,10 +120,8 @@ class Served:
 
     def wait_for_line(self, word: str) -> str:
         """Read standard error up to the line that holds ``word``."""
-        assert self.process.stderr
-        return next(line for line in self.process.stderr if word in line)
+        return next(line for line in self.errors if word in line)
 
     def end(self) -> tuple[int, str]:
         """Exit code and remaining standard error."""
-        _, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, errors
+        return self.process.wait(60), "".join(self.errors)

@@ -52,7 +52,7 @@ def _element(value: Any, dtype: str) -> Any:
     if dtype == "STRING":
         if isinstance(value, str):
             return None if any("\ud800" <= c <= "\udfff" for c in value) else value.encode()
-        return value if isinstance(value, bytes) else None
+        return bytes(value) if isinstance(value, bytes) else None  # numpy's compare without NULs
     if not isinstance(value, (bool, int, float)):
         return None
     if dtype in ("FP64", "FP32", "FP16", "BF16"):

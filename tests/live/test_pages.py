@@ -63,12 +63,11 @@ class Followed:
 
     def writes(self, lines: set[str]) -> None:
         """Read the server's terminal until it has had each of these lines, in any order."""
-        errors = self.served.process.stderr
-        assert errors
-        while lines:
-            written = errors.readline()
-            assert written, lines
+        for written in self.served.errors:
             lines = {line for line in lines if not shows(written, line)}
+            if not lines:
+                return
+        raise AssertionError(f"the server ended without {lines}")
 
 
 def output(words: list[str]) -> str:

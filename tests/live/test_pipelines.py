@@ -343,6 +343,7 @@ def test_a_client_who_leaves_ends_the_pipeline(api: RunningApi, pipelines: Trito
 @settings(max_examples=150, deadline=None)
 @given(value=values(), dtype=st.sampled_from(DTYPES))
 @example(value=b"RIFFab\0\0", dtype="STRING")
+@example(value=np.bytes_(b"RIFFab\0\0"), dtype="STRING")
 @example(value=["a\0", "b"], dtype="STRING")
 @example(value=1.0039062, dtype="BF16")
 def test_a_value_is_in_triton_what_it_is_in_testing(

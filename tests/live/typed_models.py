@@ -3,10 +3,13 @@ that sends it a value, and then sends the value itself."""
 
 from __future__ import annotations
 
+import io
 import pickle
 import runpy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from google.protobuf import text_format
 
 from trtllm_bls.configure.pbtxt import model_config
@@ -60,6 +63,15 @@ def write(repository: Path) -> None:
     (repository / "typed" / "config.pbtxt").write_text(text_format.MessageToString(config))
 
 
+class _Pickler(pickle.Pickler):
+    """For ``numpy.bytes_``, whose own reduction loses NULs at the end."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (np.bytes_, (bytes(obj),)) if isinstance(obj, np.bytes_) else NotImplemented
+
+
 def case(name: str, value: object) -> bytes:
     """The input of a request for one value."""
-    return pickle.dumps((name, value))
+    written = io.BytesIO()
+    _Pickler(written).dump((name, value))
+    return written.getvalue()

@@ -18,12 +18,17 @@ from trtllm_bls.wire.kserve import arrays_of, packed_infer_message
 
 @given(value=values(), dtype=st.sampled_from(DTYPES))
 @example(value=b"RIFFab\0\0", dtype="STRING")
+@example(value=[np.bytes_(b"RIFFab\0\0"), b"a"], dtype="STRING")
+@example(value=["", b"\x80"], dtype="STRING")
 @example(value=["a\0", 5], dtype="STRING")
 @example(value=[2**53 + 1, 1.0], dtype="INT64")
 @example(value=[2**64, -1], dtype="UINT64")
 @example(value=np.array([b"a\0"]), dtype="STRING")
 @example(value=np.array([float("nan")]), dtype="BF16")
 @example(value=3.4e38, dtype="BF16")
+@example(value=-(2**63) - 1, dtype="FP32")
+@example(value=[2**65, 2**65], dtype="FP64")
+@example(value=[2**65, "a"], dtype="FP16")
 @example(value="\ud800", dtype="STRING")
 def test_what_is_sent_is_what_was_given(value: Any, dtype: str) -> None:
     wanted = expected(value, dtype)

@@ -173,7 +173,7 @@ def main() -> None:
             )
         finally:
             running.process.terminate()
-            running.process.communicate()
+            running.process.wait()
     for name, begins, ends in (("alone", 0.0, begin), ("beside them", begin + 2, until + 300)):
         for kind, first in (("the first event", True), ("the next event", False)):
             part = [

@@ -40,6 +40,7 @@ NUMPY_TYPES: Mapping[str, type] = {
     "FP64": np.float64,
     "STRING": np.object_,
 }
+_FLOATS = ("FP64", "FP32", "FP16", "BF16")
 
 
 def array_of(name: str, value: Any, dtype: str = "") -> Array:
@@ -51,8 +52,12 @@ def array_of(name: str, value: Any, dtype: str = "") -> Array:
     is_array = isinstance(value, np.ndarray)
     try:
         value = _without_numpys_bytes(value, dtype)
-        array = np.asarray(value, np.object_ if isinstance(value, (str, bytes)) else None)
-        if array.dtype.kind in "SU" and not is_array:
+        try:
+            array = np.asarray(value)
+            is_fixed = array.dtype.kind in "SU" and not is_array
+        except UnicodeDecodeError:  # of bytes beside texts
+            is_fixed = True
+        if is_fixed:
             # As an array of fixed width, numpy would drop NULs at the ends of texts and bytes, and
             # write numbers beside texts as texts.
             array = np.array(value, np.object_)
@@ -62,6 +67,11 @@ def array_of(name: str, value: Any, dtype: str = "") -> Array:
         raise TrtllmBlsError(f"{name}: {error}") from error
     if dtype == "STRING" and not array.size:
         return np.empty(array.shape, np.object_)
+    if array.dtype.kind == "O" and dtype in _FLOATS and _holds_numbers(array):
+        try:  # numpy has no type for whole numbers this large
+            array = array.astype(np.float64)
+        except OverflowError as error:
+            raise _not_of(dtype, name, value) from error
     kind = array.dtype.kind
     if kind == "S":
         problem = "numpy drops NULs at the ends of such bytes; send a list, or dtype=object"
@@ -101,6 +111,10 @@ def _without_numpys_bytes(value: Any, dtype: str) -> Any:
         return [_without_numpys_bytes(each, dtype) for each in value]
     is_buffer = dtype == "STRING" and isinstance(value, (bytearray, memoryview))
     return bytes(value) if is_buffer or isinstance(value, np.bytes_) else value
+
+
+def _holds_numbers(array: Array) -> bool:
+    return all(isinstance(each, (int, float)) for each in array.reshape(-1))
 
 
 def bf16_bits(array: Array) -> Array:
