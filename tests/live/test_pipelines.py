@@ -296,6 +296,15 @@ def test_a_pipeline_answers_the_openai_package(api: RunningApi, pipelines: Trito
         model="retrieval", max_tokens=500, messages=[{"role": "user", "content": QUESTION}]
     )
     assert answer.content[0].type == "text" and answer.content[0].text == said.content
+    told: Any = {"model": "retrieval", "max_tokens": 500, "messages": asked["messages"]}
+    with messages.stream(**told) as stream:
+        streamed = stream.get_final_message()
+    for answered in (answer, streamed):
+        (block,) = answered.content
+        assert block.type == "text" and block.citations
+        assert [each.type for each in block.citations] == ["search_result_location"] * 2
+        names = [each.to_dict()["source"] for each in block.citations]
+        assert names == [each.to_dict()["filename"] for each in said.annotations]
 
 
 def test_the_guard_refuses_and_errors_are_a_models(

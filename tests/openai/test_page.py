@@ -604,6 +604,34 @@ def test_a_call_is_answered_by_hand_and_thoughts_are_folded(
     assert not page.browser.find_elements(By.CSS_SELECTOR, ".call textarea")
 
 
+def test_the_sources_of_an_answer_are_named(browser: webdriver.Chrome, connect: Connect) -> None:
+    """Once each, and kept in its file; what has an address is a link."""
+    notes: list[dict[str, Any]] = [
+        {"type": "file_citation", "file_id": "f1", "filename": "fox.txt", "index": 0},
+        {"type": "url_citation", "url_citation": {"url": "https://a.example/", "title": "A"}},
+        {"type": "url_citation", "url": "javascript:alert(1)", "title": "B"},
+    ]
+    api, _ = connect(replying([{"role": "user", "content": "Hi"}]))
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("Hi")
+    grown = """
+    const turn = branch(state.chat).at(-1), view = state.views.get(turn.id);
+    for (const note of arguments[0]) {
+      grow(turn, { delta: { annotations: [note] } }, view);
+      view.draw();
+    }
+    """
+    page.script(grown, notes)
+    assert page.texts(".sources") == ["Sources: fox.txt, A, B"]
+    assert page.script("return document.querySelector('.sources a').href") == "https://a.example/"
+    assert len(page.texts(".sources a")) == 1
+    file = "JSON.stringify({ kind: FILE_KIND, version: 1, chats: [state.chat] })"
+    exported = page.script(f"return readChats({file})[0]")
+    (answer,) = [each for each in exported["turns"].values() if each["role"] == "assistant"]
+    assert [each["name"] for each in answer["sources"]] == ["fox.txt", "A", "B"]
+
+
 def test_log_probabilities_are_shown_of_the_token_under_the_pointer(
     browser: webdriver.Chrome, connect: Connect
 ) -> None:
@@ -743,11 +771,15 @@ state.runs.set(chat.id, { turn, controller: new AbortController() });
 draw();
 const pieces = arguments[0].match(/\\s*\\S+/g);
 let at = 0;
+const isCall = arguments[1];
 window.grown = (count, every) => {
   const view = state.views.get(turn.id);
   for (let left = count; left > 0; left--) {
     const drafted = at % 3 ? [[0, 2]] : undefined;
-    grow(turn, { delta: { content: pieces[at++ % pieces.length] }, drafted }, view);
+    const text = pieces[at++ % pieces.length];
+    const named = { name: at === 1 ? "write" : undefined, arguments: text };
+    const call = { index: 0, id: "1", function: named };
+    grow(turn, { delta: isCall ? { tool_calls: [call] } : { content: text }, drafted }, view);
     if (left % every === 0) view.draw();
   }
 };
@@ -755,10 +787,12 @@ window.grown = (count, every) => {
 
 
 @pytest.mark.parametrize(
-    "text", [MARKDOWN + "\n\n", "a line without an end "], ids=["blocks", "one line"]
+    "text, is_call",
+    [(MARKDOWN + "\n\n", False), ("a line without an end ", False), ("def f(): ", True)],
+    ids=["blocks", "one line", "call"],
 )
 def test_the_cost_of_a_piece_does_not_grow_with_the_answer(
-    browser: webdriver.Chrome, connect: Connect, text: str
+    browser: webdriver.Chrome, connect: Connect, text: str, is_call: bool
 ) -> None:
     """CPU of the page per piece, each drawn: about the same after 500 and after 8,000."""
     api, _ = connect(endless(0))
@@ -775,7 +809,7 @@ def test_the_cost_of_a_piece_does_not_grow_with_the_answer(
         page.script("grown(arguments[0], 1)", pieces)
         return (spent() - before) / pieces
 
-    page.script(GROW, text)
+    page.script(GROW, text, is_call)
     page.script("grown(300, 1)")  # the program is compiled
     early = cpu(400)
     page.script("grown(7100, 50)")

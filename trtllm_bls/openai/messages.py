@@ -6,7 +6,7 @@ Events, fields and errors follow the types of Anthropic's own package.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -161,6 +161,8 @@ class MessagesResponse(PartsBuilder):
         asked = _conversation(request, model.reader)
         super().__init__(request, model, asked, max_tokens=max_tokens, stop_words=stop_words)
         self._refused = False
+        self._annotations: list[Mapping[str, Any]] = []  # told when the text is closed
+        self._num_citations = 0
 
     def last_events(self) -> bytes:
         delta = {**self._stopped(), "container": None}
@@ -194,6 +196,28 @@ class MessagesResponse(PartsBuilder):
         # A call's arguments leave at its end: a client runs what it has of those that break off.
         return b"" if self._kind is ToolCall else super()._grown(text, tokens)
 
+    def _annotated(self, annotation: Mapping[str, Any]) -> bytes:
+        self._annotations.append(annotation)
+        return b""
+
+    def _cited(self, text: str) -> Iterator[dict[str, Any]]:
+        """The remarks as citations of the results of a search, which have a name and no place."""
+        for each in self._annotations:
+            known = {**each, **(each.get("url_citation") or {})}
+            start, end = known.get("start_index"), known.get("end_index")
+            names = [known.get(key) for key in ("title", "filename", "url", "file_id")]
+            yield {
+                "type": "search_result_location",
+                "cited_text": text[start:end] if start is not None and end is not None else "",
+                "source": str(known.get("url") or next(filter(None, names[1:]), "")),
+                "title": next(filter(None, names), None),
+                "search_result_index": self._num_citations,
+                "start_block_index": 0,
+                "end_block_index": 1,
+            }
+            self._num_citations += 1
+        self._annotations = []
+
     def _closed(self, item: dict[str, Any], text: str, tokens: list[Any]) -> bytes:
         events, index = b"", len(self._items) - 1
         if item["type"] == "tool_use":
@@ -204,6 +228,10 @@ class MessagesResponse(PartsBuilder):
             events = super()._grown(text, tokens)
         elif item["type"] == "text":
             item["text"] = text
+            for citation in self._cited(text):
+                item.setdefault("citations", []).append(citation)
+                delta = {"type": "citations_delta", "citation": citation}
+                events += sse("content_block_delta", index=index, delta=delta)
         else:
             item["thinking"] = text
             # Clients send the signature back, and some want it before the stop.

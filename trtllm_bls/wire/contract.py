@@ -50,28 +50,9 @@ def array_of(name: str, value: Any, dtype: str = "") -> Array:
     its own precision. A single value gets one dimension. Raises ``TrtllmBlsError``.
     """
     is_array = isinstance(value, np.ndarray)
-    try:
-        value = _without_numpys_bytes(value, dtype)
-        try:
-            array = np.asarray(value)
-            is_fixed = array.dtype.kind in "SU" and not is_array
-        except UnicodeDecodeError:  # of bytes beside texts
-            is_fixed = True
-        if is_fixed:
-            # As an array of fixed width, numpy would drop NULs at the ends of texts and bytes, and
-            # write numbers beside texts as texts.
-            array = np.array(value, np.object_)
-    except ValueError as error:
-        raise TrtllmBlsError(f"{name}: its rows differ in length") from error
-    except (TypeError, RuntimeError) as error:  # of what makes an array of itself, such as torch's
-        raise TrtllmBlsError(f"{name}: {error}") from error
+    array = _own_array(name, value, dtype)
     if dtype == "STRING" and not array.size:
         return np.empty(array.shape, np.object_)
-    if array.dtype.kind == "O" and dtype in _FLOATS and _holds_numbers(array):
-        try:  # numpy has no type for whole numbers this large
-            array = array.astype(np.float64)
-        except OverflowError as error:
-            raise _not_of(dtype, name, value) from error
     kind = array.dtype.kind
     if kind == "S":
         problem = "numpy drops NULs at the ends of such bytes; send a list, or dtype=object"
@@ -104,6 +85,32 @@ def array_of(name: str, value: Any, dtype: str = "") -> Array:
     return cast if cast.ndim else cast.reshape(1)
 
 
+def _own_array(name: str, value: Any, dtype: str) -> Array:
+    """The value as an array in which every element is what it was."""
+    try:
+        value = _without_numpys_bytes(value, dtype)
+        try:
+            array = np.asarray(value)
+            is_fixed = array.dtype.kind in "SU" and not isinstance(value, np.ndarray)
+        except UnicodeDecodeError:  # of bytes beside texts
+            is_fixed = True
+        if is_fixed:
+            # As an array of fixed width, numpy would drop NULs at the ends of texts and bytes, and
+            # write numbers beside texts as texts.
+            array = np.array(value, np.object_)
+    except ValueError as error:
+        raise TrtllmBlsError(f"{name}: its rows differ in length") from error
+    except (TypeError, RuntimeError) as error:  # of what makes an array of itself, such as torch's
+        raise TrtllmBlsError(f"{name}: {error}") from error
+    is_other = array.dtype.kind == "O" and dtype in _FLOATS
+    if is_other and all(isinstance(each, (int, float)) for each in array.reshape(-1)):
+        try:  # numpy has no type for whole numbers this large
+            array = array.astype(np.float64)
+        except OverflowError as error:
+            raise _not_of(dtype, name, value) from error
+    return array
+
+
 def _without_numpys_bytes(value: Any, dtype: str) -> Any:
     """The value with bytes in place of ``numpy.bytes_``, which lose NULs at their ends in arrays,
     and for ``STRING`` in place of other buffers."""
@@ -111,10 +118,6 @@ def _without_numpys_bytes(value: Any, dtype: str) -> Any:
         return [_without_numpys_bytes(each, dtype) for each in value]
     is_buffer = dtype == "STRING" and isinstance(value, (bytearray, memoryview))
     return bytes(value) if is_buffer or isinstance(value, np.bytes_) else value
-
-
-def _holds_numbers(array: Array) -> bool:
-    return all(isinstance(each, (int, float)) for each in array.reshape(-1))
 
 
 def bf16_bits(array: Array) -> Array:
