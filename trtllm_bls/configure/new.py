@@ -41,7 +41,7 @@ def command(
       trtllm-bls new models/speech --input text:STRING --output codes:STRING --output pcm:FP32[-1]
       trtllm-bls new models/speech
     """
-    directory = Path(os.path.abspath(directory))
+    name = Path(os.path.abspath(directory)).name
     model = directory / "1" / "model.py"
     if not model.is_file():
         tensors = [[_tensor(text) for text in texts] for texts in (inputs, outputs)]
@@ -51,7 +51,7 @@ def command(
             if (tensor.dtype, tensor.dims) != ("STRING", (1,)):
                 problem = "the first input and the first output are texts; write NAME:STRING"
                 raise SettingsError(f"{tensor.name}:{tensor.dtype}: {problem}")
-        words = {"name": directory.name}
+        words = {"name": name}
         for side, declared in zip(("input", "output"), tensors, strict=True):
             spelled = []
             for tensor in declared:
@@ -63,7 +63,7 @@ def command(
             model.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"{model.parent}: cannot be made: {error.strerror}") from error
-        test = directory / f"test_{directory.name}.py"
+        test = directory / f"test_{name}.py"
         for path, template in ((model, "model.py.txt"), (test, "test.py.txt")):
             text = (TEMPLATES / template).read_text(encoding="utf-8")
             path.write_text(text.format(**words), encoding="utf-8")
@@ -79,7 +79,8 @@ def config_of(model: Path, parameters: dict[str, str]) -> str:
 
     Raises ``SettingsError``.
     """
-    name, file = model.parents[1].name, model.parents[1] / "config.pbtxt"
+    directory = model.parents[1]
+    name, file = Path(os.path.abspath(directory)).name, directory / "config.pbtxt"
     try:
         declared: Any = model_class(model)
         if declared is None:
