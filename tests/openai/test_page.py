@@ -420,6 +420,40 @@ def test_conversations_are_kept(
     assert page.complaints() == []
 
 
+def test_two_tabs_keep_one_conversation(browser: webdriver.Chrome, connect: Connect) -> None:
+    """Each shows what the other has asked, renamed or deleted, and neither undoes it."""
+    api, _ = connect(speaking(lambda prompt: "Yes"))
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("The first")
+    first, url = browser.current_window_handle, browser.current_url
+    browser.switch_to.new_window("tab")
+    try:
+        browser.get(url)
+        page.until(lambda: page.turns() == ["The first", "Yes"])
+        page.starts()
+        page.ask("The second")
+        said = ["The first", "Yes", "The second", "Yes"]
+        assert page.turns() == said
+        browser.switch_to.window(first)
+        page.until(lambda: page.turns() == said)
+        page.ask("The third")
+        page.act("Rename", "#chats .current")
+        page.type("Renamed", Keys.ENTER)
+        said += ["The third", "Yes"]
+        (second,) = {*browser.window_handles} - {first}
+        browser.switch_to.window(second)
+        page.until(lambda: page.texts("#chats .open") == ["Renamed"] and page.turns() == said)
+        browser.refresh()
+        page.until(lambda: page.texts("#chats .open") == ["Renamed"] and page.turns() == said)
+        page.act("Delete", "#chats .current")
+    finally:
+        browser.close()
+        browser.switch_to.window(first)
+    page.until(lambda: page.texts("#chats .open") == [] and page.turns() == [])
+    assert page.complaints() == []
+
+
 def test_turns_are_edited_answered_again_and_branched(
     browser: webdriver.Chrome, connect: Connect
 ) -> None:
@@ -714,6 +748,22 @@ TOO_WIDE = """
 return ["#log", "#fields", "html"].map((each) => document.querySelector(each))
   .map(({ scrollWidth, clientWidth }) => scrollWidth - clientWidth);
 """
+# A second chat with what the first one does not show; of a turn, its editor too.
+OTHER_STATES = """
+const chat = { ...newChat(), title: "Other" };
+state.chats.set(chat.id, chat);
+addTurn(chat, null, "user", { content: "Ask", files: [{ name: "a.txt", text: "text" }] });
+const calls = [{ id: "1", name: "weather", arguments: '{"city": "Rome"}' }];
+const sources = [{ name: "A", url: "https://a.example/" }, { name: "b.txt", url: "" }];
+const made = { content: "Well", thoughts: "Hm", calls, sources, error: "lost", ended: "stop" };
+const turn = addTurn(chat, chat.leaf, "assistant", made);
+turn.tokens = [{ text: "Well", logprob: -1.5, others: [["Yes", -0.5]] }];
+openChat(chat);
+const view = state.views.get(turn.id);
+view.thoughts.open = true;
+notice("Deleted.", "Undo", () => {});
+"""
+EDITS = "state.views.get(state.chat.leaf).edit()"
 SMALL = """
 return [...document.querySelectorAll("input:not([type=checkbox]), select, textarea")]
   .filter((each) => parseFloat(getComputedStyle(each).fontSize) < 16).map(({ id }) => id);
@@ -757,6 +807,16 @@ def test_everybody_can_use_the_page(
             assert browser.execute_async_script(AXE_RUN) == [], (scheme, width)
             assert page.script(TOO_WIDE) == [0, 0, 0] and page.script(SMALL) == []
             page.script("$('settings').close()")
+            page.script(f"const first = state.chat; {OTHER_STATES}; window.first = first")
+            assert browser.execute_async_script(AXE_RUN) == [], (scheme, width)
+            page.act("Tokens, as written")
+            page.script("document.querySelector('.raw').focus()")
+            page.type(Keys.ARROW_RIGHT)
+            assert page.find("#likely").is_displayed()
+            assert browser.execute_async_script(AXE_RUN) == [], (scheme, width)
+            page.script(EDITS)
+            assert browser.execute_async_script(AXE_RUN) == [], (scheme, width)
+            page.script("deleteChat(state.chat); $('notice').hidden = true; openChat(first)")
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
