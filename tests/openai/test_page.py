@@ -518,7 +518,7 @@ def test_stopping_keeps_the_text_and_frees_the_engine(
     browser: webdriver.Chrome, connect: Connect, way: str
 ) -> None:
     """And the next message is answered, in another conversation meanwhile."""
-    engine = endless(0.02)
+    engine = speaking(lambda prompt: "one more word " * 3000, 0.02)
     api, _ = connect(engine)
     page = Page(browser, api.url)
     page.starts()
