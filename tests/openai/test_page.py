@@ -832,6 +832,7 @@ draw();
 const pieces = arguments[0].match(/\\s*\\S+/g);
 let at = 0;
 const isCall = arguments[1];
+if (arguments[2]) grow(turn, { delta: { content: arguments[2] } }, state.views.get(turn.id));
 window.grown = (count, every) => {
   const view = state.views.get(turn.id);
   for (let left = count; left > 0; left--) {
@@ -847,12 +848,17 @@ window.grown = (count, every) => {
 
 
 @pytest.mark.parametrize(
-    "text, is_call",
-    [(MARKDOWN + "\n\n", False), ("a line without an end ", False), ("def f(): ", True)],
-    ids=["blocks", "one line", "call"],
+    "text, is_call, head",
+    [
+        (MARKDOWN + "\n\n", False, ""),
+        ("a line without an end ", False, ""),
+        ("| a cell | another one |\n", False, "| a | b |\n| --- | --- |\n"),
+        ("def f(): ", True, ""),
+    ],
+    ids=["blocks", "one line", "table", "call"],
 )
 def test_the_cost_of_a_piece_does_not_grow_with_the_answer(
-    browser: webdriver.Chrome, connect: Connect, text: str, is_call: bool
+    browser: webdriver.Chrome, connect: Connect, text: str, is_call: bool, head: str
 ) -> None:
     """CPU of the page per piece, each drawn: about the same after 500 and after 8,000."""
     api, _ = connect(endless(0))
@@ -869,13 +875,16 @@ def test_the_cost_of_a_piece_does_not_grow_with_the_answer(
         page.script("grown(arguments[0], 1)", pieces)
         return (spent() - before) / pieces
 
-    page.script(GROW, text, is_call)
+    page.script(GROW, text, is_call, head)
     page.script("grown(300, 1)")  # the program is compiled
-    early = cpu(400)
+    early = min(cpu(400) for _ in range(3))  # what else the machine does only adds
     page.script("grown(7100, 50)")
-    assert cpu(400) < 4 * early
-    # All blocks but the last one have their form for good.
-    assert page.script("return state.views.values().next().value.writing.open.length") < 6000
+    late = min(cpu(400) for _ in range(3))
+    assert late < 4 * early
+    # All blocks but the last one have their form for good; a table is one block.
+    assert (
+        head or page.script("return state.views.values().next().value.writing.open.length") < 6000
+    )
 
 
 def test_the_page_loads_nothing_else(connect: Connect) -> None:
