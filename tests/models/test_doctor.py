@@ -362,3 +362,33 @@ def test_what_new_writes_and_what_is_bundled_is_clean(tmp_path: Path) -> None:
             assert findings(name, repository=repository) == []
     (model / "1" / "model.py").write_text("class TritonPythonModel:\n  def\n")
     assert "is no Python" in only(findings("layout", repository=model.parent)).what
+
+
+def test_a_pipelines_own_parameters_are_listed_and_read(tmp_path: Path) -> None:
+    """From its program, which is not run."""
+    model = tmp_path / "models" / "mine"
+    assert CliRunner().invoke(main, ["new", str(model)]).exit_code == 0
+    file = model / "1" / "model.py"
+    (check,) = [each for each in doctor.CHECKS if each.name == "pipeline_parameters"]
+    assert list(examine(Subject(repository=model.parent), [check])) == []  # it declares none
+    body = "class TritonPythonModel(StreamingModel):"
+    declared = 'parameters = {"nearest": 2, "voice": "anna"}'
+    program = file.read_text().replace(body, f"{body}\n    {declared}")
+    assert declared in program
+    file.write_text(f"{program}\nraise SystemExit\n")
+    config = model / "config.pbtxt"
+    text = config.read_text()
+
+    def parameter(key: str, value: str) -> None:
+        more = f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+        config.write_text(f"{text}\n{more}\n")
+
+    parameter("voice", "otto")
+    (listed,) = [each for _, each in examine(Subject(repository=model.parent), [check])]
+    assert (listed.level, listed.what) == ("ok", "mine: nearest = 2, voice = 'otto'")
+    parameter("nearest", "two")
+    wrong = only(findings("pipeline_parameters", repository=model.parent))
+    assert wrong.level == "error" and "parameter nearest = 'two'" in wrong.what
+    parameter("neerest", "3")
+    (unknown,) = findings("pipeline_parameters", repository=model.parent)
+    assert (unknown.level, unknown.mend) == ("warn", "did you mean nearest?")

@@ -75,7 +75,10 @@ def test_every_option_is_refused_by_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperture": 0.3}, "temperture is no option of a language model; there are: add_"),
+        (
+            {"temperture": 0.3},
+            "temperture is no option of a language model; did you mean temperature?",
+        ),
         ({"variables": {}}, "variables is no option of a language model"),
         ({"max_tokens": "five"}, "max_tokens: 'five' is not a whole number"),
         ({"max_tokens": 5.5}, "max_tokens: 5.5 is not a whole number"),

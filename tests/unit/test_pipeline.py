@@ -657,7 +657,34 @@ def test_an_option_of_a_call_that_does_not_exist_is_refused() -> None:
     with serving(Asks, models={"other": lambda inputs: {"y": inputs["x"]}}) as model:
         ask = model.ask(prompt="x").wait()
     assert ask.error is not None
-    assert "sequnce_id is no option of a call; there are: version, " in ask.error.message()
+    told = "sequnce_id is no option of a call; did you mean sequence_id?"
+    assert told in ask.error.message()
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_what_load_raises_fails_the_load_alone(raised: BaseException) -> None:
+    """The event loop goes on, or Triton would wait for ever, or lose the process without a word."""
+
+    class Exits(Upper):
+        async def load(self, deployment: Any) -> None:
+            raise raised
+
+    told = pytest.raises(RuntimeError, match=f"load raised {type(raised).__name__}")
+    with told, serving(Exits, llm=["a"]):
+        pass
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_what_a_warm_up_raises_is_logged(
+    raised: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Exits(Upper):
+        async def warm_up(self, deployment: Any) -> None:
+            raise raised
+
+    with serving(Exits, llm=["a"]) as model:
+        assert model.ask(prompt="x").wait().error is None
+    assert "warm_up failed" in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_get_ready_for_a_warm_up_fails_no_request() -> None:

@@ -6,6 +6,7 @@ last command, ``conformance``, asks an engine itself.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib.metadata
 import json
@@ -38,6 +39,7 @@ from trtllm_bls.engines.trtllm_service import service_messages as messages
 from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
 from trtllm_bls.operate import checks
 from trtllm_bls.operate.preparation import Scratch
+from trtllm_bls.pipeline.streaming_model import own_parameters, undeclared
 from trtllm_bls.settings import cpp_backend
 from trtllm_bls.settings.command_options import (
     ServeSettings,
@@ -178,6 +180,18 @@ class Subject:
         return [name for name in self.configs if self.values(name).get("engine") == "llm_api"]
 
     @property
+    def pipelines(self) -> dict[str, dict[str, Any]]:
+        """The parameters that pipelines declare in so many words, by model."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in self.configs:
+            assert self.repository is not None
+            for file in sorted((self.repository / name).glob("*/model.py")):
+                with suppress(OSError, ValueError, SyntaxError):  # the file's own checks tell
+                    if declared := _declared_parameters(file.read_text(encoding="utf-8")):
+                        found[name] = declared
+        return found
+
+    @property
     def known_models(self) -> dict[str, Model]:
         """Our models and those of the C++ backend, with the tensors that each should have."""
 
@@ -218,6 +232,20 @@ class Subject:
             return cpp_backend.parse_version(self.backend_version)
         engine = self.engines.get(self.target)
         return engine.release() if engine else None
+
+
+def _declared_parameters(program: str) -> dict[str, Any]:
+    """What the class of a ``model.py`` has as ``parameters``; the program is read and not run."""
+    if "trtllm_bls.pipeline" not in program:
+        return {}
+    classes = [each for each in ast.parse(program).body if isinstance(each, ast.ClassDef)]
+    lines = [line for each in classes if each.name == "TritonPythonModel" for line in each.body]
+    for line in lines:
+        targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+        names = [each.id for each in targets if isinstance(each, ast.Name)]
+        if "parameters" in names and isinstance(line, (ast.Assign, ast.AnnAssign)) and line.value:
+            return dict(ast.literal_eval(line.value))
+    return {}
 
 
 # --- findings ---------------------------------------------------------------------------------
@@ -468,6 +496,20 @@ def parameters(subject: Subject) -> Findings:
                     check_ours(known.name, key, value)
             except SettingsError as error:
                 yield Finding.of(SettingsError(f"{model}.{key}: {error}"))
+
+
+@check("every pipeline's own parameters can be read", lambda s: s.pipelines)
+def pipeline_parameters(subject: Subject) -> Findings:
+    for model, declared in subject.pipelines.items():
+        texts = subject.values(model)
+        for problem in undeclared(texts, declared):
+            yield Finding.of(TrtllmBlsError(f"{model}: {problem}"), "warn")
+        try:
+            values = own_parameters(model, texts, declared)
+        except SettingsError as error:
+            yield Finding.of(error)
+            continue
+        yield Finding("ok", f"{model}: " + ", ".join(f"{k} = {v!r}" for k, v in values.items()))
 
 
 @check("the LLM API can be given its arguments", lambda s: s.llm_api_models)

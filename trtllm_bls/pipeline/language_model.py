@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypedDict, Union, get_args, get_origin, get_ty
 
 from trtllm_bls.errors import CancelCause, EngineError, InvalidRequest, TrtllmBlsError
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
+from trtllm_bls.settings.parameters import suggestion
 from trtllm_bls.text.chat_formats import (
     FORCED,
     REASONING_TAGS,
@@ -190,8 +191,8 @@ def text_request(options: Mapping[str, Any], **prompt: Any) -> TextRequest:
     """The request of these ``Options``. Raises ``TrtllmBlsError``."""
     known = _HINTS if "messages" in prompt else get_type_hints(Options)
     if unknown := options.keys() - known.keys():
-        names = ", ".join(sorted(known))
-        raise TrtllmBlsError(f"{min(unknown)} is no option of a language model; there are: {names}")
+        mend = suggestion(min(unknown), known)
+        raise TrtllmBlsError(f"{min(unknown)} is no option of a language model; {mend}")
     read = {name: _read(name, value, known[name]) for name, value in options.items()}
     read = {name: value for name, value in read.items() if value is not None}
     for name, value in read.items():

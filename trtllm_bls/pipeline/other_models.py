@@ -25,6 +25,7 @@ from trtllm_bls.errors import (
     TrtllmBlsError,
     from_wire,
 )
+from trtllm_bls.settings.parameters import suggestion
 from trtllm_bls.types import Array
 from trtllm_bls.wire.contract import Tensor, array_of
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
@@ -93,8 +94,8 @@ class DeclaredModel:
         except TrtllmBlsError as error:
             raise TrtllmBlsError(f"{self.name}: {error}") from error
         if unknown := options.keys() - CallOptions.__annotations__.keys():
-            known = ", ".join(CallOptions.__annotations__)
-            raise TrtllmBlsError(f"{min(unknown)} is no option of a call; there are: {known}")
+            mend = suggestion(min(unknown), CallOptions.__annotations__)
+            raise TrtllmBlsError(f"{min(unknown)} is no option of a call; {mend}")
         options.pop("timeout_s", None)
         version = options.pop("version", "")
         parameters = {**options.pop("parameters", {}), **options}
@@ -113,7 +114,7 @@ class DeclaredModel:
             sides = (("input", inputs, self.inputs), ("output", outputs, self.outputs))
             for side, names, known in sides:
                 if unknown := set(names) - known.keys():
-                    told = f"there is no such {side}; there are: {', '.join(known) or 'none'}"
+                    told = f"there is no such {side}; {suggestion(min(unknown), known)}"
                     raise TrtllmBlsError(f"{min(unknown)}: {told}")
         return [(name, *self.typed(name, value, self.inputs)) for name, value in inputs.items()]
 

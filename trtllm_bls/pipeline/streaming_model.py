@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -369,7 +369,8 @@ class Response(RequestTimes):
         end of ``answer`` ends the response.
         """
         if unknown := outputs.keys() - self._declared.keys():
-            raise TrtllmBlsError(f"output {min(unknown)} is not declared by this model")
+            mend = suggestion(min(unknown), self._declared)
+            raise TrtllmBlsError(f"output {min(unknown)} is not declared by this model; {mend}")
         if self.responses and not self._call.decoupled:
             raise TrtllmBlsError("this model is not decoupled and answers once per request")
         if not self._call.outbox.sequences:
@@ -462,11 +463,20 @@ class StreamingModel(ServedModel):
         super().initialize(args, pb_utils)
 
     def make(self, parameters: Any) -> None:
-        name, declared = self.deployment.name, self.parameters
-        self.deployment.parameters = own_parameters(name, self._config, declared)
+        name, given = self.deployment.name, self._config.get("parameters", {})
+        texts = {key: str(each["string_value"]) for key, each in given.items()}
+        for problem in undeclared(texts, self.parameters):
+            log.warning("%s", problem)
+        self.deployment.parameters = own_parameters(name, texts, self.parameters)
 
     async def begin(self) -> None:
-        await self.load(self.deployment)
+        try:
+            await self.load(self.deployment)
+        except BaseException as raised:
+            error = _told(raised, "load")
+            if error is raised:
+                raise
+            raise error from raised
         if type(self).warm_up is not StreamingModel.warm_up:
             self._warm = asyncio.ensure_future(self._warm_up())
 
@@ -474,7 +484,9 @@ class StreamingModel(ServedModel):
         try:
             await self.deployment.other_models.ready()
             await self.warm_up(self.deployment)
-        except Exception:
+        except BaseException as raised:
+            if _told(raised, "warm_up") is raised and not isinstance(raised, Exception):
+                raise  # the model ends meanwhile
             log.exception("warm_up failed; requests are answered all the same")
 
     async def end(self) -> None:
@@ -538,17 +550,20 @@ class StreamingModel(ServedModel):
         await response.send({CHAT_EVENTS: json.dumps([{"end": end}])}, final=True)
 
 
+def undeclared(texts: Iterable[str], declared: Iterable[str]) -> Iterator[str]:
+    """A line for each parameter of a pipeline's configuration that neither it nor we know."""
+    known = [*parameters_in(PipelineParameters), *declared, *COMMON_KEYS]
+    for key in sorted({*texts} - {*known}):
+        yield f"parameter {key} is not declared by this model; {suggestion(key, known)}"
+
+
 def own_parameters(
-    model: str, config: Mapping[str, Any], declared: Mapping[str, Value]
+    model: str, texts: Mapping[str, str], declared: Mapping[str, Value]
 ) -> dict[str, Value]:
     """A pipeline's own parameters: what the configuration says, or the default.
 
     Raises ``SettingsError`` for a value of another type.
     """
-    known = [*parameters_in(PipelineParameters), *declared, *COMMON_KEYS]
-    texts = {key: str(each["string_value"]) for key, each in config.get("parameters", {}).items()}
-    for key in texts.keys() - set(known):
-        log.warning("parameter %s is not declared by this model; %s", key, suggestion(key, known))
     return {
         key: Parameter(_KINDS[type(default)], "", str(default)).parse(
             model, key, texts.get(key, "")
@@ -557,13 +572,13 @@ def own_parameters(
     }
 
 
-def _told(raised: BaseException) -> BaseException:
-    """What the end of a request is told as.
+def _told(raised: BaseException, method: str = "answer") -> BaseException:
+    """What the end of a request is told as, or of another method of the pipeline.
 
     The failures of a task group are told in their own words. ``SystemExit`` and a cancellation of
     the pipeline's own would end the event loop or look like the caller's leaving.
     """
-    inner = [_told(each) for each in getattr(raised, "exceptions", ())]
+    inner = [_told(each, method) for each in getattr(raised, "exceptions", ())]
     if inner and all(isinstance(each, TrtllmBlsError) for each in inner):
         texts = dict.fromkeys(str(each) for each in inner)
         if len(texts) == 1:
@@ -579,5 +594,5 @@ def _told(raised: BaseException) -> BaseException:
     cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
     own_cancel = isinstance(raised, asyncio.CancelledError) and not cancels
     if own_cancel or isinstance(raised, (SystemExit, KeyboardInterrupt)):
-        return RuntimeError(f"answer raised {type(raised).__name__}")
+        return RuntimeError(f"{method} raised {type(raised).__name__}")
     return raised
