@@ -325,8 +325,9 @@ def platform_and_place(subject: Subject) -> None:
 
 
 def _serves_here(subject: Subject) -> bool:
-    """Whether a server is to be started on this machine, and not asked for or in a container."""
-    return not (subject.url or subject.version)
+    """Whether a server is to be started on this machine: none is asked, and a release that is named
+    need not be of another machine where a server is here."""
+    return not subject.url and bool(not subject.version or _server(subject))
 
 
 @check("as many files can be open as streams need", _serves_here, PREPARING)
