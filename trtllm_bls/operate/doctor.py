@@ -674,7 +674,7 @@ def backends(subject: Subject) -> Findings:
         there = checks.find_server(subject.server).backends
         for model, config in subject.configs.items():
             name = backend_of(config)
-            wants_gpu = any(g.Kind.Name(g.kind) == "KIND_GPU" for g in config.instance_group)
+            wants_gpu = any(g.kind == g.KIND_GPU for g in config.instance_group)
             if wants_gpu and not _GPUS.exists():
                 yield fault(f"{model}: KIND_GPU, and no GPU is here", "set kind: KIND_CPU")
             if name and "${" not in name and not (there / name).is_dir():

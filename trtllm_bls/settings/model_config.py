@@ -52,7 +52,9 @@ def values_of(config: Any) -> dict[str, str]:
 
 def dtype_of(tensor: Any) -> str:
     """The type of an input or output as the contract spells it, such as ``INT32``."""
-    return str(model_config_pb2.DataType.Name(tensor.data_type)).removeprefix("TYPE_")
+    known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
+    # Any number can be written, and Triton loads it.
+    return known.name.removeprefix("TYPE_") if known else str(tensor.data_type)
 
 
 def instances_of(config: Any) -> int:
@@ -141,7 +143,7 @@ def refusals(config: Any, directory: Path) -> Iterator[str]:
     yield from _tensor_refusals(config, directory)
     yield from _scheduler_refusals(config)
     for group in config.instance_group:
-        if group.gpus and group.Kind.Name(group.kind) == "KIND_CPU":
+        if group.gpus and group.kind == group.KIND_CPU:
             yield "an instance group of KIND_CPU names gpus; leave them out"
         if group.profile and not config.platform.startswith("tensorrt"):
             yield "an instance group has a profile, which only TensorRT plans have; leave it out"
