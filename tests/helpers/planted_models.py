@@ -87,6 +87,8 @@ plant("syntax_error", append="input [ {\n")
 plant("unknown_field", append="no_such_field: 1\n")
 plant("bad_enum", sub={"TYPE_INT32": "TYPE_INT33"})
 plant("type_invalid", sub={"TYPE_INT32": "TYPE_INVALID"})
+plant("type_number", sub={"TYPE_INT32": "8"})
+plant("type_number_unknown", sub={"TYPE_INT32": "99"})
 plant("no_type", sub={"data_type: TYPE_INT32 ": ""})
 plant("no_dims", sub={"dims: [ 1 ]": ""})
 plant("zero_dims", sub={"dims: [ 1 ]": "dims: [ 0 ]"})
@@ -314,6 +316,253 @@ ensemble(
 ensemble("ens_of_optional", sub={'model_name: "good"': 'model_name: "optional_in"'})
 ensemble("ens_platform_backend", sub={'platform: "ensemble"': 'backend: "ensemble"'})
 ensemble("ens_sched_on_python", sub={'platform: "ensemble"': 'backend: "python"'})
+
+
+# Sequences, batch tensors, codes and wires.
+plant("kind_model", sub={"KIND_CPU": "KIND_MODEL"})
+plant("kind_auto", sub={"kind: KIND_CPU ": ""})
+plant("kind_auto_gpus", sub={"kind: KIND_CPU count: 1": "count: 1 gpus: [ 0 ]"})
+plant("count_zero", sub={"count: 1": "count: 0"})
+plant("passive", sub={"count: 1": "count: 1 passive: true"})
+plant(
+    "rate_limiter",
+    sub={"count: 1": 'count: 1 rate_limiter { resources [ { name: "R" count: 4 } ] priority: 2 }'},
+)
+plant(
+    "delay_decoupled",
+    append="model_transaction_policy { decoupled: true }\ndynamic_batching { max_queue_delay_microseconds: 1000 }\n",
+)
+plant(
+    "seq_decoupled", append="model_transaction_policy { decoupled: true }\nsequence_batching { }\n"
+)
+plant(
+    "seq_two_start",
+    append='sequence_batching { control_input [ { name: "S" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } ] }, { name: "T" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } ] } ] }\n',
+)
+plant("seq_control_nothing", append='sequence_batching { control_input [ { name: "S" } ] }\n')
+plant(
+    "seq_control_one_value",
+    append='sequence_batching { control_input [ { name: "S" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 1 ] } ] } ] }\n',
+)
+plant(
+    "seq_control_novalues",
+    append='sequence_batching { control_input [ { name: "S" control [ { kind: CONTROL_SEQUENCE_START } ] } ] }\n',
+)
+plant(
+    "seq_corrid_notype",
+    append='sequence_batching { control_input [ { name: "S" control [ { kind: CONTROL_SEQUENCE_CORRID } ] } ] }\n',
+)
+plant(
+    "seq_corrid_fp32",
+    append='sequence_batching { control_input [ { name: "S" control [ { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_FP32 } ] } ] }\n',
+)
+plant(
+    "seq_corrid_ok",
+    append='sequence_batching { control_input [ { name: "S" control [ { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } ] } ] }\n',
+)
+plant(
+    "seq_state_ok",
+    append='sequence_batching { state [ { input_name: "SI" output_name: "SO" data_type: TYPE_INT32 dims: [ 1 ] } ] }\n',
+)
+plant(
+    "seq_state_init_nofile",
+    append='sequence_batching { state [ { input_name: "SI" output_name: "SO" data_type: TYPE_INT32 dims: [ 1 ] initial_state { name: "i" data_type: TYPE_INT32 dims: [ 1 ] data_file: "nope" } } ] }\n',
+)
+plant(
+    "seq_state_init_noname",
+    append='sequence_batching { state [ { input_name: "SI" output_name: "SO" data_type: TYPE_INT32 dims: [ 1 ] initial_state { data_type: TYPE_INT32 dims: [ 1 ] zero_data: true } } ] }\n',
+)
+plant(
+    "seq_state_init_type",
+    append='sequence_batching { state [ { input_name: "SI" output_name: "SO" data_type: TYPE_INT32 dims: [ 1 ] initial_state { name: "i" data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } } ] }\n',
+)
+plant(
+    "seq_state_init_ok",
+    append='sequence_batching { state [ { input_name: "SI" output_name: "SO" data_type: TYPE_INT32 dims: [ 1 ] initial_state { name: "i" data_type: TYPE_INT32 dims: [ 1 ] zero_data: true } } ] }\n',
+)
+plant(
+    "seq_direct_util",
+    append="sequence_batching { direct { minimum_slot_utilization: 2.0 max_queue_delay_microseconds: 5 } }\n",
+)
+plant("dup_output", append='output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]\n')
+plant("batch_quoted", sub={"max_batch_size: 8": 'max_batch_size: "8"'})
+plant("bool_yes", append="model_transaction_policy { decoupled: yes }\n")
+plant("bool_True", append="model_transaction_policy { decoupled: True }\n")
+plant("param_int", append='parameters { key: "x" value: { int_value: 3 } }\n')
+plant("param_bare", append='parameters { key: "x" value: "3" }\n')
+plant("trailing_comma", sub={"dims: [ 1 ] } ]\noutput": "dims: [ 1 ] }, ]\noutput"})
+plant("comment_slashes", append="// a comment\n")
+plant("crlf", files={"config.pbtxt": MODEL.replace("@", "crlf").replace("\n", "\r\n").encode()})
+plant("bom", files={"config.pbtxt": b"\xef\xbb\xbf" + MODEL.replace("@", "bom").encode()})
+plant("utf16", files={"config.pbtxt": MODEL.replace("@", "utf16").encode("utf-16")})
+plant("json_config", files={"config.pbtxt": b'{"name": "json_config", "backend": "python"}'})
+plant("python_upper", sub={'"python"': '"Python"'})
+plant("cache_ok", append="response_cache { enable: true }\n")
+plant(
+    "prio_huge",
+    append="dynamic_batching { priority_levels: 2 default_priority_level: 1 priority_queue_policy { key: 0 value: { timeout_action: REJECT } } }\n",
+)
+plant("version_latest_dir", versions=("latest",))
+plant("version_mixed", versions=("1", "v2"))
+plant(
+    "code_import_try", code="try:\n    import no_such_xyz\nexcept ImportError:\n    pass\n" + CODE
+)
+plant("code_import_sibling", code="import helper\n" + CODE, files={"1/helper.py": "X = 1\n"})
+plant(
+    "code_class_in_if",
+    code="if True:\n    class TritonPythonModel:\n        def execute(self, r):\n            return []\n",
+)
+plant(
+    "code_class_assigned",
+    code="class A:\n    def execute(self, r):\n        return []\nTritonPythonModel = A\n",
+)
+plant(
+    "code_class_nested",
+    code="class A:\n    class TritonPythonModel:\n        def execute(self, r):\n            return []\n",
+)
+plant("code_class_used_only", code="def f():\n    return TritonPythonModel\n")
+plant(
+    "batch_input_notype",
+    append='batch_input [ { kind: BATCH_ELEMENT_COUNT target_name: "B" source_input: "IN" } ]\n',
+)
+plant(
+    "batch_input_ok",
+    append='batch_input [ { kind: BATCH_ELEMENT_COUNT target_name: "B" data_type: TYPE_INT32 source_input: "IN" } ]\n',
+)
+plant(
+    "batch_input_two",
+    append='batch_input [ { kind: BATCH_ELEMENT_COUNT target_name: "B" data_type: TYPE_INT32 source_input: [ "IN", "IN" ] } ]\n',
+)
+plant(
+    "batch_input_nosrc",
+    append='batch_input [ { kind: BATCH_ELEMENT_COUNT target_name: "B" data_type: TYPE_INT32 } ]\n',
+)
+plant(
+    "batch_input_type",
+    append='batch_input [ { kind: BATCH_ELEMENT_COUNT target_name: "B" data_type: TYPE_INT64 source_input: "IN" } ]\n',
+)
+plant(
+    "batch_output_unknown",
+    append='batch_output [ { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "NOPE" source_input: "IN" } ]\n',
+)
+plant(
+    "batch_output_nosrc",
+    append='batch_output [ { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "OUT" source_input: "NOPE" } ]\n',
+)
+plant(
+    "batch_output_ok",
+    append='batch_output [ { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "OUT" source_input: "IN" } ]\n',
+)
+plant(
+    "nonlinear",
+    sub={
+        "data_type: TYPE_INT32 dims: [ 1 ] } ]\noutput": "data_type: TYPE_INT32 dims: [ 1 ] is_non_linear_format_io: true } ]\noutput"
+    },
+)
+plant("runtime_nope", append='runtime: "nope.so"\n')
+ensemble(
+    "ens_two_ok",
+    sub={
+        "} ] }": '}, { model_name: "good" model_version: -1 input_map { key: "IN" value: "B" } output_map { key: "OUT" value: "C" } } ] }'
+    },
+)
+ensemble(
+    "ens_opt_input",
+    sub={
+        'model_name: "good"': 'model_name: "optional_in"',
+        'input_map { key: "IN" value: "A" }': 'input_map { key: "IN" value: "A" } input_map { key: "IN2" value: "Z" }',
+    },
+    append='input [ { name: "Z" data_type: TYPE_INT32 dims: [ 1 ] optional: true } ]\n',
+)
+ensemble(
+    "ens_out_passthrough", append='output [ { name: "A" data_type: TYPE_INT32 dims: [ 1 ] } ]\n'
+)
+ensemble(
+    "ens_cycle_tensors",
+    sub={
+        'input_map { key: "IN" value: "A" } output_map { key: "OUT" value: "B" } } ] }': 'input_map { key: "IN" value: "X" } output_map { key: "OUT" value: "B" } }, { model_name: "good" model_version: -1 input_map { key: "IN" value: "B" } output_map { key: "OUT" value: "X" } }, { model_name: "good" model_version: -1 input_map { key: "IN" value: "A" } output_map { key: "OUT" value: "Y" } } ] }'
+    },
+)
+ensemble("ens_no_output", sub={'output [ { name: "B" data_type: TYPE_INT32 dims: [ 1 ] } ]\n': ""})
+ensemble(
+    "ens_of_ens",
+    sub={
+        'model_name: "good"': 'model_name: "ens_two_ok"',
+        'key: "IN"': 'key: "A"',
+        'key: "OUT"': 'key: "B"',
+    },
+)
+ensemble("ens_of_nobatch", sub={'model_name: "good"': 'model_name: "nobatch_step"'})
+plant("nobatch_step", sub={"max_batch_size: 8": "max_batch_size: 0"})
+ensemble(
+    "ens_nobatch_ok",
+    sub={
+        "max_batch_size: 8": "max_batch_size: 0",
+        'A" data_type: TYPE_INT32 dims: [ 1 ]': 'A" data_type: TYPE_INT32 dims: [ -1, 1 ]',
+        'B" data_type: TYPE_INT32 dims: [ 1 ]': 'B" data_type: TYPE_INT32 dims: [ -1, 1 ]',
+    },
+)
+ensemble("ens_prio", append="optimization { priority: PRIORITY_MAX }\n")
+ensemble("ens_filename", append='default_model_filename: "model.py"\n')
+ensemble(
+    "ens_cache_dec",
+    sub={'model_name: "good"': 'model_name: "decoupled"'},
+    append="response_cache { enable: true }\n",
+)
+ensemble("ens_dup_in", append='input [ { name: "A" data_type: TYPE_INT32 dims: [ 1 ] } ]\n')
+_SEQUENCES = "sequence_batching { %s }\n"
+_CONTROL = '{ name: "%s" control [ { kind: CONTROL_SEQUENCE_%s %s } ] }'
+plant(
+    "seq2_name_twice",
+    append=_SEQUENCES
+    % (
+        "control_input [ "
+        + _CONTROL % ("S", "START", "int32_false_true: [ 0, 1 ]")
+        + ", "
+        + _CONTROL % ("S", "END", "int32_false_true: [ 0, 1 ]")
+        + " ]"
+    ),
+)
+plant(
+    "seq2_two_kinds_one_input",
+    append=_SEQUENCES
+    % 'control_input [ { name: "S" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] }, { kind: CONTROL_SEQUENCE_END int32_false_true: [ 0, 1 ] } ] } ]',
+)
+plant(
+    "seq2_corrid_values",
+    append=_SEQUENCES
+    % (
+        "control_input [ "
+        + _CONTROL % ("S", "CORRID", "data_type: TYPE_UINT64 int32_false_true: [ 0, 1 ]")
+        + " ]"
+    ),
+)
+_STATE = 'state [ { input_name: "SI" output_name: "SO" data_type: TYPE_INT32 dims: [ 1 ] initial_state %s } ]'
+plant(
+    "seq2_init_dims",
+    append=_SEQUENCES
+    % (_STATE % '{ name: "i" data_type: TYPE_INT32 dims: [ 2 ] zero_data: true }'),
+)
+plant(
+    "seq2_init_var",
+    append=_SEQUENCES
+    % (_STATE % '{ name: "i" data_type: TYPE_INT32 dims: [ -1 ] zero_data: true }'),
+)
+plant(
+    "seq2_init_nodims",
+    append=_SEQUENCES % (_STATE % '{ name: "i" data_type: TYPE_INT32 zero_data: true }'),
+)
+plant(
+    "seq2_init_nodata",
+    append=_SEQUENCES % (_STATE % '{ name: "i" data_type: TYPE_INT32 dims: [ 1 ] }'),
+)
+plant(
+    "seq2_init_short",
+    append=_SEQUENCES
+    % (_STATE % '{ name: "i" data_type: TYPE_INT32 dims: [ 1 ] data_file: "short" }'),
+    files={"initial_state/short": "ab"},
+)
+plant("letter_é")
 
 
 def write(repository: Path, names: Sequence[str]) -> None:

@@ -21,7 +21,14 @@ from trtllm_bls.operate.tritonserver import GuardedProcess
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 STUBS = 24  # processes of Python models that one server starts
-CALLED = ["good", "code_syntax", "decoupled", "optional_in"]  # by ensembles
+CALLED = [
+    "good",
+    "code_syntax",
+    "decoupled",
+    "optional_in",
+    "ens_two_ok",
+    "nobatch_step",
+]  # by them
 
 
 def loaded(repository: Path) -> set[str] | None:

@@ -187,6 +187,13 @@ def test_a_stalled_engine_is_noticed_before_the_request_times_out(demo: Demo) ->
     assert findings("time_limits", repository=demo.out) == []
 
 
+def test_a_release_is_named_where_the_server_is(tmp_path: Path) -> None:
+    """This machine's limits count then, too; not where a server runs already."""
+    here: dict[str, Any] = {"server": container(tmp_path), "max_streams": 10**9}
+    assert "--max-streams" in only(findings("open_files", version="0.19", **here)).mend
+    assert findings("open_files", url="127.0.0.1:1", **here) == []
+
+
 def test_an_engine_that_names_no_release(tmp_path: Path) -> None:
     """Whether the backend can run it cannot be told."""
     engine = make_engine(tmp_path / "unnamed", BUILD, version="")

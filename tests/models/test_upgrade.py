@@ -180,12 +180,23 @@ def test_a_changed_model_file_stays_and_is_named(tmp_path: Path) -> None:
     result = upgraded(repository)
     assert "lost: preprocessing: its model.py is not as any version wrote it" in result.output
     assert code.read_text().endswith("# our own\n") and "preprocessing" in needs_upgrade(repository)
+    checked = upgraded(repository, "--check")  # nothing to write, and it does not load
+    assert checked.exit_code == 1 and "cannot mend it" in checked.output
     result = upgraded(repository, "--map", "preprocessing=preprocessing")
     assert "lost: preprocessing: its own model.py" in result.output
     assert needs_upgrade(repository) == ""
     assert {model.name for model in repository.iterdir()} == {
         *("ensemble", "preprocessing", "postprocessing", "tensorrt_llm", "tensorrt_llm_bls")
     }
+
+
+def test_a_changed_model_file_that_loads_is_named(tmp_path: Path) -> None:
+    """Its tensors may be older than those of the models beside it."""
+    repository = opened("0.3.0", "embedded", tmp_path)
+    code = repository / "preprocessing" / "1" / "model.py"
+    code.write_text(code.read_text() + "\n# our own\n")
+    result = upgraded(repository, "--check")
+    assert result.exit_code == 0 and "note: preprocessing: its model.py is not" in result.output
 
 
 def test_models_of_other_names_keep_them(tmp_path: Path) -> None:

@@ -518,6 +518,8 @@ class Client:
             raise SettingsError(f"url: {url!r} has a scheme; write host:port, gRPC is understood")
         if retries < 0:
             raise SettingsError(f"retries: {retries} is not allowed; it must be at least 0")
+        if not url:
+            raise SettingsError("url: is empty; write host:port, where gRPC is served")
         if keepalive_s <= 0:
             raise SettingsError(f"keepalive_s: {keepalive_s} is not allowed; it must be above 0")
         self.url = url

@@ -55,7 +55,7 @@ _PATHS = ("tokenizer_dir", "draft_tokenizer_dir", "model_dir", "model_yaml")
 
 @click.command(name="upgrade")
 @click.argument("repository", type=click.Path(path_type=Path))
-@click.option("--check", is_flag=True, help="Write nothing; exit code 1 if anything would change.")
+@click.option("--check", is_flag=True, help="Write nothing; exit code 1 unless all is up to date.")
 @click.option(
     "--map",
     "names",
@@ -91,8 +91,10 @@ def command(repository: Path, check: bool, names: tuple[str, ...], release: str)
         click.echo(f"note: {note}")
     if check:
         verdict = f"{len(plan.files)} files would change" if plan.files else "up to date"
+        if plan.losses and not plan.files:  # a model.py of the user's that stays, and is told above
+            verdict = "not up to date, and upgrade cannot mend it"
         click.echo(f"{repository}: {verdict}")
-        raise SystemExit(bool(plan.files))
+        raise SystemExit(bool(plan.files or plan.losses))
     for path, text in plan.files.items():
         try:
             replace_file(path, text)
@@ -261,6 +263,9 @@ def _roles(
         elif gone:
             what = "its model.py is not as any version wrote it, so it stays"
             plan.losses.append(f"{name}: {what}; it imports {', '.join(gone)}, not here any more")
+        elif name in {model.name for model in MODELS} and config.backend == "python":
+            what = "its model.py is not as any version wrote it, so the model stays as it is"
+            plan.notes.append(f"{name}: {what}; --map {name}={name} replaces it")
     for name, config in configs.items():
         if [roles.get(step.model_name) for step in config.ensemble_scheduling.step] == _STEPS:
             roles[name] = ENSEMBLE.name

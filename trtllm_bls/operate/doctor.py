@@ -353,8 +353,9 @@ def platform_and_place(subject: Subject) -> None:
 
 
 def _serves_here(subject: Subject) -> bool:
-    """Whether a server is to be started on this machine, and not asked for or in a container."""
-    return not (subject.url or subject.version)
+    """Whether a server is to be started on this machine: none is asked, and a release that is named
+    need not be of another machine where a server is here."""
+    return not subject.url and bool(not subject.version or _server(subject))
 
 
 @check("as many files can be open as streams need", _serves_here, PREPARING)
@@ -715,9 +716,11 @@ def backends(subject: Subject) -> Findings:
         there = checks.find_server(subject.server).backends
         for model, config in subject.configs.items():
             name = backend_of(config)
-            wants_gpu = any(g.Kind.Name(g.kind) == "KIND_GPU" for g in config.instance_group)
+            groups = config.instance_group
+            wants_gpu = any(g.kind == g.KIND_GPU or (not g.kind and g.gpus) for g in groups)
             if wants_gpu and not _GPUS.exists():
-                yield fault(f"{model}: KIND_GPU, and no GPU is here", "set kind: KIND_CPU")
+                mend = "set kind: KIND_CPU, without gpus"
+                yield fault(f"{model}: an instance group on GPUs, and none is here", mend)
             if name and "${" not in name and not (there / name).is_dir():
                 image = cpp.image_of(subject.release) if subject.release else None
                 mend = f"serve it from {image or 'the container that has it'}"

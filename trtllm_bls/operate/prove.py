@@ -115,7 +115,10 @@ def command(out: Path, **options: Any) -> None:
       trtllm-bls prove --out report --model-repository /repository --beside http://127.0.0.1:8080
       trtllm-bls prove --out report --url 127.0.0.1:8001 --tokenizer-dir /models/llama
     """
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--out {out}: {error.strerror}; name a directory") from error
     with _target(options) as target:
         report = asyncio.run(_prove(target, options))
     (out / "load.svg").write_text(plot(report.load), encoding="utf-8")

@@ -6,8 +6,9 @@ import ast
 import os
 import re
 import runpy
+import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import zip_longest
 from math import prod
@@ -52,7 +53,9 @@ def values_of(config: Any) -> dict[str, str]:
 
 def dtype_of(tensor: Any) -> str:
     """The type of an input or output as the contract spells it, such as ``INT32``."""
-    return str(model_config_pb2.DataType.Name(tensor.data_type)).removeprefix("TYPE_")
+    known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
+    # Any number can be written, and Triton loads it.
+    return known.name.removeprefix("TYPE_") if known else str(tensor.data_type)
 
 
 def instances_of(config: Any) -> int:
@@ -103,6 +106,7 @@ _VERSION = re.compile(r"0|[1-9]\d{0,18}")
 _BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "UINT16": 2, "INT16": 2, "FP16": 2, "BF16": 2}
 _BYTES |= {"UINT32": 4, "INT32": 4, "FP32": 4, "UINT64": 8, "INT64": 8, "FP64": 8}
 _UTILITIES = "triton_python_backend_utils"
+_Tensor = tuple[Any, bool]  # of an ensemble or a step, and whether that one has a batch
 
 
 def backend_of(config: Any) -> str:
@@ -139,9 +143,12 @@ def refusals(config: Any, directory: Path) -> Iterator[str]:
         what = "no version directory that version_policy names"
         yield f"{what}; make one named 1, which may be empty where there is no model.py"
     yield from _tensor_refusals(config, directory)
+    yield from _batch_refusals(config)
     yield from _scheduler_refusals(config)
+    yield from _control_refusals(config.sequence_batching.control_input)
+    yield from _state_refusals(config.sequence_batching.state, directory)
     for group in config.instance_group:
-        if group.gpus and group.Kind.Name(group.kind) == "KIND_CPU":
+        if group.gpus and group.kind == group.KIND_CPU:
             yield "an instance group of KIND_CPU names gpus; leave them out"
         if group.profile and not config.platform.startswith("tensorrt"):
             yield "an instance group has a profile, which only TensorRT plans have; leave it out"
@@ -171,17 +178,29 @@ def _tensor_refusals(config: Any, directory: Path) -> Iterator[str]:
                 before, after = list(tensor.dims), list(tensor.reshape.shape)
                 if before.count(-1) != after.count(-1) or abs(prod(before)) != abs(prod(after)):
                     yield f"{name}: {before} cannot become {after}; mend reshape"
-            if tensor.is_shape_tensor and not config.platform.startswith("tensorrt"):
-                yield f"{name}: only TensorRT plans have shape tensors; leave is_shape_tensor out"
+            for key in ("is_shape_tensor", "is_non_linear_format_io"):
+                if getattr(tensor, key, False) and not config.platform.startswith("tensorrt"):
+                    yield f"{name}: only TensorRT plans have {key}; leave it out"
             if kind == "input" and tensor.format and len(tensor.dims) != 3:
                 yield f"{name}: an image format needs 3 dims; leave format out"
             labels = getattr(tensor, "label_filename", "")
             if labels and not (directory / labels).is_file():
                 yield f"{name}: label_filename {labels} is not there; add it or leave it out"
+
+
+def _batch_refusals(config: Any) -> Iterator[str]:
     names = {tensor.name for tensor in config.input}
-    for batch in config.batch_input:
-        if lost := sorted(set(batch.source_input) - names):
-            yield f"batch_input reads {lost[0]}, which is no input; name one"
+    for kind, batches in ("input", config.batch_input), ("output", config.batch_output):
+        for batch in batches:
+            if lost := sorted(set(batch.source_input) - names):
+                yield f"batch_{kind} reads {lost[0]}, which is no input; name one"
+            elif len(batch.source_input) != 1:
+                yield f"batch_{kind} has {len(batch.source_input)} source_input; name one"
+            if kind == "input" and dtype_of(batch) not in ("INT32", "FP32"):
+                yield f"batch_input is {dtype_of(batch)}; set TYPE_INT32 or TYPE_FP32"
+            unknown = set(batch.target_name) - {tensor.name for tensor in config.output}
+            if kind == "output" and unknown:
+                yield f"batch_output is {min(unknown)}, which is no output; name one"
 
 
 def _scheduler_refusals(config: Any) -> Iterator[str]:
@@ -194,15 +213,57 @@ def _scheduler_refusals(config: Any) -> Iterator[str]:
         yield f"default_priority_level is {batching.default_priority_level}; set 1 to {levels}"
     if levels and batching.preserve_ordering:
         yield "preserve_ordering and priority_levels exclude each other; choose one"
-    if levels and (wrong := [key for key in batching.priority_queue_policy if key > levels]):
-        yield f"priority_queue_policy is of level {wrong[0]}; there are {levels}, raise them"
-    for control in config.sequence_batching.control_input:
+    allowed = range(1, levels + 1)
+    if levels and (wrong := [key for key in batching.priority_queue_policy if key not in allowed]):
+        yield f"priority_queue_policy is of level {wrong[0]}; there are 1 to {levels}, name one"
+    if not 0 <= config.sequence_batching.direct.minimum_slot_utilization <= 1:
+        yield "minimum_slot_utilization is not within 0 and 1; mend it"
+
+
+def _control_refusals(controls: Sequence[Any]) -> Iterator[str]:
+    kinds, names = list[int](), list[str]()
+    for control in controls:
+        name = f"control_input {control.name}"
+        if control.name in names:
+            yield f"{name} is there twice; leave one"
+        names.append(control.name)
         if not control.name:
             yield "a control_input has no name; name it"
         for each in control.control:
+            kinds.append(each.kind)
             ways = (each.int32_false_true, each.fp32_false_true, each.bool_false_true)
-            if sum(map(bool, ways)) > 1:
-                yield f"control_input {control.name} has values of two types; leave one"
+            sizes = [len(way) for way in ways if way]
+            if each.kind == each.CONTROL_SEQUENCE_CORRID:
+                if dtype_of(each) not in ("UINT64", "INT64", "UINT32", "INT32", "STRING"):
+                    yield f"{name}: its data_type is no type of a correlation id; set TYPE_UINT64"
+                if sizes:
+                    yield f"{name} is a correlation id and has values; leave them out"
+            elif sizes != [2]:
+                yield f"{name} needs two values of one type; set int32_false_true: [ 0, 1 ]"
+    if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
+        kind = model_config_pb2.ModelSequenceBatching.Control.Kind.Name(twice[0])
+        yield f"two control_inputs are of {kind}; leave one"
+
+
+def _state_refusals(states: Sequence[Any], directory: Path) -> Iterator[str]:
+    for state in states:
+        name = f"the initial_state of {state.input_name}"
+        if len(state.initial_state) > 1:
+            yield f"{name} is there twice; leave one"
+        for first in state.initial_state:
+            if not first.name:
+                yield f"{name} has no name; name it"
+            if first.data_type != state.data_type:
+                yield f"{name} is {dtype_of(first)}, the state {dtype_of(state)}; set that"
+            if min(first.dims, default=1) < 1 or not _alike(first.dims, state.dims):
+                yield f"{name} has dims {list(first.dims)}, the state {list(state.dims)}; set those"
+            file, size = directory / "initial_state" / first.data_file, prod(first.dims)
+            if not first.WhichOneof("state_data"):
+                yield f"{name} has no data; set zero_data: true or data_file"
+            elif first.data_file and not file.is_file():
+                yield f"{name}: {file} is not there; add it"
+            elif first.data_file and file.stat().st_size < size * _BYTES.get(dtype_of(first), 0):
+                yield f"{name}: {file} is too short; mend it"
 
 
 def _warmup_refusals(config: Any, directory: Path) -> Iterator[str]:
@@ -239,6 +300,10 @@ def _warmup_refusals(config: Any, directory: Path) -> Iterator[str]:
 
 
 def _python_refusals(config: Any, directory: Path) -> Iterator[str]:
+    if shlex.quote(directory.name) != directory.name:  # it goes through a shell, as ASCII
+        yield "its name has letters that Triton cannot start; use ASCII letters, digits and _"
+    if config.runtime:
+        yield f"runtime is {config.runtime}, which is not where serve has it; leave it out"
     for key in ("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"):
         value = config.parameters[key].string_value if key in config.parameters else ""
         value = value.replace("$$TRITON_MODEL_DIRECTORY", str(directory))
@@ -252,32 +317,44 @@ def _python_refusals(config: Any, directory: Path) -> Iterator[str]:
         if not file.is_file():
             yield f"no {name} in version {version.name}; copy it from this package's models"
             continue
-        try:
-            code = ast.parse(file.read_bytes(), name)
-            compile(file.read_bytes(), name, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError) as error:
-            yield f"{file.relative_to(directory)} is no Python: {error}; mend it"
-            continue
-        made = set[str]()
-        for node in ast.walk(code):
-            if isinstance(node, ast.alias):
-                made.add(node.asname or node.name)
+        yield from _code_refusals(file, directory, "EXECUTION_ENV_PATH" in config.parameters)
+
+
+def _code_refusals(file: Path, directory: Path, own_packages: bool) -> Iterator[str]:
+    name = file.relative_to(directory)
+    try:
+        code = ast.parse(file.read_bytes(), file.name)
+        compile(file.read_bytes(), file.name, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        yield f"{name} is no Python: {error}; mend it"
+        return
+    made = set[str]()
+    for node in _outside_blocks(code):
+        if isinstance(node, ast.alias):
+            made.add(node.asname or node.name)
+        elif not isinstance(getattr(node, "ctx", None), ast.Load):
             made.add(getattr(node, "name", "") or getattr(node, "id", ""))
-        if not made & {"TritonPythonModel", "*"}:
-            yield f"{file.relative_to(directory)} has no class TritonPythonModel; name it so"
-        if "EXECUTION_ENV_PATH" in config.parameters:
-            continue  # whose packages are not to be seen here
-        for node in code.body:
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                modules = [node.module]
-            for top in (module.partition(".")[0] for module in modules):
-                own = any(
-                    (d / top).exists() or (d / f"{top}.py").exists() for d in (version, directory)
-                )
-                if top != _UTILITIES and not own and find_spec(top) is None:
-                    what = f"{file.relative_to(directory)} imports {top}"
-                    yield f"{what}; install it for {sys.executable}"
+    if not made & {"TritonPythonModel", "*"}:
+        yield f"{name} has no class TritonPythonModel; name it so"
+    if own_packages:  # which are not to be seen here
+        return
+    for node in code.body:
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            modules = [node.module]
+        for top in (module.partition(".")[0] for module in modules):
+            places = [d / each for d in (file.parent, directory) for each in (top, f"{top}.py")]
+            own = any(place.exists() for place in places)
+            if top != _UTILITIES and not own and find_spec(top) is None:
+                yield f"{name} imports {top}; install it for {sys.executable}"
+
+
+def _outside_blocks(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when a file is read: not what stands in its classes and functions."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _outside_blocks(child)
 
 
 def ensemble_refusals(model: str, configs: Mapping[str, Any], root: Path) -> Iterator[str]:
@@ -288,22 +365,19 @@ def ensemble_refusals(model: str, configs: Mapping[str, Any], root: Path) -> Ite
         yield "platform: ensemble and ensemble_scheduling belong together; set both or none"
     if config.platform != "ensemble":
         return
-    for field in ("backend", "instance_group", "dynamic_batching"):
+    unknown = ("optimization", "default_model_filename")
+    for field in ("backend", "instance_group", "dynamic_batching", *unknown):
         if field in {each.name for each, _ in config.ListFields()}:
             yield f"an ensemble has no {field}; leave it out"
     if not steps:
         yield "an ensemble without a step; add one"
     # What each tensor is: of the ensemble's inputs, then of the steps' outputs.
-    tensors = {tensor.name: tensor for tensor in config.input}
-    read = {name for step in steps for name in step.input_map.values()}
-    written = [*tensors, *(name for step in steps for name in step.output_map.values())]
-    for name in sorted({name for name in written if written.count(name) > 1}):
-        yield f"{name} is written twice; give each step's output a name of its own"
-    for name in sorted(read - set(written)):
-        yield f"reads {name}, which nothing writes; mend the maps"
-    for tensor in config.input:
-        if tensor.name not in read:
-            yield f"no step reads input {tensor.name}; leave it out"
+    batched = config.max_batch_size > 0
+    tensors = {tensor.name: (tensor, batched) for tensor in config.input}
+    yield from _wire_refusals(config)
+    known = [configs[step.model_name] for step in steps if step.model_name in configs]
+    if config.response_cache.enable and any(c.model_transaction_policy.decoupled for c in known):
+        yield "response_cache is enabled, and a step is decoupled; disable it"
     for step in steps:
         name, called = step.model_name, configs.get(step.model_name)
         if called is None:
@@ -311,16 +385,39 @@ def ensemble_refusals(model: str, configs: Mapping[str, Any], root: Path) -> Ite
         elif _calls(name, model, configs, set()):
             yield f"calls {name}, which calls it again; leave one of the steps out"
         else:
+            if any(ensemble_refusals(name, configs, root)):
+                yield f"calls {name}, which does not load; mend that"
             yield from _step_refusals(step, called, config.max_batch_size, tensors, root / name)
     for tensor in config.output:
-        if tensor.name not in written[len(config.input) :]:
-            yield f"no step writes output {tensor.name}; mend output_map"
-        elif tensor.name in tensors and _differ(tensor, tensors[tensor.name]):
+        if tensor.name in tensors and _differ((tensor, batched), tensors[tensor.name]):
             yield f"output {tensor.name} is another type or shape than its step's; declare it alike"
 
 
+def _wire_refusals(config: Any) -> Iterator[str]:
+    """Why an ensemble's tensors do not reach each step and each output."""
+    steps, inputs = config.ensemble_scheduling.step, {tensor.name for tensor in config.input}
+    read = {name for step in steps for name in step.input_map.values()}
+    written = [*inputs, *(name for step in steps for name in step.output_map.values())]
+    for name in sorted({name for name in written if written.count(name) > 1}):
+        yield f"{name} is written twice; give each step's output a name of its own"
+    for name in sorted(read - set(written)):
+        yield f"reads {name}, which nothing writes; mend the maps"
+    for name in sorted(set(written) - inputs - read - {tensor.name for tensor in config.output}):
+        yield f"{name} is written, and nothing reads it; take it out of output_map"
+    runnable, left = set(inputs), list(steps)
+    while ready := [step for step in left if runnable.issuperset(step.input_map.values())]:
+        left = [step for step in left if step not in ready]
+        runnable.update(name for step in ready for name in step.output_map.values())
+    if left and read <= set(written):  # what nothing writes was told
+        yield f"{left[0].model_name} waits for what comes of it; mend the maps"
+    for name in sorted(inputs - read):
+        yield f"no step reads input {name}; leave it out"
+    for name in sorted({tensor.name for tensor in config.output} - set(written)):
+        yield f"no step writes output {name}; mend output_map"
+
+
 def _step_refusals(
-    step: Any, called: Any, max_batch_size: int, tensors: dict[str, Any], directory: Path
+    step: Any, called: Any, max_batch_size: int, tensors: dict[str, _Tensor], directory: Path
 ) -> Iterator[str]:
     """Why a step cannot be taken; puts what it writes into ``tensors``."""
     name = step.model_name
@@ -341,10 +438,12 @@ def _step_refusals(
         yield f"maps nothing to input {key} of {name}; map a tensor to it"
     if not step.output_map:
         yield f"maps no output of {name}; map one"
+    batched = called.max_batch_size > 0
     for key, tensor in step.input_map.items():
-        if key in inputs and tensor in tensors and _differ(tensors[tensor], inputs[key]):
+        own = inputs.get(key), batched
+        if own[0] and tensor in tensors and _differ(tensors[tensor], own):
             yield f"{tensor} is another type or shape than {key} of {name}; declare them alike"
-    tensors |= {v: outputs[k] for k, v in step.output_map.items() if k in outputs}
+    tensors |= {v: (outputs[k], batched) for k, v in step.output_map.items() if k in outputs}
 
 
 def _calls(model: str, other: str, configs: Mapping[str, Any], seen: set[str]) -> bool:
@@ -356,7 +455,13 @@ def _calls(model: str, other: str, configs: Mapping[str, Any], seen: set[str]) -
     return any(_calls(step.model_name, other, configs, seen) for step in steps)
 
 
-def _differ(one: Any, other: Any) -> bool:
-    pairs = zip_longest(one.dims, other.dims)
-    sizes = all(a is not None and b is not None and (-1 in (a, b) or a == b) for a, b in pairs)
-    return one.data_type != other.data_type or not sizes
+def _differ(one: _Tensor, other: _Tensor) -> bool:
+    """By type or shape; Triton compares shapes as they are written, and with the batch's size."""
+    (a, a_batched), (b, b_batched) = one, other
+    whole = [-1] * a_batched + list(a.dims), [-1] * b_batched + list(b.dims)
+    return a.data_type != b.data_type or not (_alike(a.dims, b.dims) or _alike(*whole))
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> bool:
+    pairs = zip_longest(one, other)
+    return all(a is not None and b is not None and (-1 in (a, b) or a == b) for a, b in pairs)
