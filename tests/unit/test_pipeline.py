@@ -32,6 +32,7 @@ from trtllm_bls.pipeline.testing import Double, load, serving
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.triton.request_server import Outbox
+from trtllm_bls.wire.contract import NUMPY_TYPES
 
 
 class Upper(StreamingModel):
@@ -378,15 +379,33 @@ def test_a_configuration_keeps_its_comments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["file/mine"], ["mine", "--input", "n:FP32"], ["m", "--output", "n:INT32"]]
+    "words",
+    [
+        *(["file/mine"], ["mine", "--input", "n:FP32"], ["m", "--output", "n:INT32"]),
+        *(["m", "--input", "class:STRING"], ["m", "--input", "a-b:STRING"], ["a b"], ["ü"]),
+        *(["m", "--output", "t:STRING", "--output", f"n:{bad}"] for bad in ("BF16", "INT8[0]")),
+    ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
     tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    assert isinstance(CliRunner().invoke(new, words).exception, SettingsError)
+    error = CliRunner().invoke(new, words).exception
+    assert isinstance(error, SettingsError) and "\n" not in str(error)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("dtype", [each for each in NUMPY_TYPES if each != "BF16"])
+@pytest.mark.parametrize("dims", ["", "[-1]", "[2,-1]"])
+def test_what_new_writes_passes_its_own_test(tmp_path: Path, dtype: str, dims: str) -> None:
+    """With more inputs and outputs of any type and shape."""
+    words = ["--input", "prompt:STRING", "--input", f"more:{dtype}{dims}"]
+    words += ["--output", "text:STRING", "--output", f"more:{dtype}{dims}"]
+    made = tmp_path / "mine"
+    assert CliRunner().invoke(new, [str(made), *words]).exit_code == 0
+    names = runpy.run_path(str(made / "test_mine.py"))
+    names["test_it_says_what_the_language_model_says"]()
 
 
 def test_a_model_is_named_as_its_directory_is(

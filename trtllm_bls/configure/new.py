@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import keyword
 import os
 import re
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
@@ -42,6 +45,8 @@ def command(
       trtllm-bls new models/speech
     """
     name = Path(os.path.abspath(directory)).name
+    if shlex.quote(name) != name:  # it goes through a shell
+        raise SettingsError(f"{name}: Triton cannot start it; use ASCII letters, digits and _")
     model = directory / "1" / "model.py"
     if not model.is_file():
         tensors = [[_tensor(text) for text in texts] for texts in (inputs, outputs)]
@@ -51,7 +56,7 @@ def command(
             if (tensor.dtype, tensor.dims) != ("STRING", (1,)):
                 problem = "the first input and the first output are texts; write NAME:STRING"
                 raise SettingsError(f"{tensor.name}:{tensor.dtype}: {problem}")
-        words = {"name": name}
+        words = {"name": name, "asked": ", ".join(map(_example, tensors[0]))}
         for side, declared in zip(("input", "output"), tensors, strict=True):
             spelled = []
             for tensor in declared:
@@ -133,6 +138,18 @@ def _tensor(text: str) -> Tensor:
         shape = tuple(int(size) for size in dims.rstrip("]").split(",")) if dims else (1,)
     except ValueError:
         shape = ()
-    if not name.isidentifier() or dtype not in NUMPY_TYPES or not shape:
-        raise SettingsError(f"{text!r} is not NAME:TYPE[DIMS]; types: {', '.join(NUMPY_TYPES)}")
+    types = [each for each in NUMPY_TYPES if each != "BF16"]  # Triton gives no Python model any
+    sizes = all(size > 0 or size == -1 for size in shape)
+    if not name.isidentifier() or dtype not in types or not (shape and sizes):
+        raise SettingsError(f"{text!r} is not NAME:TYPE[DIMS]; types: {', '.join(types)}")
+    if keyword.iskeyword(name):
+        raise SettingsError(f"{text!r}: {name} is a word of Python's own; choose another name")
     return Tensor(name, dtype, shape, required=True)
+
+
+def _example(tensor: Tensor) -> str:
+    """An argument of a call, with a value of the tensor's type and shape."""
+    value: Any = {"STRING": "Hi", "BOOL": True}.get(tensor.dtype, 1)
+    if not tensor.single:
+        value = np.full([abs(size) for size in tensor.dims], value, np.object_).tolist()
+    return f"{tensor.name}={value!r}".replace("'", '"')
