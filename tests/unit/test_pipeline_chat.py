@@ -96,6 +96,11 @@ def test_inner_calls_have_the_callers_key_and_salt(chosen: str | None) -> None:
         ({}, "an event of chat has one kind"),
         ({"call": {"id": "1", "name": "f"}}, "the event call of chat has no text called arguments"),
         (5, "chat gave a int"),
+        ("half \ud83d", "the event text of chat: '\\ud83d' at character "),
+        ({"call": {"id": "1", "name": "f", "arguments": "\udc00"}}, "the event call of chat: "),
+        ({"annotation": {"title": "\ud800"}}, "the event annotation of chat: "),
+        ({"annotation": {"a": float("nan")}}, "the event annotation of chat is no JSON: "),
+        ({"annotation": {"a": {1, 2}}}, "the event annotation of chat is no JSON: "),
     ],
 )
 def test_a_wrong_event_is_told_where_it_is_made(part: Any, problem: str) -> None:

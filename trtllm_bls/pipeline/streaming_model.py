@@ -336,10 +336,10 @@ ChatPart: TypeAlias = str | Step | Mapping[str, Any]
 
 def _events(part: ChatPart) -> list[Mapping[str, Any]]:
     if isinstance(part, str):
-        return [{"text": part}] if part else []
+        part = {"text": part}
     if isinstance(part, Mapping):
         check_event(part)
-        return [part]
+        return [part] if part != {"text": ""} else []
     if not isinstance(part, Step):
         raise TrtllmBlsError(f"chat gave a {type(part).__name__}; give a text, a Step or an event")
     texts = [{kind: text} for kind in ("reasoning", "text") if (text := getattr(part, kind))]

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import regex
 
-from trtllm_bls.errors import TrtllmBlsError
+from trtllm_bls.errors import TrtllmBlsError, half_character
 from trtllm_bls.text.chat_formats import ReasoningTags, ToolFormat
 from trtllm_bls.text.json_values import SURROGATES, JsonStrings, dumped, json_value
 
@@ -96,6 +96,12 @@ def check_event(event: Mapping[str, Any]) -> None:
     names = ("id", "name", "arguments") if kind == "call" else ()
     if wrong := [name for name in names if not isinstance(value.get(name), str)]:
         raise TrtllmBlsError(f"the event call of chat has no text called {wrong[0]}")
+    try:
+        json.dumps(event, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise TrtllmBlsError(f"the event {kind} of chat: {half_character(error)}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TrtllmBlsError(f"the event {kind} of chat is no JSON: {error}") from error
 
 
 class EventParser:
