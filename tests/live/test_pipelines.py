@@ -10,6 +10,7 @@ import shutil
 import time
 import wave
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,30 @@ import pytest
 import tritonclient.grpc as grpcclient
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from selenium import webdriver
 from tritonclient.utils import InferenceServerException
 
 from tests.helpers.openai_server import RunningApi
 from tests.helpers.openai_server import serving as openai_serving
+from tests.helpers.published import AGENTS, npm_install
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.tensor_values import DTYPES, expected, same, values
 from tests.helpers.waiting import in_pieces, until
 from tests.live import typed_models
 from tests.live.conftest import echo_settings
+from tests.live.test_agents import CODEX
+from tests.live.test_agents import run as run_agent
+from tests.openai.test_page import ANSWER, Page, browser
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.pipeline.testing import Double, LoadedModel, load, serving
+from trtllm_bls.settings.command_options import Override
 from trtllm_bls.settings.model_config import chat_pipelines
 from trtllm_bls.text.tokenizer import load_tokenizer
 
+__all__ = ["browser"]  # the page's fixture
 EXAMPLES = ROOT / "examples"
 LONG = "the quick brown fox jumps over the lazy dog and runs into the woods again " * 8
 # Streams what a decoupled model of the same server streams; ``once`` asks for one response.
@@ -65,6 +73,9 @@ def int32(value):
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     server = echo_settings(tmp_path_factory.mktemp("pipelines"))
+    # Codex's first prompt is long, and said back whole.
+    room = Override("tensorrt_llm", "max_sequence_tokens", "100000")
+    server = replace(server, overrides=(*server.overrides, room))
     assert server.model_repository is not None
     for model in EXAMPLES.iterdir():
         if model.is_dir():
@@ -381,3 +392,33 @@ def test_a_value_is_in_triton_what_it_is_in_testing(
         assert wanted is not None and same(found, wanted)
         if dtype != "BF16":  # a Python model cannot have such an output
             assert same(in_triton[1][1].tolist(), wanted)
+
+
+@pytest.mark.slow
+def test_codex_is_answered_by_a_pipeline(api: RunningApi, tmp_path: Path) -> None:
+    """It chose the model by its name; the answer has what the pipeline found."""
+    npm_install(tmp_path, *(each for each in AGENTS if "codex" in each), scripts=True)
+    work, home = tmp_path / "work", tmp_path / "codex"
+    work.mkdir()
+    home.mkdir()
+    (home / "config.toml").write_text(CODEX.format(model="retrieval", url=api.url))
+    codex = str(tmp_path / "node_modules" / ".bin" / "codex")
+    command = [codex, "exec", "--skip-git-repo-check", QUESTION]
+    said = run_agent(command, work, CODEX_HOME=str(home), BLS_API_KEY="key")
+    assert "Machine learning finds rules" in said
+
+
+def test_the_page_is_answered_by_a_pipeline(
+    browser: webdriver.Chrome,  # noqa: F811
+    api: RunningApi,
+) -> None:
+    """The one that is chosen, with its key; the sources stand below the answer."""
+    page = Page(browser, f"{api.url}/?q=")
+    page.find("#key").send_keys("key")
+    page.starts()
+    page.script(
+        "$('model').value = 'retrieval'; $('model').dispatchEvent(new Event('change'))",
+    )
+    page.ask(QUESTION)
+    page.until(lambda: "Machine learning finds rules" in page.texts(ANSWER)[0])
+    assert page.texts(".sources")[0].startswith("Sources: ")
