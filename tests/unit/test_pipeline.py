@@ -680,30 +680,55 @@ def test_an_option_of_a_call_that_does_not_exist_is_refused() -> None:
     assert told in ask.error.message()
 
 
-@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_what_load_raises_fails_the_load_alone(raised: BaseException) -> None:
+async def raised_by_a_task(error: BaseException) -> None:
+    """Which asyncio gives to the event loop, too, where it is no ``Exception``."""
+    await asyncio.create_task(raised(error))
+
+
+def of_no_exception(test: Any) -> Any:
+    errors = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
+    of_errors = pytest.mark.parametrize("error", errors, ids=repr)
+    return pytest.mark.parametrize("way", [raised, raised_by_a_task])(of_errors(test))
+
+
+@of_no_exception
+def test_what_load_raises_fails_the_load_alone(way: Any, error: BaseException) -> None:
     """The event loop goes on, or Triton would wait for ever, or lose the process without a word."""
 
     class Exits(Upper):
         async def load(self, deployment: Any) -> None:
-            raise raised
+            await way(error)
 
-    told = pytest.raises(RuntimeError, match=f"load raised {type(raised).__name__}")
-    with told, serving(Exits, llm=["a"]):
+    with pytest.raises(RuntimeError) as told, serving(Exits, llm=["a"]):
         pass
+    assert str(told.value) == f"model model: load raised {error!r}"
 
 
-@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_what_a_warm_up_raises_is_logged(
-    raised: BaseException, capsys: pytest.CaptureFixture[str]
-) -> None:
+@of_no_exception
+def test_what_a_warm_up_raises_is_logged(way: Any, error: BaseException) -> None:
     class Exits(Upper):
         async def warm_up(self, deployment: Any) -> None:
-            raise raised
+            await way(error)
 
     with serving(Exits, llm=["a"]) as model:
         assert model.ask(prompt="x").wait().error is None
-    assert "warm_up failed" in capsys.readouterr().err
+    (line,) = [line for _, line in model.triton.lines if "warm_up failed" in line]
+    assert line.startswith("[model] ") and type(error).__name__ in line
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_a_task_of_a_request_that_exits_ends_its_request_alone(error: BaseException) -> None:
+    class Exits(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            if request.text("prompt") == "exit":
+                await raised_by_a_task(error)
+            await super().answer(request, response)
+
+    with serving(Exits, llm=["a"]) as model:
+        told = model.ask(prompt="exit").wait().error
+        assert told is not None and told.message().startswith("INTERNAL: unexpected RuntimeError")
+        assert model.ask(prompt="x").wait().said("text") == [[b"A"]]
+    assert any(f"a task raised {error!r}" in line for _, line in model.triton.lines)
 
 
 def test_a_server_that_does_not_get_ready_for_a_warm_up_fails_no_request() -> None:

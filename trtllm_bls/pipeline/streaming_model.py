@@ -473,7 +473,7 @@ class StreamingModel(ServedModel):
         try:
             await self.load(self.deployment)
         except BaseException as raised:
-            error = _told(raised, "load")
+            error = _told(raised, f"model {self.deployment.name}: load", cancels=0)
             if error is raised:
                 raise
             raise error from raised
@@ -485,13 +485,14 @@ class StreamingModel(ServedModel):
             await self.deployment.other_models.ready()
             await self.warm_up(self.deployment)
         except BaseException as raised:
-            if _told(raised, "warm_up") is raised and not isinstance(raised, Exception):
+            if self._warm is None and not isinstance(raised, Exception):
                 raise  # the model ends meanwhile
             log.exception("warm_up failed; requests are answered all the same")
 
     async def end(self) -> None:
-        if self._warm is not None:
-            self._warm.cancel()
+        warm, self._warm = self._warm, None
+        if warm is not None:
+            warm.cancel()
         await self.unload()
 
     async def handle(self, call: Call) -> None:
@@ -572,13 +573,15 @@ def own_parameters(
     }
 
 
-def _told(raised: BaseException, method: str = "answer") -> BaseException:
+def _told(
+    raised: BaseException, method: str = "answer", cancels: int | None = None
+) -> BaseException:
     """What the end of a request is told as, or of another method of the pipeline.
 
     The failures of a task group are told in their own words. ``SystemExit`` and a cancellation of
     the pipeline's own would end the event loop or look like the caller's leaving.
     """
-    inner = [_told(each, method) for each in getattr(raised, "exceptions", ())]
+    inner = [_told(each, method, cancels) for each in getattr(raised, "exceptions", ())]
     if inner and all(isinstance(each, TrtllmBlsError) for each in inner):
         texts = dict.fromkeys(str(each) for each in inner)
         if len(texts) == 1:
@@ -590,9 +593,9 @@ def _told(raised: BaseException, method: str = "answer") -> BaseException:
         return EngineError("; ".join(texts))
     if inner:
         return next(each for each in inner if not isinstance(each, TrtllmBlsError))
-    # Python 3.10 does not tell who cancelled a task.
-    cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
+    if cancels is None:  # Python 3.10 does not tell who cancelled a task
+        cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
     own_cancel = isinstance(raised, asyncio.CancelledError) and not cancels
     if own_cancel or isinstance(raised, (SystemExit, KeyboardInterrupt)):
-        return RuntimeError(f"{method} raised {type(raised).__name__}")
+        return RuntimeError(f"{method} raised {raised!r}")
     return raised
