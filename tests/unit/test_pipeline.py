@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import runpy
+import subprocess
 import sys
 import threading
 import weakref
@@ -384,6 +385,8 @@ def test_a_configuration_keeps_its_comments(tmp_path: Path) -> None:
         *(["file/mine"], ["mine", "--input", "n:FP32"], ["m", "--output", "n:INT32"]),
         *(["m", "--input", "class:STRING"], ["m", "--input", "a-b:STRING"], ["a b"], ["ü"]),
         *(["m", "--output", "t:STRING", "--output", f"n:{bad}"] for bad in ("BF16", "INT8[0]")),
+        *(["m", "--input", "t:STRING", "--input", f"{bad}:INT8"] for bad in ("id", "chat_request")),
+        ["m", "--output", "t:STRING", "--output", "n:INT8", "--output", "n:FP32"],
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
@@ -408,6 +411,27 @@ def test_what_new_writes_passes_its_own_test(tmp_path: Path, dtype: str, dims: s
     names["test_it_says_what_the_language_model_says"]()
 
 
+def test_what_new_writes_is_typed(tmp_path: Path) -> None:
+    """With tensors of every type, and beside a configuration that is there."""
+    words = ["--input", "prompt:STRING", "--output", "text:STRING"]
+    for number, dtype in enumerate(each for each in NUMPY_TYPES if each != "BF16"):
+        for dims in ("", "[-1]"):
+            name = f"t{number}_{len(dims)}:{dtype}{dims}"
+            words += ["--input", name, "--output", name]
+    files = list[str]()
+    for name, more in (("every", words), ("plain", []), ("configured", [])):
+        made = tmp_path / name
+        made.mkdir()
+        if name == "configured":
+            (made / "config.pbtxt").write_text(CONFIG)
+        assert CliRunner().invoke(new, [str(made), *more]).exit_code == 0
+        moved = (made / "1" / "model.py").rename(made / f"{name}.py")  # mypy wants a name for each
+        files += [str(moved), str(made / f"test_{name}.py")]
+    command = [sys.executable, "-m", "mypy", "--strict", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "6 source files" in done.stdout, done.stdout
+
+
 def test_a_model_is_named_as_its_directory_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +453,7 @@ def test_a_model_is_named_as_its_directory_is(
         ("prompt", "'prompt' is not NAME:TYPE[DIMS]"),
         ("prompt:TEXT", "'prompt:TEXT' is not NAME:TYPE[DIMS]"),
         ("prompt:FP32[a]", "'prompt:FP32[a]' is not NAME:TYPE[DIMS]"),
+        ("prompt:BF16", "'prompt:BF16': Triton gives a Python model no BF16; use FP32"),
         ("a:FP32 --input a:BOOL", "two inputs, or two outputs, have one name"),
     ],
 )
