@@ -553,7 +553,7 @@ class StreamingModel(ServedModel):
 
 def undeclared(texts: Iterable[str], declared: Iterable[str]) -> Iterator[str]:
     """A line for each parameter of a pipeline's configuration that neither it nor we know."""
-    known = [*parameters_in(PipelineParameters), *declared, *COMMON_KEYS]
+    known = [*parameters_in(PipelineParameters), *map(str, declared), *COMMON_KEYS]
     for key in sorted({*texts} - {*known}):
         yield f"parameter {key} is not declared by this model; {suggestion(key, known)}"
 
@@ -565,6 +565,10 @@ def own_parameters(
 
     Raises ``SettingsError`` for a value of another type.
     """
+    for key, default in declared.items():
+        if not isinstance(key, str) or type(default) not in _KINDS:
+            mend = "write a name, and a text, a number, True or False"
+            raise SettingsError(f"model {model}: parameters = {{{key!r}: {default!r}}}: {mend}")
     return {
         key: Parameter(_KINDS[type(default)], "", str(default)).parse(
             model, key, texts.get(key, "")
