@@ -211,6 +211,9 @@ def test_another_models_failure_is_told_with_its_name(pipelines: TritonServer) -
 def test_one_response_of_a_model_that_is_not_there_is_an_error(pipelines: TritonServer) -> None:
     with pytest.raises(InferenceServerException, match=r"INTERNAL: nobody: .*unknown model"):
         list(Stream(pipelines, "caller", what="nobody", once=1))
+    near = r"INTERNAL: tensorrt_lm_bls: .*unknown model.*; did you mean tensorrt_llm_bls\?"
+    with pytest.raises(InferenceServerException, match=near):
+        list(Stream(pipelines, "caller", what="tensorrt_lm_bls", once=1))
 
 
 def test_many_callers_that_leave_at_any_time_leave_nothing_behind(pipelines: TritonServer) -> None:

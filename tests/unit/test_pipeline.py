@@ -113,8 +113,8 @@ def test_a_mistake_is_the_callers_error() -> None:
         ask = model.ask(prompt=["a", "b"]).wait()
         with pytest.raises(AssertionError, match="refuse the request: prompt: is missing"):
             model.ask()
-        with pytest.raises(AssertionError, match="promt: there is no such input"):
-            model.ask(prompt="a", promt="b")
+        with pytest.raises(AssertionError, match="promt: there is no such input; did you mean pro"):
+            model.ask(promt="b")
         with pytest.raises(AssertionError, match="prompt: 5 is not STRING"):
             model.ask(prompt=5)
     assert ask.error is not None
@@ -209,6 +209,9 @@ async def sent_twice(response: Response) -> None:
     await response.send({"count": 2})
 
 
+NO_OTHR = "othr: Request for unknown model: 'othr' is not found; name it in ``models``"
+
+
 class Wrong(Upper):
     """Makes the mistake that the request names."""
 
@@ -230,6 +233,14 @@ class Wrong(Upper):
             "number": lambda: response.send({"text": 5}),
             "absent": lambda: request["absent"],
             "unknown": lambda: request.infer("nobody", {}),
+            "near option": lambda: self.llm.generate([1], temperture=1),
+            "near extra": lambda: self.llm.text("a", extras={"lora_taskid": 1}),
+            "near input": lambda: request["promt"],
+            "near output": lambda: response.send({"cuont": 1}),
+            "near model": lambda: request.infer("othr", {}),
+            "near stream": lambda: anext(request.stream("othr", {})),
+            "its input": lambda: request.infer("other", {"nubmer": 1}),
+            "its output": lambda: request.infer("other", {"number": 1}, ["hlaf"]),
             "twice": lambda: sent_twice(response),
         }
         await mistakes[request.text("prompt")]()
@@ -239,6 +250,20 @@ class Wrong(Upper):
     ("what", "message"),
     [
         ("undeclared", "INTERNAL: output sound is not declared by this model"),
+        ("near option", "INTERNAL: temperture is no option of a language model; did you mean temp"),
+        (
+            "near extra",
+            "INVALID_ARG: lora_taskid: is no input of an engine; did you mean lora_task_",
+        ),
+        ("near input", "INVALID_ARG: promt: is missing; did you mean prompt?"),
+        (
+            "near output",
+            "INTERNAL: output cuont is not declared by this model; did you mean count?",
+        ),
+        ("near model", f"INTERNAL: {NO_OTHR}; did you mean other?"),
+        ("near stream", f"INTERNAL: {NO_OTHR}; did you mean other?"),
+        ("its input", "INTERNAL: other: nubmer: there is no such input; did you mean number?"),
+        ("its output", "INTERNAL: other: hlaf: there is no such output; did you mean half?"),
         ("option", "INTERNAL: tempreature is no option of a language model"),
         ("value", "INVALID_ARG: max_tokens: -1 is not allowed; it must be at least 1"),
         ("no number", "INVALID_ARG: temperature: 'hot' is not a number"),
@@ -253,17 +278,30 @@ class Wrong(Upper):
         ("nothing", "INTERNAL: output text: holds a NoneType"),
         ("number", "INTERNAL: output text: 5 is not STRING"),
         ("absent", "INVALID_ARG: absent: is missing"),
-        ("unknown", "INTERNAL: nobody: Request for unknown model"),
+        (
+            "unknown",
+            "INTERNAL: nobody: Request for unknown model: 'nobody' is not found; name it in",
+        ),
         ("twice", "INTERNAL: nothing can follow the last response"),
     ],
 )
 def test_errors_name_what_is_wrong(what: str, message: str) -> None:
-    with serving(Wrong) as model:
+    half = Double(dict, inputs=[Tensor("number", "INT32")], outputs=[Tensor("half", "FP32")])
+    with serving(Wrong, models={"other": half}) as model:
         ask = model.ask(prompt=what).wait()
     if what == "twice":  # the response has ended; the log tells
         assert [ask.said("count"), ask.error] == [[[1]], None]
     else:
         assert ask.error is not None and ask.error.message().startswith(message)
+
+
+def test_an_optional_input_that_is_absent_is_no_misspelling() -> None:
+    class Optional_(Upper):
+        inputs = (Tensor("prompt", "STRING"),)
+
+    with serving(Optional_) as model:
+        ask = model.ask().wait()
+    assert ask.error is not None and ask.error.message() == "INVALID_ARG: prompt: is missing"
 
 
 def test_requests_beyond_the_places_wait_and_beyond_that_are_refused() -> None:

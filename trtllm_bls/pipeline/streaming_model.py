@@ -12,7 +12,15 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +57,7 @@ from trtllm_bls.settings.parameters import (
     Kind,
     Parameter,
     Parameters,
+    nearest,
     parameters_in,
     parse_engine,
     suggestion,
@@ -211,8 +220,14 @@ class Request:
     ``prompt_tokens``: of the language model's answers so far; ``finish_reason``: of the last one.
     """
 
-    def __init__(self, call: Call, other_models: OtherModels, rows: bool = False) -> None:
-        self._arrays, self._other_models = call.arrays, other_models
+    def __init__(
+        self,
+        call: Call,
+        other_models: OtherModels,
+        inputs: Collection[str] = (),
+        rows: bool = False,
+    ) -> None:
+        self._arrays, self._other_models, self._inputs = call.arrays, other_models, inputs
         if rows:
             self._arrays = {name: array[0] for name, array in call.arrays.items()}
         self.id, self.client_id = call.id, call.client_id
@@ -230,7 +245,8 @@ class Request:
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._arrays:
-            raise InvalidRequest(name, "is missing")
+            hint = "" if name in self._inputs else nearest(name, self._inputs)
+            raise InvalidRequest(name, f"is missing; {hint}".rstrip("; "))
         return self._arrays[name]
 
     def __contains__(self, name: str) -> bool:
@@ -317,8 +333,8 @@ class ChatRequest(Request):
     KV cache blocks the caller may share; the request's calls of language models have both.
     """
 
-    def __init__(self, call: Call, other_models: OtherModels) -> None:
-        super().__init__(call, other_models)
+    def __init__(self, call: Call, other_models: OtherModels, inputs: Collection[str]) -> None:
+        super().__init__(call, other_models, inputs)
         asked = json.loads(self.text(CHAT_REQUEST))
         self.messages: list[dict[str, Any]] = asked["messages"]
         self.tools: list[dict[str, Any]] = asked["tools"]
@@ -454,12 +470,14 @@ class StreamingModel(ServedModel):
         if rows and self.chat is not None:
             raise SettingsError(f"max_batch_size: {rows}: a model with chat needs 0")
         self._rows = rows == 1
-        self._declared = {tensor.name: tensor for tensor in self.tensors()[1]}
+        inputs, outputs = self.tensors()
+        self._inputs = [tensor.name for tensor in inputs]
+        self._declared = {tensor.name: tensor for tensor in outputs}
         for tensor in (*self.inputs, *self.outputs):
             if tensor.dtype == "BF16":  # of a Python model's tensors
                 raise SettingsError(f"{tensor.name}: Triton gives a Python model no BF16; use FP32")
         self._warm: asyncio.Future[None] | None = None
-        self._config = config
+        self._config, self._directory = config, Path(args["model_repository"])
         super().initialize(args, pb_utils)
 
     def make(self, parameters: Any) -> None:
@@ -468,6 +486,10 @@ class StreamingModel(ServedModel):
         for problem in undeclared(texts, self.parameters):
             log.warning("%s", problem)
         self.deployment.parameters = own_parameters(name, texts, self.parameters)
+        # Of the files: ``serve`` closes the API that lists a server's models.
+        files = self._directory.parent.glob("*/config.pbtxt")
+        models = self.deployment.other_models
+        models.names = models.names or {file.parent.name for file in files}
 
     async def begin(self) -> None:
         try:
@@ -497,8 +519,12 @@ class StreamingModel(ServedModel):
 
     async def handle(self, call: Call) -> None:
         models = self.deployment.other_models
-        chats = CHAT_REQUEST in call.arrays
-        request = ChatRequest(call, models) if chats else Request(call, models, self._rows)
+        inputs, chats = self._inputs, CHAT_REQUEST in call.arrays
+        request = (
+            ChatRequest(call, models, inputs)
+            if chats
+            else Request(call, models, inputs, self._rows)
+        )
         response = Response(call, self._declared, self._rows)
         CALLER.set(request)
         self.deployment.unfinished.add(response)
