@@ -87,6 +87,20 @@ def test_inner_calls_have_the_callers_key_and_salt(chosen: str | None) -> None:
     assert inner.cache_salt == KEY_SALT + (chosen or "own")
 
 
+def test_calls_of_other_models_have_neither() -> None:
+    class Calls(PassesOn):
+        async def chat(self, request: ChatRequest) -> AsyncIterator[Any]:
+            await request.infer("other", {"x": 1})
+            async for _ in request.stream("other", {"x": 1}):
+                pass
+            yield "a"
+
+    asked = request(tenant="digest", cache_salt=f"{KEY_SALT}own")
+    with serving(Calls, models={"other": lambda inputs: {"y": 1}}) as model:
+        assert events(model, asked) == [{"text": "a"}]
+    assert [(list(each.inputs), each.parameters) for each in model.calls] == [(["x"], {})] * 2
+
+
 @pytest.mark.parametrize(
     ("part", "problem"),
     [
