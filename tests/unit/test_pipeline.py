@@ -29,7 +29,7 @@ from trtllm_bls.configure.new import command as new
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.errors import EngineError, SettingsError
 from trtllm_bls.pipeline import InvalidRequest, Request, Response, StreamingModel, Tensor, connect
-from trtllm_bls.pipeline.testing import Double, load, serving
+from trtllm_bls.pipeline.testing import Double, LoadedModel, load, serving
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.triton.request_server import Outbox
@@ -532,7 +532,91 @@ def test_calls_that_are_left_behind_end_with_the_request() -> None:
         ask = model.ask(prompt="x").wait()
         assert ask.error is not None and ask.error.message() == "INTERNAL: wrong: no such model"
         assert ended.wait(20)
-    assert any("ended with 1 calls of other models" in line for _, line in model.triton.lines)
+    assert left_behind(model) == ["1; their calls of models are ended"]
+
+
+def left_behind(model: LoadedModel) -> list[str]:
+    """What the log says of tasks that ``answer`` has left."""
+    begin, mark = "[model] request-", ": answer left tasks behind: "
+    return [
+        line.partition(mark)[2]
+        for level, line in model.triton.lines
+        if mark in line and line.startswith(begin) and level == "warn"
+    ]
+
+
+@pytest.mark.parametrize("way", ["infer", "stream", "llm", "goes on"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_tasks_that_answer_leaves_are_counted_and_their_calls_end(way: str, fails: bool) -> None:
+    tasks: list[asyncio.Task[Any]] = []
+
+    class Leaves_(Upper):
+        async def call(self, request: Request) -> None:
+            if way == "infer":
+                await request.infer("slow", {})
+            elif way == "stream":
+                await anext(request.stream("slow", {}))
+            elif way == "llm":
+                await self.llm.text("a").answers()
+            else:
+                await request.infer("quick", {})
+                await asyncio.Event().wait()
+
+        async def answer(self, request: Request, response: Response) -> None:
+            tasks.extend(asyncio.create_task(self.call(request)) for _ in range(3))
+            tasks[0].cancel()  # which is over when ``answer`` returns
+            calls = self.deployment.other_models.channel.calls  # type: ignore[attr-defined]
+            llms = self.deployment._orchestrators
+            await eventually(lambda: len(calls) == 2 or sum(each.live for each in llms) == 2)  # type: ignore[attr-defined]
+            if fails:
+                raise EngineError("lost")
+
+        async def unload(self) -> None:
+            if way != "goes on":  # the others have ended by their calls
+                await asyncio.wait(tasks, timeout=20)
+                assert all(task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+
+    async def slow(inputs: Any) -> Any:
+        await asyncio.Event().wait()
+
+    models = {"slow": slow, "quick": lambda inputs: {"y": 1}}
+    with serving(Leaves_, llm=[None], models=models) as model:
+        ask = model.ask(prompt="x").wait()
+        assert (ask.error is not None) == fails
+        until(lambda: left_behind(model))
+    assert left_behind(model) == ["2; their calls of models are ended"]
+
+
+def test_a_stream_that_is_left_and_a_task_of_the_model_are_no_tasks_of_the_request() -> None:
+    class Works(Upper):
+        async def load(self, deployment: Any) -> None:
+            await super().load(deployment)
+            self.asked: asyncio.Queue[Any] = asyncio.Queue()
+            self.worker = asyncio.create_task(self.work())
+
+        async def work(self) -> None:
+            while True:
+                request, told = await self.asked.get()
+                told.set_result(await request.infer("other", {"x": 1}))
+
+        async def answer(self, request: Request, response: Response) -> None:
+            told = asyncio.get_running_loop().create_future()
+            self.asked.put_nowait((request, told))
+            await told
+            kept = self.llm.text("a")
+            await anext(kept)
+            await response.send({"text": "a"})
+
+        async def unload(self) -> None:
+            self.worker.cancel()
+
+    with serving(Works, llm=["a", None], models={"other": lambda inputs: {"y": 1}}) as model:
+        for _ in range(2):
+            assert model.ask(prompt="x").wait().said("text") == [[b"a"]]
+        until(lambda: model.llm.live == 0)
+    assert left_behind(model) == []
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ class Request:
         # What ``close`` ends, unless it has ended. One that nobody refers to any more ends itself.
         self.streams: weakref.WeakSet[Steps | OtherStream] = weakref.WeakSet()
         self._calls: set[asyncio.Future[dict[str, Array]]] = set()
+        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # that called a model
         self._over = False
 
     def __getitem__(self, name: str) -> Array:
@@ -313,14 +314,18 @@ class Request:
             problem = f"{what} was asked for after the request had ended; await it in answer"
             log.warning("%s: %s", self.id, problem)
             raise TrtllmBlsError(problem)
+        task = asyncio.current_task()
+        if task is not None and CALLER.get() is self:  # one that ``load`` began is no request's
+            self._tasks.add(task)
 
     async def close(self) -> None:
         """End what the request has begun and not ended."""
         self._over = True
+        if left := sum(not task.done() for task in self._tasks - {asyncio.current_task()}):
+            told = "%s: answer left tasks behind: %d; their calls of models are ended"
+            log.warning(told, self.id, left)
         for stream in list(self.streams):
             await stream.aclose()
-        if self._calls:  # of tasks that ``answer`` has left behind
-            log.warning("%s: ended with %d calls of other models", self.id, len(self._calls))
         for call in self._calls:
             call.cancel()
 
