@@ -27,9 +27,9 @@ from tests.helpers.virtual_time import Clock
 from tests.helpers.waiting import eventually, until
 from trtllm_bls.configure.new import command as new
 from trtllm_bls.configure.new import config_of
-from trtllm_bls.errors import EngineError, SettingsError
+from trtllm_bls.errors import EngineError, EngineUnavailable, Overloaded, SettingsError
 from trtllm_bls.pipeline import InvalidRequest, Request, Response, StreamingModel, Tensor, connect
-from trtllm_bls.pipeline.testing import Double, LoadedModel, load, serving
+from trtllm_bls.pipeline.testing import Called, Double, LoadedModel, load, serving
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.triton.request_server import Outbox
@@ -291,6 +291,8 @@ def test_errors_name_what_is_wrong(what: str, message: str) -> None:
         ask = model.ask(prompt=what).wait()
     if what == "twice":  # the response has ended; the log tells
         assert [ask.said("count"), ask.error] == [[[1]], None]
+        words = message.partition(": ")[2]
+        assert any("outcome=failed" in line and words in line for _, line in model.triton.lines)
     else:
         assert ask.error is not None and ask.error.message().startswith(message)
 
@@ -342,7 +344,7 @@ def test_a_model_that_is_not_decoupled_answers_once(
 ) -> None:
     with serving(Upper, llm=pieces, decoupled=False) as model:
         ask = model.ask(prompt="hello").wait()
-    assert ask.said("text") == texts
+    assert [response["text"].tolist() for response in ask.responses] == texts  # and no other
     assert (ask.error and ask.error.message()) == error
 
 
@@ -668,9 +670,10 @@ class Asks(Upper):
 
     async def answer(self, request: Request, response: Response) -> None:
         if request.text("prompt") == "stream":
-            async for part in request.stream("other", {"x": 3}, timeout_s=20):
+            parts = request.stream("other", {"x": 3}, timeout_s=20)
+            async for part in parts:
                 await response.send({"count": part["y"]})
-            assert not request.streams, "an ended stream is kept"
+            assert not request.streams, f"{parts} has ended and is kept"
         else:
             found = await request.infer("other", {"x": 3}, version="1", parameters={"a": 5})
             await response.send({"count": found["y"]})
@@ -693,12 +696,73 @@ def test_a_model_that_is_loaded_anew_is_asked_for_its_types_again(way: str) -> N
     doubles = {"other": other("INT32")}
     with serving(Asks, models=doubles) as model:
         server: Any = model.model.deployment.other_models.channel
-        assert model.ask(prompt=way).wait().said("count") == [[3.0]]
-        server.doubles["other"] = other("FP32")
-        assert model.ask(prompt=way).wait().said("count") == [[3.0]]
+        for dtype in ("INT32", "FP32"):
+            server.doubles["other"] = other(dtype)
+            ask = model.ask(prompt=way).wait()
+            assert ask.said("count") == [[3.0]] and ask.error is None
     assert seen == [np.int32, np.float32]
-    if way == "infer":
-        assert (model.calls[0].version, model.calls[0].parameters) == ("1", {"a": 5})
+    asked = ("1", {"a": 5}) if way == "infer" else ("", {})  # ``timeout_s`` is no parameter
+    assert (model.calls[0].version, model.calls[0].parameters) == asked
+
+
+@pytest.mark.parametrize(
+    ("decoupled", "raised", "message"),
+    [
+        (True, None, "INTERNAL: other: it is decoupled; use stream"),
+        (None, Overloaded("full"), "UNAVAILABLE: other: full"),
+        (None, InvalidRequest("x", "is odd"), "INTERNAL: other: x: is odd"),
+    ],
+)
+def test_what_another_model_refuses_is_not_the_callers_mistake(
+    decoupled: bool | None, raised: Exception | None, message: str
+) -> None:
+    def play(inputs: Any) -> Any:
+        if raised:
+            raise raised
+        return {"y": 1}
+
+    with serving(Asks, models={"other": Double(play, decoupled=decoupled)}) as model:
+        ask = model.ask(prompt="x").wait()
+    assert ask.error is not None and ask.error.message() == message
+
+
+@pytest.mark.parametrize("error", [EngineError("broken"), EngineUnavailable("other: gone")])
+def test_only_the_name_of_an_unknown_model_is_corrected(error: EngineError) -> None:
+    class Fails_(Asks):
+        async def load(self, deployment: Any) -> None:
+            async def ask(model: str, version: str) -> Any:
+                raise error
+
+            deployment.other_models._ask = ask
+            unavailable = isinstance(error, EngineUnavailable)
+            deployment.other_models.names = {"othr"} if unavailable else {"other", "othr"}
+
+    with serving(Fails_) as model:
+        ask = model.ask(prompt="x").wait()
+    assert ask.error is not None and ask.error.message() == f"{error.status}: {error}"
+
+
+def sent_after_the_end(model: LoadedModel) -> None:
+    with pytest.raises(Exception, match="send after FINAL"):
+        model.ask(prompt="x").wait().send(None, 1)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "told"),
+    [
+        (sent_after_the_end, "send after FINAL"),
+        (lambda model: setattr(model.llm, "live", 1), "1 answers of the language model still run"),
+        (
+            lambda model: model.calls.append(Called("other", {}, "1", "", {})),
+            "calls of other models still run: .*other",
+        ),
+    ],
+)
+def test_serving_raises_at_its_end_what_was_broken(
+    breaks: Callable[[LoadedModel], object], told: str
+) -> None:
+    with pytest.raises(AssertionError, match=told), serving(Upper, llm=["a"]) as model:
+        breaks(model)
 
 
 def test_a_call_ends_at_its_time_limit_and_with_its_stream() -> None:
@@ -765,7 +829,12 @@ def test_a_pipelines_own_parameters_have_the_types_of_their_defaults(
 
 
 def test_rows_are_one_or_refused_at_load() -> None:
-    with serving(Upper, llm=["a"], rows=True) as model:
+    class Shaped(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            assert request["prompt"].shape == (1,)
+            await super().answer(request, response)
+
+    with serving(Shaped, llm=["a"], rows=True) as model:
         ask = model.ask(prompt=[["hello"]]).wait()
     assert [response["text"].tolist() for response in ask.responses] == [[[b"A"]]]
     config = json.dumps({"name": "m", "max_batch_size": 4, "parameters": {}})
@@ -784,6 +853,76 @@ def test_several_failures_of_a_group_are_told_by_their_own_words() -> None:
     with serving(Group) as model:
         ask = model.ask(prompt="x").wait()
     assert ask.error is not None and ask.error.message() == "INTERNAL: one; two: is wrong"
+
+
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        ([EngineUnavailable("gone")] * 2, "UNAVAILABLE: gone"),
+        ([EngineError("lost"), KeyError("x")], "INTERNAL: unexpected KeyError; "),
+    ],
+)
+def test_a_failure_of_a_group_keeps_its_kind(errors: list[Exception], message: str) -> None:
+    class Group(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            group: Any = group_of(errors[0])
+            group.exceptions = tuple(errors)
+            raise group
+
+    with serving(Group) as model:
+        ask = model.ask(prompt="x").wait()
+    assert ask.error is not None and ask.error.message().startswith(message)
+
+
+def test_a_model_is_done_when_its_last_request_is() -> None:
+    """Its load is that of its requests: without a response they wait, with one they run."""
+    with serving(Upper, llm=[["a", None], [None]]) as model:
+        deployment = model.model.deployment
+        running = model.ask(prompt="x").wait(responses=1)
+        waiting = model.ask(prompt="x")
+        until(lambda: deployment.load()[:2] == (1, 1))
+        assert not deployment.handed_over
+        for ask in (running, waiting):
+            ask.leave()
+            ask.wait()
+        until(lambda: deployment.handed_over and deployment.load()[:2] == (0, 0))
+
+
+def test_send_waits_until_triton_has_taken_earlier_responses() -> None:
+    sent, taken = list[int](), threading.Event()
+
+    class Sends(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            for number in range(100):
+                await response.send({"count": number})
+                sent.append(number)
+
+    with serving(Sends) as model:
+        ask = model.triton.ask({"prompt": np.array([b"x"], object)}, "count")
+        ask.on_send = lambda response: taken.wait(20)
+        model.model.execute([ask])
+        until(lambda: len(sent) > 0)
+        assert model.model.deployment.load().running and len(sent) < 5
+        taken.set()
+        assert ask.wait().said("count") == [[number] for number in range(100)]
+
+
+def test_the_line_of_a_request_has_its_trace() -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    with serving(Upper, llm=["a"]) as model:
+        ask = model.triton.ask({"prompt": np.array([b"x"], object)}, "text")
+        ask.sent_parameters = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+        model.model.execute([ask])
+        ask.wait()
+    (line,) = [line for _, line in model.triton.lines if "request id=" in line]
+    assert f"trace_id={trace}" in line
+
+
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+def test_a_type_that_a_python_model_cannot_have_is_refused_at_load(side: str) -> None:
+    wrong = type("Wrong_", (Upper,), {side: (*getattr(Upper, side), Tensor("half", "BF16"))})
+    with pytest.raises(SettingsError, match="half: Triton gives"), serving(wrong):
+        pass
 
 
 def test_several_mistakes_of_the_caller_are_the_callers() -> None:
@@ -898,12 +1037,21 @@ def test_a_server_that_does_not_get_ready_for_a_warm_up_fails_no_request() -> No
 
 
 def test_requests_wait_for_a_warm_up() -> None:
+    """And one whose caller leaves meanwhile does not end it."""
+    ready = threading.Event()
+
     class Warm(Asks):
         async def warm_up(self, deployment: Any) -> None:
+            await eventually(ready.is_set)
             self.warm = (await deployment.infer("other", {"x": 4}))["y"]
 
         async def answer(self, request: Request, response: Response) -> None:
             await response.send({"count": self.warm})
 
     with serving(Warm, models={"other": lambda inputs: {"y": inputs["x"]}}) as model:
-        assert model.ask(prompt="x").wait().said("count") == [[4.0]]
+        leaves, waits = model.ask(prompt="x"), model.ask(prompt="x")
+        leaves.leave()
+        leaves.wait()
+        assert not waits.responses and waits.error is None
+        ready.set()
+        assert waits.wait().said("count") == [[4.0]]
