@@ -12,7 +12,7 @@ import wave
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anthropic
 import httpx
@@ -38,7 +38,8 @@ from tests.live.test_agents import run as run_agent
 from tests.openai.test_page import ANSWER, Page, browser
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.openai.openai_command import read_parameters
-from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.operate.logs import LogLine
+from trtllm_bls.operate.tritonserver import Listener, TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.pipeline.testing import Double, LoadedModel, load, serving
 from trtllm_bls.settings.command_options import Override
@@ -47,9 +48,12 @@ from trtllm_bls.text.tokenizer import load_tokenizer
 
 __all__ = ["browser"]  # the page's fixture
 EXAMPLES = ROOT / "examples"
+TOLD = ": answer left tasks behind: 1; their calls of models are ended"
 LONG = "the quick brown fox jumps over the lazy dog and runs into the woods again " * 8
 # Streams what a decoupled model of the same server streams; ``once`` asks for one response.
 CALLER = """
+import asyncio
+
 from trtllm_bls.pipeline import StreamingModel, Tensor
 
 class TritonPythonModel(StreamingModel):
@@ -57,12 +61,21 @@ class TritonPythonModel(StreamingModel):
     outputs = (Tensor("said", "STRING"),)
 
     async def answer(self, request, response):
+        if request.text("what") == "left behind":
+            words = {"text_input": [["the fox runs " * 50]], "max_tokens": int32(200)}
+            self.task = asyncio.ensure_future(read(request, words | {"stream": [[True]]}))
+            await asyncio.sleep(0)  # in which the task begins its call
+            return
         inputs = {"text_input": [["the fox runs"]], "max_tokens": int32(20), "stream": [[True]]}
         if "once" in request:
             await request.infer(request.text("what"), inputs)
         async for part in request.stream(request.text("what"), inputs, ["text_output"]):
             if part["text_output"][0]:
                 await response.send({"said": part["text_output"]})
+
+async def read(request, inputs):
+    async for part in request.stream("tensorrt_llm_bls", inputs):
+        pass
 
 def int32(value):
     import numpy
@@ -87,8 +100,17 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer
     typed_models.write(server.model_repository)
     agent = server.model_repository / "agent" / "config.pbtxt"
     agent.write_text(agent.read_text().replace('string_value: "True"', 'string_value: "false"'))
-    with TritonServer(server) as running:
+    with TritonServer(server, Lines()) as running:
         yield running
+
+
+class Lines(Listener):
+    """Keeps the server's log."""
+
+    texts: ClassVar[list[str]] = []
+
+    def log(self, line: LogLine) -> None:
+        self.texts.append(line.text)
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +244,14 @@ def test_another_models_failure_is_told_with_its_name(pipelines: TritonServer) -
 def test_one_response_of_a_model_that_is_not_there_is_an_error(pipelines: TritonServer) -> None:
     with pytest.raises(InferenceServerException, match=r"INTERNAL: nobody: .*unknown model"):
         list(Stream(pipelines, "caller", what="nobody", once=1))
+    near = r"INTERNAL: tensorrt_lm_bls: .*unknown model.*; did you mean tensorrt_llm_bls\?"
+    with pytest.raises(InferenceServerException, match=near):
+        list(Stream(pipelines, "caller", what="tensorrt_lm_bls", once=1))
+
+
+def test_the_log_tells_of_a_task_that_is_left_behind(pipelines: TritonServer) -> None:
+    assert list(Stream(pipelines, "caller", what="left behind")) == []
+    until(lambda: any("[caller] request-" in each and TOLD in each for each in Lines.texts))
 
 
 def test_many_callers_that_leave_at_any_time_leave_nothing_behind(pipelines: TritonServer) -> None:

@@ -377,12 +377,11 @@ def test_a_pipelines_own_parameters_are_listed_and_read(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["new", str(model)]).exit_code == 0
     file = model / "1" / "model.py"
     (check,) = [each for each in doctor.CHECKS if each.name == "pipeline_parameters"]
-    assert list(examine(Subject(repository=model.parent), [check])) == []  # it declares none
+    assert findings("pipeline_parameters", repository=model.parent) == []  # it declares none
     body = "class TritonPythonModel(StreamingModel):"
     declared = 'parameters = {"nearest": 2, "voice": "anna"}'
     program = file.read_text().replace(body, f"{body}\n    {declared}")
     assert declared in program
-    file.write_text(f"{program}\nraise SystemExit\n")
     config = model / "config.pbtxt"
     text = config.read_text()
 
@@ -390,6 +389,10 @@ def test_a_pipelines_own_parameters_are_listed_and_read(tmp_path: Path) -> None:
         more = f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
         config.write_text(f"{text}\n{more}\n")
 
+    parameter("decuopled", "true")
+    (unknown,) = findings("pipeline_parameters", repository=model.parent)
+    assert (unknown.level, unknown.mend) == ("warn", "did you mean decoupled?")
+    file.write_text(f"{program}\nraise SystemExit\n")
     parameter("voice", "otto")
     (listed,) = [each for _, each in examine(Subject(repository=model.parent), [check])]
     assert (listed.level, listed.what) == ("ok", "mine: nearest = 2, voice = 'otto'")
@@ -399,3 +402,16 @@ def test_a_pipelines_own_parameters_are_listed_and_read(tmp_path: Path) -> None:
     parameter("neerest", "3")
     (unknown,) = findings("pipeline_parameters", repository=model.parent)
     assert (unknown.level, unknown.mend) == ("warn", "did you mean nearest?")
+
+
+@pytest.mark.parametrize("declared", ['{"a": [1]}', '{"a": None}', "{1: 2}", '{b"a": 2}'])
+def test_a_default_that_gives_no_type_is_told(tmp_path: Path, declared: str) -> None:
+    model = tmp_path / "models" / "mine"
+    assert CliRunner().invoke(main, ["new", str(model)]).exit_code == 0
+    file, body = model / "1" / "model.py", "class TritonPythonModel(StreamingModel):"
+    program = file.read_text()
+    file.write_text(program.replace(body, f"{body}\n    parameters = {declared}"))
+    found = only(findings("pipeline_parameters", repository=model.parent))
+    assert found.level == "error" and "model mine: parameters = {" in found.what
+    file.write_text(program.replace(body, f"{body}\n    parameters = 5"))  # mypy tells
+    assert findings("pipeline_parameters", repository=model.parent) == []

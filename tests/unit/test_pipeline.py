@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import runpy
+import subprocess
 import sys
 import threading
 import weakref
@@ -26,9 +27,9 @@ from tests.helpers.virtual_time import Clock
 from tests.helpers.waiting import eventually, until
 from trtllm_bls.configure.new import command as new
 from trtllm_bls.configure.new import config_of
-from trtllm_bls.errors import EngineError, SettingsError
+from trtllm_bls.errors import EngineError, EngineUnavailable, Overloaded, SettingsError
 from trtllm_bls.pipeline import InvalidRequest, Request, Response, StreamingModel, Tensor, connect
-from trtllm_bls.pipeline.testing import Double, load, serving
+from trtllm_bls.pipeline.testing import Called, Double, LoadedModel, load, serving
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.triton.request_server import Outbox
@@ -112,8 +113,8 @@ def test_a_mistake_is_the_callers_error() -> None:
         ask = model.ask(prompt=["a", "b"]).wait()
         with pytest.raises(AssertionError, match="refuse the request: prompt: is missing"):
             model.ask()
-        with pytest.raises(AssertionError, match="promt: there is no such input"):
-            model.ask(prompt="a", promt="b")
+        with pytest.raises(AssertionError, match="promt: there is no such input; did you mean pro"):
+            model.ask(promt="b")
         with pytest.raises(AssertionError, match="prompt: 5 is not STRING"):
             model.ask(prompt=5)
     assert ask.error is not None
@@ -208,6 +209,9 @@ async def sent_twice(response: Response) -> None:
     await response.send({"count": 2})
 
 
+NO_OTHR = "othr: Request for unknown model: 'othr' is not found; name it in ``models``"
+
+
 class Wrong(Upper):
     """Makes the mistake that the request names."""
 
@@ -229,6 +233,14 @@ class Wrong(Upper):
             "number": lambda: response.send({"text": 5}),
             "absent": lambda: request["absent"],
             "unknown": lambda: request.infer("nobody", {}),
+            "near option": lambda: self.llm.generate([1], temperture=1),
+            "near extra": lambda: self.llm.text("a", extras={"lora_taskid": 1}),
+            "near input": lambda: request["promt"],
+            "near output": lambda: response.send({"cuont": 1}),
+            "near model": lambda: request.infer("othr", {}),
+            "near stream": lambda: anext(request.stream("othr", {})),
+            "its input": lambda: request.infer("other", {"nubmer": 1}),
+            "its output": lambda: request.infer("other", {"number": 1}, ["hlaf"]),
             "twice": lambda: sent_twice(response),
         }
         await mistakes[request.text("prompt")]()
@@ -238,6 +250,20 @@ class Wrong(Upper):
     ("what", "message"),
     [
         ("undeclared", "INTERNAL: output sound is not declared by this model"),
+        ("near option", "INTERNAL: temperture is no option of a language model; did you mean temp"),
+        (
+            "near extra",
+            "INVALID_ARG: lora_taskid: is no input of an engine; did you mean lora_task_",
+        ),
+        ("near input", "INVALID_ARG: promt: is missing; did you mean prompt?"),
+        (
+            "near output",
+            "INTERNAL: output cuont is not declared by this model; did you mean count?",
+        ),
+        ("near model", f"INTERNAL: {NO_OTHR}; did you mean other?"),
+        ("near stream", f"INTERNAL: {NO_OTHR}; did you mean other?"),
+        ("its input", "INTERNAL: other: nubmer: there is no such input; did you mean number?"),
+        ("its output", "INTERNAL: other: hlaf: there is no such output; did you mean half?"),
         ("option", "INTERNAL: tempreature is no option of a language model"),
         ("value", "INVALID_ARG: max_tokens: -1 is not allowed; it must be at least 1"),
         ("no number", "INVALID_ARG: temperature: 'hot' is not a number"),
@@ -252,17 +278,32 @@ class Wrong(Upper):
         ("nothing", "INTERNAL: output text: holds a NoneType"),
         ("number", "INTERNAL: output text: 5 is not STRING"),
         ("absent", "INVALID_ARG: absent: is missing"),
-        ("unknown", "INTERNAL: nobody: Request for unknown model"),
+        (
+            "unknown",
+            "INTERNAL: nobody: Request for unknown model: 'nobody' is not found; name it in",
+        ),
         ("twice", "INTERNAL: nothing can follow the last response"),
     ],
 )
 def test_errors_name_what_is_wrong(what: str, message: str) -> None:
-    with serving(Wrong) as model:
+    half = Double(dict, inputs=[Tensor("number", "INT32")], outputs=[Tensor("half", "FP32")])
+    with serving(Wrong, models={"other": half}) as model:
         ask = model.ask(prompt=what).wait()
     if what == "twice":  # the response has ended; the log tells
         assert [ask.said("count"), ask.error] == [[[1]], None]
+        words = message.partition(": ")[2]
+        assert any("outcome=failed" in line and words in line for _, line in model.triton.lines)
     else:
         assert ask.error is not None and ask.error.message().startswith(message)
+
+
+def test_an_optional_input_that_is_absent_is_no_misspelling() -> None:
+    class Optional_(Upper):
+        inputs = (Tensor("prompt", "STRING"),)
+
+    with serving(Optional_) as model:
+        ask = model.ask().wait()
+    assert ask.error is not None and ask.error.message() == "INVALID_ARG: prompt: is missing"
 
 
 def test_requests_beyond_the_places_wait_and_beyond_that_are_refused() -> None:
@@ -303,7 +344,7 @@ def test_a_model_that_is_not_decoupled_answers_once(
 ) -> None:
     with serving(Upper, llm=pieces, decoupled=False) as model:
         ask = model.ask(prompt="hello").wait()
-    assert ask.said("text") == texts
+    assert [response["text"].tolist() for response in ask.responses] == texts  # and no other
     assert (ask.error and ask.error.message()) == error
 
 
@@ -384,6 +425,8 @@ def test_a_configuration_keeps_its_comments(tmp_path: Path) -> None:
         *(["file/mine"], ["mine", "--input", "n:FP32"], ["m", "--output", "n:INT32"]),
         *(["m", "--input", "class:STRING"], ["m", "--input", "a-b:STRING"], ["a b"], ["ü"]),
         *(["m", "--output", "t:STRING", "--output", f"n:{bad}"] for bad in ("BF16", "INT8[0]")),
+        *(["m", "--input", "t:STRING", "--input", f"{bad}:INT8"] for bad in ("id", "chat_request")),
+        ["m", "--output", "t:STRING", "--output", "n:INT8", "--output", "n:FP32"],
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
@@ -408,6 +451,27 @@ def test_what_new_writes_passes_its_own_test(tmp_path: Path, dtype: str, dims: s
     names["test_it_says_what_the_language_model_says"]()
 
 
+def test_what_new_writes_is_typed(tmp_path: Path) -> None:
+    """With tensors of every type, and beside a configuration that is there."""
+    words = ["--input", "prompt:STRING", "--output", "text:STRING"]
+    for number, dtype in enumerate(each for each in NUMPY_TYPES if each != "BF16"):
+        for dims in ("", "[-1]"):
+            name = f"t{number}_{len(dims)}:{dtype}{dims}"
+            words += ["--input", name, "--output", name]
+    files = list[str]()
+    for name, more in (("every", words), ("plain", []), ("configured", [])):
+        made = tmp_path / name
+        made.mkdir()
+        if name == "configured":
+            (made / "config.pbtxt").write_text(CONFIG)
+        assert CliRunner().invoke(new, [str(made), *more]).exit_code == 0
+        moved = (made / "1" / "model.py").rename(made / f"{name}.py")  # mypy wants a name for each
+        files += [str(moved), str(made / f"test_{name}.py")]
+    command = [sys.executable, "-m", "mypy", "--strict", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "6 source files" in done.stdout, done.stdout
+
+
 def test_a_model_is_named_as_its_directory_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +493,7 @@ def test_a_model_is_named_as_its_directory_is(
         ("prompt", "'prompt' is not NAME:TYPE[DIMS]"),
         ("prompt:TEXT", "'prompt:TEXT' is not NAME:TYPE[DIMS]"),
         ("prompt:FP32[a]", "'prompt:FP32[a]' is not NAME:TYPE[DIMS]"),
+        ("prompt:BF16", "'prompt:BF16': Triton gives a Python model no BF16; use FP32"),
         ("a:FP32 --input a:BOOL", "two inputs, or two outputs, have one name"),
     ],
 )
@@ -469,7 +534,91 @@ def test_calls_that_are_left_behind_end_with_the_request() -> None:
         ask = model.ask(prompt="x").wait()
         assert ask.error is not None and ask.error.message() == "INTERNAL: wrong: no such model"
         assert ended.wait(20)
-    assert any("ended with 1 calls of other models" in line for _, line in model.triton.lines)
+    assert left_behind(model) == ["1; their calls of models are ended"]
+
+
+def left_behind(model: LoadedModel) -> list[str]:
+    """What the log says of tasks that ``answer`` has left."""
+    begin, mark = "[model] request-", ": answer left tasks behind: "
+    return [
+        line.partition(mark)[2]
+        for level, line in model.triton.lines
+        if mark in line and line.startswith(begin) and level == "warn"
+    ]
+
+
+@pytest.mark.parametrize("way", ["infer", "stream", "llm", "goes on"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_tasks_that_answer_leaves_are_counted_and_their_calls_end(way: str, fails: bool) -> None:
+    tasks: list[asyncio.Task[Any]] = []
+
+    class Leaves_(Upper):
+        async def call(self, request: Request) -> None:
+            if way == "infer":
+                await request.infer("slow", {})
+            elif way == "stream":
+                await anext(request.stream("slow", {}))
+            elif way == "llm":
+                await self.llm.text("a").answers()
+            else:
+                await request.infer("quick", {})
+                await asyncio.Event().wait()
+
+        async def answer(self, request: Request, response: Response) -> None:
+            tasks.extend(asyncio.create_task(self.call(request)) for _ in range(3))
+            tasks[0].cancel()  # which is over when ``answer`` returns
+            calls = self.deployment.other_models.channel.calls  # type: ignore[attr-defined]
+            llms = self.deployment._orchestrators
+            await eventually(lambda: len(calls) == 2 or sum(each.live for each in llms) == 2)  # type: ignore[attr-defined]
+            if fails:
+                raise EngineError("lost")
+
+        async def unload(self) -> None:
+            if way != "goes on":  # the others have ended by their calls
+                await asyncio.wait(tasks, timeout=20)
+                assert all(task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+
+    async def slow(inputs: Any) -> Any:
+        await asyncio.Event().wait()
+
+    models = {"slow": slow, "quick": lambda inputs: {"y": 1}}
+    with serving(Leaves_, llm=[None], models=models) as model:
+        ask = model.ask(prompt="x").wait()
+        assert (ask.error is not None) == fails
+        until(lambda: left_behind(model))
+    assert left_behind(model) == ["2; their calls of models are ended"]
+
+
+def test_a_stream_that_is_left_and_a_task_of_the_model_are_no_tasks_of_the_request() -> None:
+    class Works(Upper):
+        async def load(self, deployment: Any) -> None:
+            await super().load(deployment)
+            self.asked: asyncio.Queue[Any] = asyncio.Queue()
+            self.worker = asyncio.create_task(self.work())
+
+        async def work(self) -> None:
+            while True:
+                request, told = await self.asked.get()
+                told.set_result(await request.infer("other", {"x": 1}))
+
+        async def answer(self, request: Request, response: Response) -> None:
+            told = asyncio.get_running_loop().create_future()
+            self.asked.put_nowait((request, told))
+            await told
+            kept = self.llm.text("a")
+            await anext(kept)
+            await response.send({"text": "a"})
+
+        async def unload(self) -> None:
+            self.worker.cancel()
+
+    with serving(Works, llm=["a", None], models={"other": lambda inputs: {"y": 1}}) as model:
+        for _ in range(2):
+            assert model.ask(prompt="x").wait().said("text") == [[b"a"]]
+        until(lambda: model.llm.live == 0)
+    assert left_behind(model) == []
 
 
 @pytest.mark.parametrize(
@@ -521,9 +670,10 @@ class Asks(Upper):
 
     async def answer(self, request: Request, response: Response) -> None:
         if request.text("prompt") == "stream":
-            async for part in request.stream("other", {"x": 3}, timeout_s=20):
+            parts = request.stream("other", {"x": 3}, timeout_s=20)
+            async for part in parts:
                 await response.send({"count": part["y"]})
-            assert not request.streams, "an ended stream is kept"
+            assert not request.streams, f"{parts} has ended and is kept"
         else:
             found = await request.infer("other", {"x": 3}, version="1", parameters={"a": 5})
             await response.send({"count": found["y"]})
@@ -546,12 +696,73 @@ def test_a_model_that_is_loaded_anew_is_asked_for_its_types_again(way: str) -> N
     doubles = {"other": other("INT32")}
     with serving(Asks, models=doubles) as model:
         server: Any = model.model.deployment.other_models.channel
-        assert model.ask(prompt=way).wait().said("count") == [[3.0]]
-        server.doubles["other"] = other("FP32")
-        assert model.ask(prompt=way).wait().said("count") == [[3.0]]
+        for dtype in ("INT32", "FP32"):
+            server.doubles["other"] = other(dtype)
+            ask = model.ask(prompt=way).wait()
+            assert ask.said("count") == [[3.0]] and ask.error is None
     assert seen == [np.int32, np.float32]
-    if way == "infer":
-        assert (model.calls[0].version, model.calls[0].parameters) == ("1", {"a": 5})
+    asked = ("1", {"a": 5}) if way == "infer" else ("", {})  # ``timeout_s`` is no parameter
+    assert (model.calls[0].version, model.calls[0].parameters) == asked
+
+
+@pytest.mark.parametrize(
+    ("decoupled", "raised", "message"),
+    [
+        (True, None, "INTERNAL: other: it is decoupled; use stream"),
+        (None, Overloaded("full"), "UNAVAILABLE: other: full"),
+        (None, InvalidRequest("x", "is odd"), "INTERNAL: other: x: is odd"),
+    ],
+)
+def test_what_another_model_refuses_is_not_the_callers_mistake(
+    decoupled: bool | None, raised: Exception | None, message: str
+) -> None:
+    def play(inputs: Any) -> Any:
+        if raised:
+            raise raised
+        return {"y": 1}
+
+    with serving(Asks, models={"other": Double(play, decoupled=decoupled)}) as model:
+        ask = model.ask(prompt="x").wait()
+    assert ask.error is not None and ask.error.message() == message
+
+
+@pytest.mark.parametrize("error", [EngineError("broken"), EngineUnavailable("other: gone")])
+def test_only_the_name_of_an_unknown_model_is_corrected(error: EngineError) -> None:
+    class Fails_(Asks):
+        async def load(self, deployment: Any) -> None:
+            async def ask(model: str, version: str) -> Any:
+                raise error
+
+            deployment.other_models._ask = ask
+            unavailable = isinstance(error, EngineUnavailable)
+            deployment.other_models.names = {"othr"} if unavailable else {"other", "othr"}
+
+    with serving(Fails_) as model:
+        ask = model.ask(prompt="x").wait()
+    assert ask.error is not None and ask.error.message() == f"{error.status}: {error}"
+
+
+def sent_after_the_end(model: LoadedModel) -> None:
+    with pytest.raises(Exception, match="send after FINAL"):
+        model.ask(prompt="x").wait().send(None, 1)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "told"),
+    [
+        (sent_after_the_end, "send after FINAL"),
+        (lambda model: setattr(model.llm, "live", 1), "1 answers of the language model still run"),
+        (
+            lambda model: model.calls.append(Called("other", {}, "1", "", {})),
+            "calls of other models still run: .*other",
+        ),
+    ],
+)
+def test_serving_raises_at_its_end_what_was_broken(
+    breaks: Callable[[LoadedModel], object], told: str
+) -> None:
+    with pytest.raises(AssertionError, match=told), serving(Upper, llm=["a"]) as model:
+        breaks(model)
 
 
 def test_a_call_ends_at_its_time_limit_and_with_its_stream() -> None:
@@ -618,7 +829,12 @@ def test_a_pipelines_own_parameters_have_the_types_of_their_defaults(
 
 
 def test_rows_are_one_or_refused_at_load() -> None:
-    with serving(Upper, llm=["a"], rows=True) as model:
+    class Shaped(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            assert request["prompt"].shape == (1,)
+            await super().answer(request, response)
+
+    with serving(Shaped, llm=["a"], rows=True) as model:
         ask = model.ask(prompt=[["hello"]]).wait()
     assert [response["text"].tolist() for response in ask.responses] == [[[b"A"]]]
     config = json.dumps({"name": "m", "max_batch_size": 4, "parameters": {}})
@@ -637,6 +853,76 @@ def test_several_failures_of_a_group_are_told_by_their_own_words() -> None:
     with serving(Group) as model:
         ask = model.ask(prompt="x").wait()
     assert ask.error is not None and ask.error.message() == "INTERNAL: one; two: is wrong"
+
+
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        ([EngineUnavailable("gone")] * 2, "UNAVAILABLE: gone"),
+        ([EngineError("lost"), KeyError("x")], "INTERNAL: unexpected KeyError; "),
+    ],
+)
+def test_a_failure_of_a_group_keeps_its_kind(errors: list[Exception], message: str) -> None:
+    class Group(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            group: Any = group_of(errors[0])
+            group.exceptions = tuple(errors)
+            raise group
+
+    with serving(Group) as model:
+        ask = model.ask(prompt="x").wait()
+    assert ask.error is not None and ask.error.message().startswith(message)
+
+
+def test_a_model_is_done_when_its_last_request_is() -> None:
+    """Its load is that of its requests: without a response they wait, with one they run."""
+    with serving(Upper, llm=[["a", None], [None]]) as model:
+        deployment = model.model.deployment
+        running = model.ask(prompt="x").wait(responses=1)
+        waiting = model.ask(prompt="x")
+        until(lambda: deployment.load()[:2] == (1, 1))
+        assert not deployment.handed_over
+        for ask in (running, waiting):
+            ask.leave()
+            ask.wait()
+        until(lambda: deployment.handed_over and deployment.load()[:2] == (0, 0))
+
+
+def test_send_waits_until_triton_has_taken_earlier_responses() -> None:
+    sent, taken = list[int](), threading.Event()
+
+    class Sends(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            for number in range(100):
+                await response.send({"count": number})
+                sent.append(number)
+
+    with serving(Sends) as model:
+        ask = model.triton.ask({"prompt": np.array([b"x"], object)}, "count")
+        ask.on_send = lambda response: taken.wait(20)
+        model.model.execute([ask])
+        until(lambda: len(sent) > 0)
+        assert model.model.deployment.load().running and len(sent) < 5
+        taken.set()
+        assert ask.wait().said("count") == [[number] for number in range(100)]
+
+
+def test_the_line_of_a_request_has_its_trace() -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    with serving(Upper, llm=["a"]) as model:
+        ask = model.triton.ask({"prompt": np.array([b"x"], object)}, "text")
+        ask.sent_parameters = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+        model.model.execute([ask])
+        ask.wait()
+    (line,) = [line for _, line in model.triton.lines if "request id=" in line]
+    assert f"trace_id={trace}" in line
+
+
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+def test_a_type_that_a_python_model_cannot_have_is_refused_at_load(side: str) -> None:
+    wrong = type("Wrong_", (Upper,), {side: (*getattr(Upper, side), Tensor("half", "BF16"))})
+    with pytest.raises(SettingsError, match="half: Triton gives"), serving(wrong):
+        pass
 
 
 def test_several_mistakes_of_the_caller_are_the_callers() -> None:
@@ -680,30 +966,55 @@ def test_an_option_of_a_call_that_does_not_exist_is_refused() -> None:
     assert told in ask.error.message()
 
 
-@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_what_load_raises_fails_the_load_alone(raised: BaseException) -> None:
+async def raised_by_a_task(error: BaseException) -> None:
+    """Which asyncio gives to the event loop, too, where it is no ``Exception``."""
+    await asyncio.create_task(raised(error))
+
+
+def of_no_exception(test: Any) -> Any:
+    errors = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
+    of_errors = pytest.mark.parametrize("error", errors, ids=repr)
+    return pytest.mark.parametrize("way", [raised, raised_by_a_task])(of_errors(test))
+
+
+@of_no_exception
+def test_what_load_raises_fails_the_load_alone(way: Any, error: BaseException) -> None:
     """The event loop goes on, or Triton would wait for ever, or lose the process without a word."""
 
     class Exits(Upper):
         async def load(self, deployment: Any) -> None:
-            raise raised
+            await way(error)
 
-    told = pytest.raises(RuntimeError, match=f"load raised {type(raised).__name__}")
-    with told, serving(Exits, llm=["a"]):
+    with pytest.raises(RuntimeError) as told, serving(Exits, llm=["a"]):
         pass
+    assert str(told.value) == f"model model: load raised {error!r}"
 
 
-@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_what_a_warm_up_raises_is_logged(
-    raised: BaseException, capsys: pytest.CaptureFixture[str]
-) -> None:
+@of_no_exception
+def test_what_a_warm_up_raises_is_logged(way: Any, error: BaseException) -> None:
     class Exits(Upper):
         async def warm_up(self, deployment: Any) -> None:
-            raise raised
+            await way(error)
 
     with serving(Exits, llm=["a"]) as model:
         assert model.ask(prompt="x").wait().error is None
-    assert "warm_up failed" in capsys.readouterr().err
+    (line,) = [line for _, line in model.triton.lines if "warm_up failed" in line]
+    assert line.startswith("[model] ") and type(error).__name__ in line
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_a_task_of_a_request_that_exits_ends_its_request_alone(error: BaseException) -> None:
+    class Exits(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            if request.text("prompt") == "exit":
+                await raised_by_a_task(error)
+            await super().answer(request, response)
+
+    with serving(Exits, llm=["a"]) as model:
+        told = model.ask(prompt="exit").wait().error
+        assert told is not None and told.message().startswith("INTERNAL: unexpected RuntimeError")
+        assert model.ask(prompt="x").wait().said("text") == [[b"A"]]
+    assert any(f"a task raised {error!r}" in line for _, line in model.triton.lines)
 
 
 def test_a_server_that_does_not_get_ready_for_a_warm_up_fails_no_request() -> None:
@@ -726,12 +1037,21 @@ def test_a_server_that_does_not_get_ready_for_a_warm_up_fails_no_request() -> No
 
 
 def test_requests_wait_for_a_warm_up() -> None:
+    """And one whose caller leaves meanwhile does not end it."""
+    ready = threading.Event()
+
     class Warm(Asks):
         async def warm_up(self, deployment: Any) -> None:
+            await eventually(ready.is_set)
             self.warm = (await deployment.infer("other", {"x": 4}))["y"]
 
         async def answer(self, request: Request, response: Response) -> None:
             await response.send({"count": self.warm})
 
     with serving(Warm, models={"other": lambda inputs: {"y": inputs["x"]}}) as model:
-        assert model.ask(prompt="x").wait().said("count") == [[4.0]]
+        leaves, waits = model.ask(prompt="x"), model.ask(prompt="x")
+        leaves.leave()
+        leaves.wait()
+        assert not waits.responses and waits.error is None
+        ready.set()
+        assert waits.wait().said("count") == [[4.0]]

@@ -66,6 +66,15 @@ def test_a_demanded_call_is_a_call(choice: str) -> None:
     assert guide["maxItems"] == 1 and "add" in json.dumps(guide)
 
 
+def test_token_ids_of_a_bias_are_numbers_again() -> None:
+    """As JSON they were texts."""
+    asked = {"messages": ASKED, "tools": [], "options": {"token_bias": {"7": 1.5}}, "key": None}
+    with serving(PassesOn, llm=["a"], tokenizer_dir=tool_tokenizer()) as model:
+        assert model.ask(**{CHAT_REQUEST: json.dumps(asked)}).wait().error is None
+        (inner,) = model.llm.requests
+    assert inner.token_bias == ((7, 1.5),)
+
+
 def test_a_tool_choice_that_cannot_be_is_refused() -> None:
     for more in ({"tool_choice": "subtract"}, {"tool_choice": "required", "tools": None}):
         with serving(PassesOn, llm=[CALLED], tokenizer_dir=tool_tokenizer()) as model:
@@ -85,6 +94,20 @@ def test_inner_calls_have_the_callers_key_and_salt(chosen: str | None) -> None:
         (inner,) = model.llm.requests
     assert inner.tenant == "digest"
     assert inner.cache_salt == KEY_SALT + (chosen or "own")
+
+
+def test_calls_of_other_models_have_neither() -> None:
+    class Calls(PassesOn):
+        async def chat(self, request: ChatRequest) -> AsyncIterator[Any]:
+            await request.infer("other", {"x": 1})
+            async for _ in request.stream("other", {"x": 1}):
+                pass
+            yield "a"
+
+    asked = request(tenant="digest", cache_salt=f"{KEY_SALT}own")
+    with serving(Calls, models={"other": lambda inputs: {"y": 1}}) as model:
+        assert events(model, asked) == [{"text": "a"}]
+    assert [(list(each.inputs), each.parameters) for each in model.calls] == [(["x"], {})] * 2
 
 
 @pytest.mark.parametrize(
@@ -113,6 +136,26 @@ def test_a_wrong_event_is_told_where_it_is_made(part: Any, problem: str) -> None
     with serving(Wrong) as model:
         ask = model.ask(**{CHAT_REQUEST: chat_request(request()).decode()}).wait()
     assert ask.error is not None and problem in ask.error.message()
+
+
+def test_chat_has_been_closed_when_its_failure_is_told() -> None:
+    closed: list[bool] = []
+
+    class Wrong(StreamingModel):
+        async def chat(self, request: ChatRequest) -> AsyncIterator[Any]:
+            try:
+                yield 5
+            finally:
+                closed.append(True)
+
+    with serving(Wrong) as model:
+        text = np.array([chat_request(request())], np.object_)
+        ask = model.triton.ask({CHAT_REQUEST: text}, CHAT_EVENTS)
+        when_sent: list[bool] = []
+        ask.on_send = lambda response: when_sent.extend(closed)
+        model.model.execute([ask])
+        ask.wait()
+    assert when_sent == [True]
 
 
 def test_a_model_with_chat_has_no_rows() -> None:

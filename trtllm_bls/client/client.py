@@ -14,7 +14,6 @@ Light to import: numpy, grpc and tritonclient. What prints is in the modules ``t
 from __future__ import annotations
 
 import asyncio
-import difflib
 import math
 import random
 import time
@@ -43,6 +42,7 @@ from trtllm_bls.errors import (
     from_wire,
     half_character,
 )
+from trtllm_bls.settings.parameters import nearest
 from trtllm_bls.wire.contract import BLS, ENGINE, MODELS, Model, Tensor
 from trtllm_bls.wire.kserve import (
     MOST_WAITING,
@@ -168,9 +168,8 @@ def infer_request(
             raise InvalidRequest(tensor.name, f"{model.name} needs it and it was not given")
     unknown = next((name for name in given if name not in model.input_named), None)
     if unknown is not None:
-        close = difflib.get_close_matches(unknown, model.input_named, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise InvalidRequest(unknown, f"{model.name} has no such input{hint}")
+        hint = nearest(unknown, model.input_named)
+        raise InvalidRequest(unknown, f"{model.name} has no such input; {hint}".rstrip("; "))
     arrays = {name: _array(model.input_named[name], value) for name, value in given.items()}
     rows = max((len(array) for array in arrays.values()), default=1)
     inputs = []

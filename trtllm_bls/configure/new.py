@@ -17,12 +17,15 @@ from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.configure.pbtxt import TEMPLATES, model_config
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.settings.model_config import model_class, read_config
+from trtllm_bls.settings.model_config import CHAT_REQUEST, model_class, read_config
 from trtllm_bls.wire.contract import NUMPY_TYPES, Model, Tensor
 
 _NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and outputs there.\n"
 # What such a model needs of the parameters of ``tensorrt_llm_bls``; the others have defaults.
 _PARAMETERS = {"tokenizer_dir": "../assets/demo/target", "tensorrt_llm_model_name": "tensorrt_llm"}
+
+_TAKEN = {"self", "id", "outputs", CHAT_REQUEST}
+_TAKEN_BY = "testing.ask has an argument or chat an input of this name"
 
 
 @click.command()
@@ -50,6 +53,8 @@ def command(
     model = directory / "1" / "model.py"
     if not model.is_file():
         tensors = [[_tensor(text) for text in texts] for texts in (inputs, outputs)]
+        if taken := sorted({tensor.name for tensor in tensors[0]} & _TAKEN):
+            raise SettingsError(f"input {taken[0]}: {_TAKEN_BY}; choose another name")
         if any(len({tensor.name for tensor in each}) < len(each) for each in tensors):
             raise SettingsError("two inputs, or two outputs, have one name; give each its own")
         for tensor in (tensors[0][0], tensors[1][0]):
@@ -138,8 +143,10 @@ def _tensor(text: str) -> Tensor:
         shape = tuple(int(size) for size in dims.rstrip("]").split(",")) if dims else (1,)
     except ValueError:
         shape = ()
-    types = [each for each in NUMPY_TYPES if each != "BF16"]  # Triton gives no Python model any
+    types = [each for each in NUMPY_TYPES if each != "BF16"]
     sizes = all(size > 0 or size == -1 for size in shape)
+    if dtype == "BF16":
+        raise SettingsError(f"{text!r}: Triton gives a Python model no BF16; use FP32")
     if not name.isidentifier() or dtype not in types or not (shape and sizes):
         raise SettingsError(f"{text!r} is not NAME:TYPE[DIMS]; types: {', '.join(types)}")
     if keyword.iskeyword(name):

@@ -187,7 +187,8 @@ class Subject:
             assert self.repository is not None
             for file in sorted((self.repository / name).glob("*/model.py")):
                 with suppress(OSError, ValueError, SyntaxError):  # the file's own checks tell
-                    if declared := _declared_parameters(file.read_text(encoding="utf-8")):
+                    declared = _declared_parameters(file.read_text(encoding="utf-8"))
+                    if declared is not None:
                         found[name] = declared
         return found
 
@@ -234,18 +235,21 @@ class Subject:
         return engine.release() if engine else None
 
 
-def _declared_parameters(program: str) -> dict[str, Any]:
-    """What the class of a ``model.py`` has as ``parameters``; the program is read and not run."""
+def _declared_parameters(program: str) -> dict[str, Any] | None:
+    """What the class of a ``model.py`` has as ``parameters``, or ``None`` if that cannot be told;
+    the program is read and not run."""
     if "trtllm_bls.pipeline" not in program:
-        return {}
+        return None
     classes = [each for each in ast.parse(program).body if isinstance(each, ast.ClassDef)]
     lines = [line for each in classes if each.name == "TritonPythonModel" for line in each.body]
     for line in lines:
         targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
         names = [each.id for each in targets if isinstance(each, ast.Name)]
         if "parameters" in names and isinstance(line, (ast.Assign, ast.AnnAssign)) and line.value:
-            return dict(ast.literal_eval(line.value))
-    return {}
+            value = ast.literal_eval(line.value)
+            return value if isinstance(value, dict) else None
+    bases = [ast.unparse(base) for each in classes for base in each.bases]
+    return {} if bases == ["StreamingModel"] else None  # others may declare some
 
 
 # --- findings ---------------------------------------------------------------------------------
@@ -510,7 +514,8 @@ def pipeline_parameters(subject: Subject) -> Findings:
         except SettingsError as error:
             yield Finding.of(error)
             continue
-        yield Finding("ok", f"{model}: " + ", ".join(f"{k} = {v!r}" for k, v in values.items()))
+        if values:
+            yield Finding("ok", f"{model}: " + ", ".join(f"{k} = {v!r}" for k, v in values.items()))
 
 
 @check("the LLM API can be given its arguments", lambda s: s.llm_api_models)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypedDict, Union, get_args, get_origin, get_ty
 
 from trtllm_bls.errors import CancelCause, EngineError, InvalidRequest, TrtllmBlsError
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
-from trtllm_bls.settings.parameters import suggestion
+from trtllm_bls.settings.parameters import nearest, suggestion
 from trtllm_bls.text.chat_formats import (
     FORCED,
     REASONING_TAGS,
@@ -213,7 +213,8 @@ def text_request(options: Mapping[str, Any], **prompt: Any) -> TextRequest:
         extras["guided_decoding_guide"] = text
     for name, value in extras.items():
         if name not in ENGINE.input_named:
-            raise InvalidRequest(name, "is no input of an engine")
+            hint = nearest(name, ENGINE.input_named)
+            raise InvalidRequest(name, f"is no input of an engine; {hint}".rstrip("; "))
         extras[name] = ENGINE.input_named[name].array(value)
     for name in ("stop_words", "bad_words"):
         if isinstance(read.get(name), str):

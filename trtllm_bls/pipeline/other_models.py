@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from trtllm_bls.errors import (
     TrtllmBlsError,
     from_wire,
 )
-from trtllm_bls.settings.parameters import suggestion
+from trtllm_bls.settings.parameters import nearest, suggestion
 from trtllm_bls.types import Array
 from trtllm_bls.wire.contract import Tensor, array_of
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
@@ -108,14 +108,14 @@ class DeclaredModel:
     ) -> list[tuple[str, str, Array]]:
         """Name, Triton's data type and array of each input. Raises ``TrtllmBlsError``."""
         if self.checked:
-            required = {name for name, tensor in self.inputs.items() if tensor.required}
-            if missing := required - inputs.keys():
-                raise TrtllmBlsError(f"{min(missing)}: is missing")
             sides = (("input", inputs, self.inputs), ("output", outputs, self.outputs))
             for side, names, known in sides:
                 if unknown := set(names) - known.keys():
                     told = f"there is no such {side}; {suggestion(min(unknown), known)}"
                     raise TrtllmBlsError(f"{min(unknown)}: {told}")
+            required = {name for name, tensor in self.inputs.items() if tensor.required}
+            if missing := required - inputs.keys():
+                raise TrtllmBlsError(f"{min(missing)}: is missing")
         return [(name, *self.typed(name, value, self.inputs)) for name, value in inputs.items()]
 
     def typed(self, name: str, value: Any, declared: Mapping[str, Tensor]) -> tuple[str, Array]:
@@ -124,15 +124,16 @@ class DeclaredModel:
             array = array_of(name, value)
             return datatype_of(array), array
         if name not in declared:
-            raise TrtllmBlsError(f"{name}: is not declared")
+            raise TrtllmBlsError(f"{name}: is not declared; {suggestion(name, declared)}")
         return declared[name].datatype, declared[name].array(value, rows=self.rows)
 
 
 class OtherModels:
-    """``url`` is the server's gRPC port."""
+    """``url`` is the server's gRPC port, ``names`` are models that a misspelt name may mean."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         self.channel = GrpcChannel(url, tls=tls)
+        self.names: Collection[str] = ()
         self._declared: dict[tuple[str, str], DeclaredModel] = {}
 
     async def infer(
@@ -204,7 +205,18 @@ class OtherModels:
         return await once(now)
 
     async def ask(self, model: str, version: str) -> DeclaredModel:
-        """What a model declares now. Raises ``EngineError``."""
+        """What a model declares now. Raises ``EngineError``, with the nearest of ``names``."""
+        try:
+            return await self._ask(model, version)
+        except EngineUnavailable:
+            raise
+        except EngineError as error:
+            # Not the list of all: a pipeline may take the name from its caller.
+            if model in self.names or not (hint := nearest(model, self.names)):
+                raise
+            raise EngineError(f"{error}; {hint}") from error
+
+    async def _ask(self, model: str, version: str) -> DeclaredModel:
         request = service_pb2.ModelConfigRequest(name=model, version=version).SerializeToString()
         answer = await self._unary(model, "ModelConfig", request, _CONFIG_SECONDS)
         return DeclaredModel.of(service_pb2.ModelConfigResponse.FromString(answer).config)

@@ -12,7 +12,15 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +57,7 @@ from trtllm_bls.settings.parameters import (
     Kind,
     Parameter,
     Parameters,
+    nearest,
     parameters_in,
     parse_engine,
     suggestion,
@@ -211,8 +220,14 @@ class Request:
     ``prompt_tokens``: of the language model's answers so far; ``finish_reason``: of the last one.
     """
 
-    def __init__(self, call: Call, other_models: OtherModels, rows: bool = False) -> None:
-        self._arrays, self._other_models = call.arrays, other_models
+    def __init__(
+        self,
+        call: Call,
+        other_models: OtherModels,
+        inputs: Collection[str] = (),
+        rows: bool = False,
+    ) -> None:
+        self._arrays, self._other_models, self._inputs = call.arrays, other_models, inputs
         if rows:
             self._arrays = {name: array[0] for name, array in call.arrays.items()}
         self.id, self.client_id = call.id, call.client_id
@@ -226,11 +241,13 @@ class Request:
         # What ``close`` ends, unless it has ended. One that nobody refers to any more ends itself.
         self.streams: weakref.WeakSet[Steps | OtherStream] = weakref.WeakSet()
         self._calls: set[asyncio.Future[dict[str, Array]]] = set()
+        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # that called a model
         self._over = False
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._arrays:
-            raise InvalidRequest(name, "is missing")
+            hint = "" if name in self._inputs else nearest(name, self._inputs)
+            raise InvalidRequest(name, f"is missing; {hint}".rstrip("; "))
         return self._arrays[name]
 
     def __contains__(self, name: str) -> bool:
@@ -297,14 +314,18 @@ class Request:
             problem = f"{what} was asked for after the request had ended; await it in answer"
             log.warning("%s: %s", self.id, problem)
             raise TrtllmBlsError(problem)
+        task = asyncio.current_task()
+        if task is not None and CALLER.get() is self:  # one that ``load`` began is no request's
+            self._tasks.add(task)
 
     async def close(self) -> None:
         """End what the request has begun and not ended."""
         self._over = True
+        if left := sum(not task.done() for task in self._tasks - {asyncio.current_task()}):
+            told = "%s: answer left tasks behind: %d; their calls of models are ended"
+            log.warning(told, self.id, left)
         for stream in list(self.streams):
             await stream.aclose()
-        if self._calls:  # of tasks that ``answer`` has left behind
-            log.warning("%s: ended with %d calls of other models", self.id, len(self._calls))
         for call in self._calls:
             call.cancel()
 
@@ -317,8 +338,8 @@ class ChatRequest(Request):
     KV cache blocks the caller may share; the request's calls of language models have both.
     """
 
-    def __init__(self, call: Call, other_models: OtherModels) -> None:
-        super().__init__(call, other_models)
+    def __init__(self, call: Call, other_models: OtherModels, inputs: Collection[str]) -> None:
+        super().__init__(call, other_models, inputs)
         asked = json.loads(self.text(CHAT_REQUEST))
         self.messages: list[dict[str, Any]] = asked["messages"]
         self.tools: list[dict[str, Any]] = asked["tools"]
@@ -454,12 +475,14 @@ class StreamingModel(ServedModel):
         if rows and self.chat is not None:
             raise SettingsError(f"max_batch_size: {rows}: a model with chat needs 0")
         self._rows = rows == 1
-        self._declared = {tensor.name: tensor for tensor in self.tensors()[1]}
+        inputs, outputs = self.tensors()
+        self._inputs = [tensor.name for tensor in inputs]
+        self._declared = {tensor.name: tensor for tensor in outputs}
         for tensor in (*self.inputs, *self.outputs):
             if tensor.dtype == "BF16":  # of a Python model's tensors
                 raise SettingsError(f"{tensor.name}: Triton gives a Python model no BF16; use FP32")
         self._warm: asyncio.Future[None] | None = None
-        self._config = config
+        self._config, self._directory = config, Path(args["model_repository"])
         super().initialize(args, pb_utils)
 
     def make(self, parameters: Any) -> None:
@@ -468,12 +491,16 @@ class StreamingModel(ServedModel):
         for problem in undeclared(texts, self.parameters):
             log.warning("%s", problem)
         self.deployment.parameters = own_parameters(name, texts, self.parameters)
+        # Of the files: ``serve`` closes the API that lists a server's models.
+        files = self._directory.parent.glob("*/config.pbtxt")
+        models = self.deployment.other_models
+        models.names = models.names or {file.parent.name for file in files}
 
     async def begin(self) -> None:
         try:
             await self.load(self.deployment)
         except BaseException as raised:
-            error = _told(raised, "load")
+            error = _told(raised, f"model {self.deployment.name}: load", cancels=0)
             if error is raised:
                 raise
             raise error from raised
@@ -485,19 +512,24 @@ class StreamingModel(ServedModel):
             await self.deployment.other_models.ready()
             await self.warm_up(self.deployment)
         except BaseException as raised:
-            if _told(raised, "warm_up") is raised and not isinstance(raised, Exception):
+            if self._warm is None and not isinstance(raised, Exception):
                 raise  # the model ends meanwhile
             log.exception("warm_up failed; requests are answered all the same")
 
     async def end(self) -> None:
-        if self._warm is not None:
-            self._warm.cancel()
+        warm, self._warm = self._warm, None
+        if warm is not None:
+            warm.cancel()
         await self.unload()
 
     async def handle(self, call: Call) -> None:
         models = self.deployment.other_models
-        chats = CHAT_REQUEST in call.arrays
-        request = ChatRequest(call, models) if chats else Request(call, models, self._rows)
+        inputs, chats = self._inputs, CHAT_REQUEST in call.arrays
+        request = (
+            ChatRequest(call, models, inputs)
+            if chats
+            else Request(call, models, inputs, self._rows)
+        )
         response = Response(call, self._declared, self._rows)
         CALLER.set(request)
         self.deployment.unfinished.add(response)
@@ -552,7 +584,7 @@ class StreamingModel(ServedModel):
 
 def undeclared(texts: Iterable[str], declared: Iterable[str]) -> Iterator[str]:
     """A line for each parameter of a pipeline's configuration that neither it nor we know."""
-    known = [*parameters_in(PipelineParameters), *declared, *COMMON_KEYS]
+    known = [*parameters_in(PipelineParameters), *map(str, declared), *COMMON_KEYS]
     for key in sorted({*texts} - {*known}):
         yield f"parameter {key} is not declared by this model; {suggestion(key, known)}"
 
@@ -564,6 +596,10 @@ def own_parameters(
 
     Raises ``SettingsError`` for a value of another type.
     """
+    for key, default in declared.items():
+        if not isinstance(key, str) or type(default) not in _KINDS:
+            mend = "write a name, and a text, a number, True or False"
+            raise SettingsError(f"model {model}: parameters = {{{key!r}: {default!r}}}: {mend}")
     return {
         key: Parameter(_KINDS[type(default)], "", str(default)).parse(
             model, key, texts.get(key, "")
@@ -572,13 +608,15 @@ def own_parameters(
     }
 
 
-def _told(raised: BaseException, method: str = "answer") -> BaseException:
+def _told(
+    raised: BaseException, method: str = "answer", cancels: int | None = None
+) -> BaseException:
     """What the end of a request is told as, or of another method of the pipeline.
 
     The failures of a task group are told in their own words. ``SystemExit`` and a cancellation of
     the pipeline's own would end the event loop or look like the caller's leaving.
     """
-    inner = [_told(each, method) for each in getattr(raised, "exceptions", ())]
+    inner = [_told(each, method, cancels) for each in getattr(raised, "exceptions", ())]
     if inner and all(isinstance(each, TrtllmBlsError) for each in inner):
         texts = dict.fromkeys(str(each) for each in inner)
         if len(texts) == 1:
@@ -590,9 +628,9 @@ def _told(raised: BaseException, method: str = "answer") -> BaseException:
         return EngineError("; ".join(texts))
     if inner:
         return next(each for each in inner if not isinstance(each, TrtllmBlsError))
-    # Python 3.10 does not tell who cancelled a task.
-    cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
+    if cancels is None:  # Python 3.10 does not tell who cancelled a task
+        cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
     own_cancel = isinstance(raised, asyncio.CancelledError) and not cancels
     if own_cancel or isinstance(raised, (SystemExit, KeyboardInterrupt)):
-        return RuntimeError(f"{method} raised {type(raised).__name__}")
+        return RuntimeError(f"{method} raised {raised!r}")
     return raised

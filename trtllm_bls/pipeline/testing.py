@@ -493,8 +493,9 @@ class _Models(OtherModels):
     def __init__(self, server: FakeServer) -> None:
         super().__init__(server.target, None)
         self.channel = self._server = server
+        self.names = server.doubles
 
-    async def ask(self, model: str, version: str) -> DeclaredModel:
+    async def _ask(self, model: str, version: str) -> DeclaredModel:
         try:
             return self._server.known(model)
         except GrpcError as error:

@@ -181,11 +181,15 @@ def refusal(model: str, key: str, value: str, mend: str) -> SettingsError:
 
 def suggestion(key: str, known: Iterable[str]) -> str:
     """What to write instead of an unknown key: the most similar one, or all that there are."""
+    names = sorted(known)
+    return nearest(key, names) or f"there are: {', '.join(names) or 'none'}"
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """The most similar key, as a question; empty where none is similar."""
     spelled = {name.replace("_", "").lower(): name for name in known}
     close = difflib.get_close_matches(key.replace("_", "").lower(), spelled, n=1, cutoff=0.7)
-    if close:
-        return f"did you mean {spelled[close[0]]}?"
-    return f"there are: {', '.join(sorted(spelled.values())) or 'none'}"
+    return f"did you mean {spelled[close[0]]}?" if close else ""
 
 
 # --- the parameter `engine` ------------------------------------------------------------------

@@ -116,10 +116,10 @@ class RequestServer:
         self._open: dict[Call, asyncio.Task[None]] = {}
         self.loop = asyncio.new_event_loop()  # all requests run on it
         self._senders = SenderThreads(self.loop, senders, before_error_status)
-        self._closing = threading.Event()
+        self._closing, self._stopping = threading.Event(), False
         self.refusal: TrtllmBlsError | None = None  # the answer to every new request
         self._threads = [
-            threading.Thread(target=self.loop.run_forever, name="event-loop", daemon=True),
+            threading.Thread(target=self._run_loop, name="event-loop", daemon=True),
             threading.Thread(target=self._watch, name="watcher", daemon=True),
         ]
         # The objects made at load stay for good. A full collection would look through all of them
@@ -173,6 +173,7 @@ class RequestServer:
         if finish is not None:
             self._run(finish())
         self._run(self._senders.close())
+        self._stopping = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         for thread in self._threads:
             thread.join()
@@ -189,6 +190,14 @@ class RequestServer:
     def responses(self) -> int:
         """How many responses have been made so far, errors left out; any thread may ask."""
         return self._senders.responses
+
+    def _run_loop(self) -> None:
+        """Run the event loop until it is closed, whatever a task of a user's raises."""
+        while not self._stopping:
+            try:
+                self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:  # asyncio gives it to the loop, too
+                log.error("a task raised %r; requests go on", error)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self.loop).result()
