@@ -22,7 +22,6 @@ import pytest
 import tritonclient.grpc as grpcclient
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from selenium import webdriver
 from tritonclient.utils import InferenceServerException
 
 from tests.helpers.openai_server import RunningApi
@@ -35,7 +34,6 @@ from tests.live import typed_models
 from tests.live.conftest import echo_settings
 from tests.live.test_agents import CODEX
 from tests.live.test_agents import run as run_agent
-from tests.openai.test_page import ANSWER, Page, browser
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.logs import LogLine
@@ -46,7 +44,6 @@ from trtllm_bls.settings.command_options import Override
 from trtllm_bls.settings.model_config import chat_pipelines
 from trtllm_bls.text.tokenizer import load_tokenizer
 
-__all__ = ["browser"]  # the page's fixture
 EXAMPLES = ROOT / "examples"
 TOLD = ": answer left tasks behind: 1; their calls of models are ended"
 LONG = "the quick brown fox jumps over the lazy dog and runs into the woods again " * 8
@@ -436,19 +433,3 @@ def test_codex_is_answered_by_a_pipeline(api: RunningApi, tmp_path: Path) -> Non
     command = [codex, "exec", "--skip-git-repo-check", QUESTION]
     said = run_agent(command, work, CODEX_HOME=str(home), BLS_API_KEY="key")
     assert "Machine learning finds rules" in said
-
-
-def test_the_page_is_answered_by_a_pipeline(
-    browser: webdriver.Chrome,  # noqa: F811
-    api: RunningApi,
-) -> None:
-    """The one that is chosen, with its key; the sources stand below the answer."""
-    page = Page(browser, f"{api.url}/?q=")
-    page.find("#key").send_keys("key")
-    page.starts()
-    page.script(
-        "$('model').value = 'retrieval'; $('model').dispatchEvent(new Event('change'))",
-    )
-    page.ask(QUESTION)
-    page.until(lambda: "Machine learning finds rules" in page.texts(ANSWER)[0])
-    assert page.texts(".sources")[0].startswith("Sources: ")
