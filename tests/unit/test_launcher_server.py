@@ -291,7 +291,8 @@ def test_a_server_that_dies_comes_back_on_its_ports(tmp_path: Path, repository: 
         ) as answer:
             assert answer.status == 200
         served.process.terminate()
-        assert served.end()[0] == 0
+        code, errors = served.end()
+        assert code == 0, errors
 
 
 def test_a_failure_can_end_serve(tmp_path: Path, repository: Path) -> None:

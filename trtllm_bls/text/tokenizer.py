@@ -365,6 +365,7 @@ class TemplateWatch:
     """
 
     _LOOK_S = 0.02
+    _AGAIN_S = 0.2  # of CPU, until it is raised once more
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -382,10 +383,18 @@ class TemplateWatch:
                 threading.Thread(target=self._look, name="templates", daemon=True).start()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            self._leave()
+        except TemplateTooCostly:  # it came here
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        thread = threading.get_ident()
         with self._lock:
-            was_running = self._running.pop(threading.get_ident(), None)
-        if was_running is None and kind is not TemplateTooCostly:
-            time.sleep(self._LOOK_S)  # the exception is on its way: here, and not later
+            self._running.pop(thread, None)
+        # One that is on its way would come outside of the template.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
     def _look(self) -> None:
         while True:
@@ -399,7 +408,8 @@ class TemplateWatch:
                     self._running[thread] = last, before or memory
                     used = time.clock_gettime(time.pthread_getcpuclockid(thread))
                     if used > last or (before and memory > before + TemplateTooCostly.memory):
-                        del self._running[thread]
+                        # It is lost where it comes in a callback of the garbage collector.
+                        self._running[thread] = used + self._AGAIN_S, memory
                         raising = ctypes.c_ulong(thread), ctypes.py_object(TemplateTooCostly)
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(*raising)
 
