@@ -15,7 +15,6 @@ paths, no traceback. Owns nothing but these classes; imports nothing of this pac
 from __future__ import annotations
 
 import logging
-import re
 from collections import deque
 from enum import Enum
 from typing import ClassVar
@@ -158,8 +157,10 @@ def unexpected(error: Exception, request: str) -> TrtllmBlsError:
 HALF_CHARACTER = "is half of a character (a lone surrogate); send both halves, or leave it out"
 MAX_DEPTH = 100  # of lists and objects within each other, in all JSON that is walked
 _MAX_CONTAINERS = 100_000
-_STRING = re.compile(b'"[^"]*"')
-_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
+_QUOTE, _BACKSLASH = 2, 3
+# What each byte of JSON means for its structure: as int8 1 begins a list or object, -1 ends one.
+_KINDS = bytes.maketrans(b'[{]}"\\', bytes((1, 1, 255, 255, _QUOTE, _BACKSLASH)))
+_KINDS = bytes(after if after != before else 0 for before, after in enumerate(_KINDS))
 MAX_LINE = 2000  # characters of an error or of a log line
 
 
@@ -226,11 +227,21 @@ def structure_problem(text: bytes) -> str | None:
         return None
     import numpy as np  # which most commands do not need
 
-    unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    brackets = _STRING.sub(b"", unescaped.translate(None, _NO_STRUCTURE))
-    opens = np.isin(np.frombuffer(brackets, np.uint8), list(b"[{"))
-    if np.cumsum(np.where(opens, 1, -1)).max(initial=0) > MAX_DEPTH:
+    kinds = np.frombuffer(text.translate(_KINDS), np.int8)
+    places = np.flatnonzero(kinds != 0)
+    kinds = kinds[places]
+    # A backslash follows the character before it directly, or not; of those in a row, the first,
+    # third and so on escape what follows them.
+    follows = np.diff(places, prepend=-2) == 1
+    slashes, numbers = kinds == _BACKSLASH, np.arange(len(kinds))
+    in_row = slashes & follows & np.roll(slashes, 1)
+    begins = np.maximum.accumulate(np.where(in_row, 0, numbers))
+    escapes = slashes & ((numbers - begins) % 2 == 0)
+    kinds = kinds[~slashes & ~(follows & np.roll(escapes, 1))]
+    in_strings = np.cumsum(kinds == _QUOTE) % 2 == 1
+    steps = np.where(in_strings | (kinds == _QUOTE), 0, kinds)  # 1 into a list or object, -1 out
+    if np.cumsum(steps).max(initial=0) > MAX_DEPTH:
         return f"more than {MAX_DEPTH} lists and objects within each other; send flatter JSON"
-    if np.count_nonzero(opens) > _MAX_CONTAINERS:
+    if np.count_nonzero(steps == 1) > _MAX_CONTAINERS:
         return f"more than {_MAX_CONTAINERS} lists and objects"
     return None
