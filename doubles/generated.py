@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.types import EngineChunk
-from trtllm_bls.wire.kserve import Relay
 
 
 class GeneratedChunks(QueuedChunks):
@@ -16,7 +15,7 @@ class GeneratedChunks(QueuedChunks):
         super().__init__()
         self._chunks = chunks
 
-    async def wait(self, relay: Relay | None = None) -> None:
+    async def wait(self) -> None:
         if not self._arrived and (chunk := await anext(self._chunks, None)) is not None:
             self._arrived.append(chunk)
 

@@ -105,10 +105,6 @@ class Collected:
         self.chunks: list[TextChunk] = []
         self._on_send = on_send
 
-    @property
-    def is_ready(self) -> bool:
-        return True
-
     async def ready(self) -> None:
         pass
 

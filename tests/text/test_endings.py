@@ -210,8 +210,6 @@ def test_waiting_for_a_slow_reader_counts() -> None:
     engine.fault = Fault(after_tokens=3)
 
     class Full(Collected):
-        is_ready = False
-
         async def ready(self) -> None:
             await asyncio.get_running_loop().create_future()
 

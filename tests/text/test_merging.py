@@ -28,7 +28,6 @@ from trtllm_bls.types import (
     TextRequest,
     Wants,
 )
-from trtllm_bls.wire.kserve import Relay
 
 ALL = Wants(log_probs=True, context_logits=True, generation_logits=True, perf_metrics=True)
 REASONS = (None, FinishReason.END_ID, FinishReason.LENGTH, FinishReason.STOP)
@@ -41,7 +40,7 @@ class Grouped(ChunkStream):
         self._groups = iter(groups)
         self._arrived: list[EngineChunk] = []
 
-    async def wait(self, relay: Relay | None = None) -> None:
+    async def wait(self) -> None:
         await asyncio.sleep(0)
         self._arrived = self._arrived or next(self._groups, [])
 
@@ -82,10 +81,6 @@ class Slow(Collected):
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
         self._chance = chance
-
-    @property
-    def is_ready(self) -> bool:
-        return self._chance.random() < 0.3
 
     async def ready(self) -> None:
         for _ in range(self._chance.choice([0, 1, 5, 40])):
@@ -215,13 +210,6 @@ def test_a_slow_sink_has_no_more_chunks_than_turns() -> None:
 
     class Turns(Slow):
         served: set[int] | None = None  # sequences that had their chunk of this turn
-
-        @property
-        def is_ready(self) -> bool:
-            if not super().is_ready:
-                return False
-            self.served = set()
-            return True
 
         async def ready(self) -> None:
             await super().ready()

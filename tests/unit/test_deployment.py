@@ -261,8 +261,6 @@ async def test_an_engine_that_is_not_there_is_told_at_the_request() -> None:
     """While models load, the server's own port is not open yet, so loading cannot wait for it."""
 
     class Nowhere:
-        is_ready = True
-
         async def ready(self) -> None:
             pass
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from trtllm_bls.errors import EngineError, EngineStalled
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
-from trtllm_bls.wire.kserve import Arrivals, Relay, ResponseStream
+from trtllm_bls.wire.kserve import Arrivals, ResponseStream
 
 LOOKS_PER_STALL = 4  # how often silence is looked at within the time of a stall
 
@@ -55,11 +55,10 @@ class ChunkStream(ABC):
     """
 
     @abstractmethod
-    async def wait(self, relay: Relay | None = None) -> None:
+    async def wait(self) -> None:
         """Return once ``take`` has something to give. Raises what the engine raises.
 
-        ``relay`` may be called instead, see ``Relay``. A reader that is cancelled here may still
-        ``take`` what has arrived.
+        A reader that is cancelled here may still ``take`` what has arrived.
         """
 
     @abstractmethod

@@ -22,7 +22,6 @@ from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
 from trtllm_bls.text.stopping import StoppingCriteria
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, PromptIds, Wants
-from trtllm_bls.wire.kserve import Relay
 
 _ASK_AGAIN_S, _LONGEST_PAUSE_S = 1.0, 30.0  # the pause doubles while an engine does not answer
 _LOST = (EngineUnavailable, EngineStalled)
@@ -190,10 +189,10 @@ class _ReplicaChunks(ChunkStream):
             raise EngineUnavailable(f"{engine.name}: none of them can be reached")
         self._begin(first)
 
-    async def wait(self, relay: Relay | None = None) -> None:
+    async def wait(self) -> None:
         while True:
             try:
-                await self._stream.wait(relay)
+                await self._stream.wait()
             except (*_LOST, Overloaded) as error:
                 await self._move(error)
             else:

@@ -233,24 +233,18 @@ class SpeculativeRun:
     async def _decode(self, action: Decode, chunks: QueuedChunks) -> None:
         async with aclosing(await self._admitted(action.request)) as stream:
             self._shared.sending -= action.rest
-            goes_on = True
-
-            def read() -> bool:
-                nonlocal goes_on
-                arrived, now = stream.take(), _now()
-                for chunk in arrived:
-                    entered = self._rounds.decoded(chunk, now)
-                    _put(entered, chunks)
-                    if entered.final:  # what the target says beyond it is not the answer's
-                        break
-                goes_on = bool(arrived) and not self._rounds.may_leave(now)
-                return goes_on
-
             try:
-                while goes_on:
-                    await stream.wait(read)
-                    if goes_on:
-                        read()
+                await stream.wait()
+                while arrived := stream.take():
+                    now = _now()
+                    for chunk in arrived:
+                        entered = self._rounds.decoded(chunk, now)
+                        _put(entered, chunks)
+                        if entered.final:  # what the target says beyond it is not the answer's
+                            break
+                    if self._rounds.may_leave(now):
+                        break
+                    await stream.wait()
             finally:
                 self._shared.sending += action.rest
         self._rounds.stopped()

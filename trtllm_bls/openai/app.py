@@ -45,7 +45,7 @@ from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.content import ContentReader
 from trtllm_bls.openai.conversation import ChatFormats, ChatModel
 from trtllm_bls.openai.document import document, page
-from trtllm_bls.openai.exchange import Reply, RunningRequests, run_all
+from trtllm_bls.openai.exchange import PromptSink, Reply, RunningRequests, run_all
 from trtllm_bls.openai.exposition import Samples, SharedSamples, samples, triton_metrics, written
 from trtllm_bls.openai.messages import CountTokensRequest, MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import (
@@ -238,6 +238,7 @@ class Health:
 
     async def _ask(self) -> None:
         """Ask for one token after one token, without drafts; neither counted nor logged."""
+        endings: list[Ending | None] = []
         request = TextRequest(
             request_id=unreported_id(),
             prompt_ids=(self._token_id,),
@@ -245,35 +246,20 @@ class Health:
             speculation=SpeculationRequest(num_draft_tokens=0),
             timeout_s=_LIMIT_S,
         )
-        sink = _Endings()
+        sink = PromptSink(
+            0, lambda _, chunk: endings.append(chunk.ending), partial(asyncio.sleep, 0)
+        )
         try:
             with suppress(Overloaded):  # a full server works
                 await self._orchestrator.run(request, sink)
         except TrtllmBlsError as error:
             self._problem = " ".join(str(error).split())
         else:
-            if not any(
-                each and each.finish_reason is FinishReason.TIMEOUT for each in sink.endings
-            ):
+            if not any(each and each.finish_reason is FinishReason.TIMEOUT for each in endings):
                 self.proven()
                 return
             self._problem = f"the engine gave no token within {_LIMIT_S:g} s"
         self._failed_at = asyncio.get_running_loop().time()
-
-
-class _Endings:
-    """A ``TextSink`` that keeps how the chunks ended."""
-
-    is_ready = True
-
-    def __init__(self) -> None:
-        self.endings: list[Ending | None] = []
-
-    async def ready(self) -> None:
-        pass
-
-    def send(self, chunk: TextChunk) -> None:
-        self.endings.append(chunk.ending)
 
 
 class _Api:

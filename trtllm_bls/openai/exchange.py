@@ -103,11 +103,6 @@ class Reply:
         if self._blocked is None:
             self._blocked = asyncio.create_task(self._send_waiting())
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether all that was put has been written."""
-        return self._blocked is None
-
     async def ready(self) -> None:
         """Return once all that was put has been written."""
         while self._blocked is not None:
@@ -142,24 +137,11 @@ class PromptSink:
     """A ``TextSink`` for one prompt of a request.
 
     ``on_chunk`` gets each chunk with its choice's index; ``first_choice`` is the prompt's first.
-    ``turn``: of prompts whose answers come whole, which are much to read. Where those of all arrive
-    at once, other streams get a turn of the event loop after each.
     """
 
     first_choice: int
     on_chunk: Callable[[int, TextChunk], None]
-    reply: Reply
-    turn: asyncio.Lock | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        return self.turn is None and self.reply.is_ready
-
-    async def ready(self) -> None:
-        if self.turn is not None:
-            async with self.turn:
-                await asyncio.sleep(0)
-        await self.reply.ready()
+    ready: Callable[[], Coroutine[Any, Any, None]]
 
     def send(self, chunk: TextChunk) -> None:
         self.on_chunk(self.first_choice + chunk.sequence_index, chunk)
@@ -210,9 +192,18 @@ async def _run_prompts(
     if len(requests) > 1:
         # On the event loop, tokenising hundreds of prompts would hold up every stream.
         await asyncio.to_thread(orchestrator.prompts.encode_ahead, requests)
-    turn = asyncio.Lock() if len(requests) > 1 and not requests[0].stream else None
+    turn = asyncio.Lock()
+
+    async def ready() -> None:
+        # An answer that comes whole is much to read. Where those of all prompts arrive at once,
+        # other streams get a turn of the event loop after each.
+        async with turn:
+            await asyncio.sleep(0)
+        await reply.ready()
+
     for index, request in enumerate(requests):
-        sink = PromptSink(index * request.num_return_sequences, on_chunk, reply, turn)
+        waits = ready if len(requests) > 1 and not request.stream else reply.ready
+        sink = PromptSink(index * request.num_return_sequences, on_chunk, waits)
         runs.append(run(request, sink, on_prompt))
     if len(runs) == 1:
         await runs[0]

@@ -230,10 +230,6 @@ class TextSink(Protocol):
     responses grow larger instead of more.
     """
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether a chunk would leave at once."""
-
     async def ready(self) -> None:
         """Return once a chunk would leave at once; without suspending if it would now."""
 
@@ -344,23 +340,15 @@ class Orchestrator:
 
     async def _drive(self, stream: ChunkStream, answer: Answer, record: _RequestRecord) -> None:
         """Send what the engine's chunks become, until both the answer and the engine have ended."""
-        sink = record.sink
-
-        def pass_on() -> bool:
-            chunks = stream.take()
-            for chunk in answer.feed(chunks):
-                record.send(chunk)
-            return bool(chunks) and not answer.must_cancel
-
-        def relay() -> bool:
-            return sink.is_ready and pass_on()
-
         try:
-            goes_on = True
-            while goes_on:
-                await stream.wait(relay)
-                await sink.ready()
-                goes_on = pass_on()
+            while not answer.must_cancel:
+                await stream.wait()
+                await record.sink.ready()
+                chunks = stream.take()
+                if not chunks:
+                    break
+                for chunk in answer.feed(chunks):
+                    record.send(chunk)
         except EngineError:
             # A finished answer ended by count. The engine would only have confirmed that, so an
             # error in place of its last message changes nothing.

@@ -353,13 +353,8 @@ class _Answer:
         )
         self._task.add_done_callback(self._ended)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the reader has taken all steps."""
-        return self.arrived.empty()
-
     async def ready(self) -> None:
-        """Return once the reader has taken all steps, and asks for the next."""
+        """Return once the reader has taken all steps."""
         await self.arrived.join()
 
     def send(self, chunk: TextChunk) -> None:

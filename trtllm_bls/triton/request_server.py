@@ -436,22 +436,17 @@ class Call:
             if not call.abandoned:
                 self._open_calls[call].cancel(CancelCause.CALLER_LEFT.value)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether ``ready`` would return without suspending."""
-        has_room = self._senders.take_reports()
-        return self.outbox.state is Sending.IDLE and (has_room or not self.outbox.begun)
-
     async def ready(self) -> None:
         """Return once everything has been sent and the next response would leave soon.
 
         A first response waits for nobody. A later one waits for its turn, and the tokens that
         arrive meanwhile become part of it. Does not suspend if nothing is to be waited for.
         """
-        if self.is_ready:
+        has_room = self._senders.take_reports()
+        idle = self.outbox.state is Sending.IDLE
+        if idle and (not self.outbox.begun or has_room):
             return
         waiter = asyncio.get_running_loop().create_future()
-        idle = self.outbox.state is Sending.IDLE
         (self._senders.turns if idle else self.waiting).append(waiter)
         self._senders.take_reports()
         await waiter

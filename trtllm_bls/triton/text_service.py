@@ -122,10 +122,6 @@ class _RowSink:
         self._call = call
         self.ready = call.ready
 
-    @property
-    def is_ready(self) -> bool:
-        return self._call.is_ready
-
     def send(self, chunk: TextChunk) -> None:
         ended = chunk.ending is not None and chunk.ending.finish_reason not in _FOLLOWED
         arrays = text_arrays(chunk, self._request, self._row, fill=not self._llmapi)

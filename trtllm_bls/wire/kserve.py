@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from tritonclient.grpc import service_pb2
@@ -35,11 +35,6 @@ _FIELDS = {  # of a request's parameter, by the type of its value
 
 Item = TypeVar("Item")
 
-# A reader may wait for a stream with a function that is called where items arrive. If it takes them
-# and returns true, the reader sleeps on: for a token of a stream, waking a task costs more than
-# what the task does with it.
-Relay: TypeAlias = Callable[[], bool]
-
 
 class Arrivals(Generic[Item]):
     """Items that arrive on the event loop while one reader takes them; adding never waits.
@@ -52,7 +47,6 @@ class Arrivals(Generic[Item]):
     def __init__(self) -> None:
         self._arrived: list[Item] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._relay: Relay | None = None  # of the reader that waits
         self._waiting_bytes = 0  # of a call's messages that arrived while others waited
         self._over = False
         self._error: Exception | None = None
@@ -82,18 +76,18 @@ class Arrivals(Generic[Item]):
             self._let_go(finished=False)
             self._wake()
 
-    async def wait(self, relay: Relay | None = None) -> None:
+    async def wait(self) -> None:
         """Return once ``take`` has something to give, or nothing more will come.
 
-        ``relay``: see ``Relay``. Raises what it raises, and the error that ended the stream, once.
-        A reader that is cancelled here may still ``take`` what has arrived.
+        Raises the error that ended the stream, once. A reader that is cancelled here may still
+        ``take`` what has arrived.
         """
         if not self._arrived and not self._over:
-            self._waiter, self._relay = asyncio.get_running_loop().create_future(), relay
+            self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
-                self._waiter = self._relay = None
+                self._waiter = None
         if self._error is not None and not self._arrived:
             error, self._error = self._error, None
             raise error
@@ -122,16 +116,8 @@ class Arrivals(Generic[Item]):
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is None or waiter.done():
-            return
-        try:
-            if not self._over and self._relay is not None and self._relay():
-                return
-        except Exception as error:  # it is the reader's, not of the one that adds
-            waiter.set_exception(error)
-        else:
-            if not waiter.done():  # the relay may have had its reader cancelled
-                waiter.set_result(None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 class ResponseStream(Arrivals[Item]):
