@@ -1,35 +1,39 @@
 """How soon callers of the OpenAI API are told that the server is full, and what the others notice.
 
-    .venv/bin/python benchmarks/overload.py --clients 1000 2000
-
 A server with ``--running`` places and ``--queued`` more that wait gets ``--clients`` requests at
-once, each on a connection of its own, from another process. The server is uvicorn with this
-package's event loop, the API, the orchestrator and an engine whose one timer gives every stream a
-token at each step. Printed are percentiles of the time from the start of ``connect`` to the first
-byte of a 429, and to the first token of an answer. The first row has as many clients as places: a
-full house, in which nobody is refused. ``--chat-bytes`` is the size of each prompt.
+once, each on a connection of its own, from another process. The server is ``trtllm-bls openai``
+over a scripted TrtllmService. Printed are percentiles of the time from the start of ``connect`` to
+the first byte of a 429, and to the first token of an answer. Before them come one client, and a
+full house: as many clients as places, where nobody is refused. Any other status is an error.
 
-``--http PORT`` asks Triton's HTTP API (``generate_stream``) of a ``trtllm-bls serve`` on
-this machine instead. Give ``--running`` and ``--queued`` as that server has them.
+examples:
+  python benchmarks/overload.py --clients 1000,2000
+  python benchmarks/overload.py --http 8000 --running 64 --queued 256    a `trtllm-bls serve` here
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
-import platform
 import resource
 import select
 import socket
+import sys
+import tempfile
 import time
 from collections import defaultdict
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from pathlib import Path
 
-from bench.stepping_api import serving_api
+from bench.arguments import numbers, parser_of
+from bench.load import messages_of, post
+from bench.report import print_conditions
+from bench.repository import MODEL
+from bench.servers import openai_command, running
+from bench.stepping import Doubles
 
+from tests.helpers.processes import unused_ports
 from trtllm_bls.settings.command_options import raise_open_files
 
 SHARES = (0.5, 0.99, 1.0)
@@ -78,41 +82,40 @@ def percentiles(seconds: list[float]) -> str:
     return "p50 {:.2f} s, p99 {:.2f} s, max {:.2f} s".format(*cuts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clients", type=int, nargs="+", default=[1000, 2000])
-    parser.add_argument("--running", type=int, default=64)
-    parser.add_argument("--queued", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--chat-bytes", type=int, default=2000)
-    parser.add_argument("--http", type=int, metavar="PORT")
+def main() -> int:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--clients", type=numbers, default=[1000, 2000], help="default 1000,2000")
+    add("--running", type=int, default=64, help="default 64")
+    add("--queued", type=int, default=256, help="default 256")
+    add("--tokens", type=int, default=64, help="of each answer; default 64")
+    add("--step-ms", type=float, default=10.0, help="the engine's step; default 10")
+    add("--chat-bytes", type=int, default=2000, help="of each prompt; default 2000")
+    add("--http", type=int, metavar="PORT", help="ask generate_stream of a server that runs")
     options = parser.parse_args()
-    raise_open_files()
+    needed = max(options.clients) + options.running + options.queued + 100
+    raise_open_files(needed, "ask with fewer --clients")
     prompt = ("Hi there " * 2**17)[: options.chat_bytes]
-    path: str = "/v1/chat/completions"
-    body: dict[str, object] = {"model": "m"}
+    fields = {"stream": True, "max_tokens": options.tokens}
     if options.http is None:
-        body |= {"messages": [{"role": "user", "content": prompt}]}
+        path, fields = "/v1/chat/completions", fields | {"messages": messages_of(prompt)}
     else:
-        path, body = "/v2/models/tensorrt_llm_bls/generate_stream", {"text_input": prompt}
-    text = json.dumps(body | {"stream": True, "max_tokens": options.tokens}).encode()
-    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    request = (
-        head % path.encode() + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(text) + text
-    )
-    print(
-        f"{platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} cores, "
-        f"descriptors {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; {options.running} places, "
-        f"{options.queued} wait; {options.tokens} tokens, {options.step_ms:g} ms a step, "
-        f"{len(text)} bytes"
-    )
+        path = "/v2/models/tensorrt_llm_bls/generate_stream"
+        fields = fields | {"text_input": prompt}
+    request = post(path, fields)
+    print_conditions(options, f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} descriptors")
     context = multiprocessing.get_context("fork")
+    failed = False
     with ExitStack() as stack:
-        port = options.http
-        if port is None:
-            places = (options.running, options.queued)
-            port, _ = stack.enter_context(serving_api(options.step_ms / 1000, places))
+        port = options.http or unused_ports(1)[0]
+        if options.http is None:
+            doubles = Doubles(1, MODEL, options.step_ms / 1000)
+            stack.callback(doubles.close)
+            command = openai_command(port, MODEL, 1, "--engine", f"trtllm://{doubles.urls[0]}")
+            command += ["--max-running-requests", str(options.running)]  # the last one counts
+            command += ["--max-queued-requests", str(options.queued)]
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
+            stack.enter_context(running(command, port, log))
         for clients in (1, options.running + options.queued, *options.clients):
             results, child = context.Pipe()
             before = os.getloadavg()[0]
@@ -128,7 +131,9 @@ def main() -> None:
             for status, seconds in sorted(by_status.items()):
                 what = "first token" if status == 200 else "told"
                 print(f"  {status}: {len(seconds):5}  {what} {percentiles(seconds)}", flush=True)
+            failed |= not by_status.keys() <= {200, 429}
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,11 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _SERVER = "tritonserver"
 
 
+def child_ids() -> set[int]:
+    """Of all processes below this one."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
 class Processes:
     """Processes by role, sampled until closed: the server below this process and its stubs by
     model, and those of ``others``."""

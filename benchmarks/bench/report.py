@@ -1,11 +1,16 @@
-"""The tables, the JSON file and the plot of one run."""
+"""The conditions, the tables, the JSON file and the plot of one run."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import os
+import platform
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.figures import Row
+from bench.repository import roles_of
 
 # Of a brightness that reads on a light page and on a dark one, as the text and the grid.
 _COLOURS = ("#808080", "#b07d2b", "#2f7fc1", "#3f9d5a", "#c0504d", "#8a63b8", "#3a9a9a")
@@ -20,9 +26,43 @@ _INK = "#808080"
 _NAMES = {"direct": "the engine itself", "bls": "tensorrt_llm_bls", "openai": "OpenAI API"}
 
 
-def show_short(
-    console: Console, rows: Sequence[Row], conditions: dict[str, Any], drafts: str
-) -> None:
+console = Console(width=None if sys.stdout.isatty() else 170)
+
+
+def conditions(options: argparse.Namespace, client: str = "") -> dict[str, Any]:
+    """What a reader must know to repeat the run."""
+    model = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    packages = ("trtllm-bls", "nvidia-pytriton", "tritonclient", "grpcio", "numpy")
+    packages += ("torch", "transformers")
+    return {
+        "cores": os.cpu_count(),
+        "cpu": model,
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+        "client": client,
+        "settings": {k: v for k, v in vars(options).items() if not isinstance(v, Path)},
+    }
+
+
+def print_conditions(options: argparse.Namespace, client: str = "") -> None:
+    """A line for each of the run's conditions."""
+    for name, value in conditions(options, client).items():
+        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def show_short(rows: Sequence[Row], conditions: dict[str, Any], drafts: str) -> None:
     """One table of the steady load; below it ``drafts``, a line, and the conditions."""
     table = Table("streams", "asked", "tokens/s", "of direct", "TTFT p50", "ITL p99", "CPU")
     for column in table.columns:
@@ -48,43 +88,62 @@ def show_short(
         markup=False,
         highlight=False,
     )
-    _show_problems(console, rows)
+    _show_problems(rows)
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
-    """Steady load, then bursts; percentages and differences are to ``direct`` in this run."""
+def show(rows: Sequence[Row]) -> None:
+    """Steady load, then bursts; percentages and differences are to the engine's own
+    gRPC in this run."""
     steady = [row for row in rows if row.mode == "steady"]
     bursts = [row for row in rows if row.mode == "burst"]
     if steady:
         console.print(_steady_table(steady))
     if bursts:
         console.print(_burst_table(bursts))
-    _show_problems(console, rows)
+    _show_problems(rows)
 
 
-def _show_problems(console: Console, rows: Sequence[Row]) -> None:
+def _show_problems(rows: Sequence[Row]) -> None:
     for row in rows:
         for problem, count in row.problems.items():
             console.print(f"{row.target}, {row.streams} {row.mode}: {count} x {problem}")
 
 
 def _steady_table(rows: Sequence[Row]) -> Table:
-    title = "all streams busy; ms; token: time between responses / tokens; CPU: µs per token"
-    table = Table(title=title)
-    names = ("streams", "target", "tokens/s", "of direct", "TTFT p50", "p99", "ITL p50", "p99")
-    names += ("token p50", "p99", "gap p99", "resp/token", "server", "model", "engine")
-    names += ("RSS MB", "shm MB", "bad")
-    for name in names:
-        table.add_column(name, justify="left" if name == "target" else "right")
+    """Columns that no row fills are left out."""
+    columns: dict[str, list[str]] = {}
     for row in rows:
-        cpu = [_number(row.cpu.get(name), 0) for name in ("server", "model", "engine")]
-        cells = [_number(row.tokens_per_s, 0), _share(rows, row)]
-        cells += [_number(value, 1) for value in (row.ttft_p50, row.ttft_p99)]
-        cells += [_number(value, 2) for value in (row.itl_p50, row.itl_p99)]
-        cells += [_number(value, 2) for value in (row.token_p50, row.token_p99)]
-        cells += [_number(row.gap_p99, 1), _number(row.responses_per_token, 2), *cpu]
-        cells += [_number(row.rss_mb, 0), _number(row.shm_mb, 0), f"{row.bad}/{row.answers}"]
-        table.add_row(str(row.streams), row.target, *cells)
+        ttft = f"{_number(row.ttft_p50, 1)}, {_number(row.ttft_p99, 1)}"
+        itl = f"{_number(row.itl_p50, 2)}, {_number(row.itl_p99, 2)}"
+        token = f"{_number(row.token_p50, 2)}, {_number(row.token_p99, 2)}"
+        cells = {
+            "streams": str(row.streams),
+            "step": f"{row.step_ms:g}",
+            "target": row.target,
+            "tokens/s": _number(row.tokens_per_s, 0),
+            "of direct": _share(rows, row),
+            "TTFT p50, p99": ttft,
+            "ITL p50, p99": itl,
+            "token p50, p99": token,
+            "gap p99": _number(row.gap_p99, 1),
+            "resp/token": _number(row.responses_per_token, 2),
+            "CPU server": _number(row.cpu.get("server"), 0),
+            "model": _number(row.cpu.get("model"), 0),
+            "engine": _number(row.cpu.get("engine"), 0),
+            "RSS MB": _number(row.rss_mb, 0),
+            "PSS MB": _number(row.pss_mb, 0),
+            "shm MB": _number(row.shm_mb, 0),
+            "health p99.9": f"{_number(row.health_p999, 1)} {row.health}".strip(),
+            "bad": f"{row.bad}/{row.answers}",
+        }
+        for name, cell in cells.items():
+            columns.setdefault(name, []).append(cell)
+    filled = {name: cells for name, cells in columns.items() if any(cells)}
+    table = Table(title="all streams busy; ms; token: time between responses / tokens; CPU: µs")
+    for name in filled:
+        table.add_column(name, justify="left" if name == "target" else "right")
+    for line in zip(*filled.values(), strict=True):
+        table.add_row(*line)
     return table
 
 
@@ -159,7 +218,7 @@ def _panel(rows: Sequence[Row], left: int, title: str, value: Callable[[Row], fl
 
 
 def _front_cpu(row: Row) -> float | None:
-    return row.cpu["server"] + row.cpu["model"] if row.cpu else None
+    return row.cpu.get("server", 0.0) + row.cpu["model"] if row.cpu else None
 
 
 def _colour(n: int) -> str:
@@ -167,12 +226,15 @@ def _colour(n: int) -> str:
 
 
 def _direct(rows: Sequence[Row], row: Row) -> Row | None:
-    same = (r for r in rows if r.target == "direct" and r.streams == row.streams)
+    """The engine's own gRPC under the same load."""
+    base = "service" if "double" in roles_of(row.target)["engine"] else "direct"
+    load = (row.mode, row.streams, row.step_ms)
+    same = (r for r in rows if r.target == base and (r.mode, r.streams, r.step_ms) == load)
     return next(same, None)
 
 
 def _share(rows: Sequence[Row], row: Row) -> str:
-    """Tokens per second in percent of direct's."""
+    """Tokens per second in percent of the engine's own."""
     direct = _direct(rows, row)
     if direct is None or not direct.tokens_per_s or row.tokens_per_s is None:
         return ""
