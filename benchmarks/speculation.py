@@ -31,9 +31,8 @@ from pathlib import Path
 
 import psutil
 import uvloop
-from bench.answers import Request
 from bench.arguments import parser_of
-from bench.load import Target, ask_triton
+from bench.load import TRITON, triton_message, triton_problem
 from bench.report import print_conditions
 from bench.repository import MODEL, write_scripted_pair
 
@@ -48,7 +47,7 @@ from trtllm_bls.settings.command_options import Override, ServeSettings
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import EngineRequest, Sampling, SpeculationStats, TextChunk, TextRequest
-from trtllm_bls.wire.grpc_client import GrpcChannel
+from trtllm_bls.wire.grpc_client import GrpcChannel, ignore
 
 VOCAB = 1000
 TARGET_MS, DRAFT_MS = 20, 2
@@ -223,15 +222,22 @@ async def bare_rounds(url: str, length: int, rounds: int = 60) -> float:
     inputs |= {"runtime_top_k": [1], "min_tokens": [0]}
     drafting = inputs | {"request_output_len": [length]}
     verifying = inputs | {"request_output_len": [length + 1], "draft_input_ids": [1] * length}
+    replies: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def on_messages(messages: list[bytes]) -> None:
+        for message in messages:
+            replies.put_nowait(message)
+
     channel, took = GrpcChannel(url), []
+    turns = [
+        (channel.open(TRITON, on_messages, ignore), triton_message(model, "output_ids", tensors))
+        for model, tensors in (("tensorrt_llm_draft", drafting), ("tensorrt_llm", verifying))
+    ]
     for _ in range(rounds):
         begun = time.perf_counter()
-        for model, tensors in (("tensorrt_llm_draft", drafting), ("tensorrt_llm", verifying)):
-            request = Request(tensors)
-            answer = await ask_triton(
-                channel, Target("triton", (url,), model, "output_ids"), request
-            )
-            check(answer.problem, None)
+        for call, message in turns:
+            call.send(message)
+            check(triton_problem(await replies.get()), "")
         took.append((time.perf_counter() - begun) * 1000 - length * DRAFT_MS - TARGET_MS)
     await channel.close()
     return statistics.median(took)

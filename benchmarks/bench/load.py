@@ -27,7 +27,7 @@ from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 START_DELAY_S = 0.5  # until all processes have got their share
 _HEALTH_CONNECTIONS, _HEALTH_EVERY_S = 8, 0.0015
 _HEALTH_DELAY_S = 2.0  # until the first requests, which come all at once, have begun
-_TRITON = "/inference.GRPCInferenceService/ModelStreamInfer"
+TRITON = "/inference.GRPCInferenceService/ModelStreamInfer"
 # Path, the fields of prompt and limit, and the event that ends an answer.
 _HTTP = {
     "completions": ("/v1/completions", "prompt", "max_tokens", "[DONE]"),
@@ -107,7 +107,10 @@ async def _grpc_stream(
     url: str, channel: GrpcChannel, target: Target, requests: list[Request], begin: float
 ) -> list[Answer]:
     if target.api == "triton":
-        method, made = _TRITON, [_triton_message(target, request) for request in requests]
+        method, made = (
+            TRITON,
+            [triton_message(target.model, target.output, request.inputs) for request in requests],
+        )
     else:
         method, ids = messages.SERVICE + "Generate", f"{url}-{id(requests)}"
         made = [_service_message(f"{ids}-{n}", request) for n, request in enumerate(requests)]
@@ -116,14 +119,6 @@ async def _grpc_stream(
         await _grpc_answer(channel, method, Answer(request, 0, [], []), message)
         for request, message in zip(requests, made, strict=True)
     ]
-
-
-async def ask_triton(channel: GrpcChannel, target: Target, request: Request) -> Answer:
-    """One request to a model in Triton."""
-    answer = Answer(request, 0, [], [])
-    await _grpc_answer(channel, _TRITON, answer, _triton_message(target, request))
-    _finish(target, answer)
-    return answer
 
 
 async def _grpc_answer(channel: GrpcChannel, method: str, answer: Answer, message: bytes) -> Answer:
@@ -160,10 +155,11 @@ def _read_service(
             yield arrived, f"{token} "
 
 
-def _triton_message(target: Target, request: Request) -> bytes:
-    message = service_pb2.ModelInferRequest(model_name=target.model)
+def triton_message(model: str, output: str, inputs: dict[str, list[Any]]) -> bytes:
+    """A request for ``output``, or for the model's ids with their number."""
+    message = service_pb2.ModelInferRequest(model_name=model)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
-    for name, values in request.inputs.items():
+    for name, values in inputs.items():
         datatype = DATATYPES.get(name, "INT32")
         message.inputs.add(name=name, datatype=datatype, shape=[1, len(values)])
         if datatype == "BYTES":
@@ -172,15 +168,21 @@ def _triton_message(target: Target, request: Request) -> bytes:
         else:
             raw = np.array(values, np.bool_ if datatype == "BOOL" else np.int32).tobytes()
         message.raw_input_contents.append(raw)
-    outputs = [target.output]
-    if target.output == "output_ids":
+    outputs = [output]
+    if output == "output_ids":
         outputs.append("sequence_length")
-    if "return_num_output_tokens" in request.inputs:
+    if "return_num_output_tokens" in inputs:
         outputs.append("num_output_tokens")
     for name in outputs:
         message.outputs.add(name=name)
     encoded: bytes = message.SerializeToString()
     return encoded
+
+
+def triton_problem(message: bytes) -> str:
+    """What a reply says went wrong, or nothing."""
+    problem: str = service_pb2.ModelStreamInferResponse.FromString(message).error_message
+    return problem
 
 
 def _read_triton(
@@ -217,6 +219,7 @@ class Connection(asyncio.Protocol):
         self.times: list[int] = []
         self.bodies: list[bytes] = []
         self.done: asyncio.Future[int] | None = None
+        self.closed = False
         self._parser = httptools.HttpResponseParser(self)
 
     def connection_made(self, transport: Any) -> None:
@@ -236,6 +239,7 @@ class Connection(asyncio.Protocol):
         self._finish(status)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.closed = True
         self._finish(0)
 
     def _finish(self, status: int) -> None:
