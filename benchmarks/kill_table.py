@@ -23,7 +23,6 @@ import asyncio
 import json
 import multiprocessing
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,8 +39,9 @@ import numpy as np
 import psutil
 from bench.arguments import parser_of
 from bench.report import conditions
-from bench.repository import MODEL, ROOT, write_scripted_pair
+from bench.repository import MODEL, write_scripted_pair
 
+from tests.helpers.served import Served, good
 from trtllm_bls.client import Client
 from trtllm_bls.errors import DeadlineExceeded, TrtllmBlsError
 
@@ -70,50 +70,33 @@ class Trial:
     ready: float | None = None
 
 
-class Server:
-    """``trtllm-bls serve`` as a process of its own."""
+def find(server: Served, victim: str) -> psutil.Process:
+    """The process that plays this part."""
+    if victim == "guard":
+        return server.children(server.process.pid, "guard.py")[0]
+    if victim == "tritonserver":
+        return server.server
+    return server.children(server.server.pid, f"/{victim}/")[0]
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        assert process.stdout
-        self.urls: dict[str, str] = {}
-        for line in process.stdout:
-            name, _, url = line.partition(" ")
-            self.urls[name] = url.strip()
-            if name == "health":
-                break
 
-    def find(self, victim: str) -> psutil.Process:
-        """The process that plays this part."""
-        processes = psutil.Process(self._process.pid).children(recursive=True)
-        if victim == "guard":
-            return next(p for p in processes if "guard.py" in " ".join(p.cmdline()))
-        if victim == "tritonserver":
-            return next(p for p in processes if p.name() == victim)
-        stubs = [p for p in processes if p.name().startswith("triton_python")]
-        return next(p for p in stubs if f"/{victim}/" in " ".join(p.cmdline()))
-
-    def ready(self) -> bool:
-        """What its health endpoint says."""
-        try:
-            with urllib.request.urlopen(self.urls["health"], timeout=5) as answer:
-                return bool(json.load(answer)["ok"])
-        except urllib.error.HTTPError as error:
-            error.close()
-            return False
+def is_ready(server: Served) -> bool:
+    """What its health endpoint says."""
+    try:
+        return bool(good(server.urls["health"])["ok"])
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
 
 
 @contextmanager
-def serving(step_ms: float, place: int = 0) -> Iterator[Server]:
+def serving(step_ms: float, place: int = 0) -> Iterator[Served]:
     """A ready server on the ports of this place."""
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / "models"
         write_scripted_pair(repository)
-        words = [sys.executable, "-m", "trtllm_bls.cli", "serve", "--exit-timeout", "5"]
+        words = ["--exit-timeout", "5", "--model", str(MODEL)]
         for number, port in enumerate(("http", "grpc", "metrics", "health")):
             words += [f"--{port}-port", str(FIRST_PORT + 10 * place + number)]
-        words += ["--openai-port", "0", "--model", str(MODEL)]
-        words += ["--model-repository", str(repository)]
         for override in (
             f"tensorrt_llm.step_ms={step_ms}",
             "tensorrt_llm_draft.step_ms=2",
@@ -121,19 +104,12 @@ def serving(step_ms: float, place: int = 0) -> Iterator[Server]:
             "tensorrt_llm_bls.tensorrt_llm_draft_model_name=tensorrt_llm_draft",
         ):
             words += ["--set", override]
-        log = (Path(scratch) / "serve.log").open("w")
-        with subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, start_new_session=True
-        ) as process:
-            try:
-                server = Server(process)
-                if "health" not in server.urls:
-                    raise SystemExit(f"error: no server:\n{Path(log.name).read_text()}")
-                yield server
-            finally:
-                process.terminate()
-                process.wait(120)
-                log.close()
+        server = Served(repository, *words)
+        try:
+            yield server
+        finally:
+            server.process.terminate()
+            server.process.wait(120)
 
 
 async def answer(url: str, heard: list[str] | None = None, **more: int) -> str:
@@ -161,7 +137,7 @@ async def outcome(
     return "whole" if text == expected else "wrong"
 
 
-async def strike(server: Server, victim: str, action: str, streams: int) -> Trial:
+async def strike(server: Served, victim: str, action: str, streams: int) -> Trial:
     """One blow, from the first tokens to a server that is ready again."""
     url, result = server.urls["gRPC"], Trial(victim, action)
     if not RIGHT:
@@ -175,7 +151,7 @@ async def strike(server: Server, victim: str, action: str, streams: int) -> Tria
     ]
     while not all(pieces or client.done() for pieces, client in zip(heard, clients, strict=True)):
         await asyncio.sleep(0.01)
-    process = server.find(victim)
+    process = find(server, victim)
     struck = time.monotonic()
     process.send_signal(ACTIONS[action])
     watching = asyncio.create_task(watch(server, result, struck, clients))
@@ -191,11 +167,11 @@ async def strike(server: Server, victim: str, action: str, streams: int) -> Tria
 
 
 async def watch(
-    server: Server, result: Trial, struck: float, clients: list[asyncio.Task[str]]
+    server: Served, result: Trial, struck: float, clients: list[asyncio.Task[str]]
 ) -> None:
     """Until the server is ready again, or was all the time until the clients' end."""
     while (after := time.monotonic() - struck) < PATIENCE_S * 2:
-        ready = await asyncio.to_thread(server.ready)
+        ready = await asyncio.to_thread(is_ready, server)
         after = time.monotonic() - struck
         if not ready and result.down is None:
             result.down = after

@@ -47,7 +47,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from bench import repository
 from bench.answers import (
     Answer,
@@ -114,16 +113,9 @@ class Bench:
         if name in self._fastest:
             rate = min(rate, 1.3 * self._fastest[name])
         waves = max(1, round(seconds * rate / (streams * length)))
-        target = self.targets[name]
-        probed = target.api == "completions" and streams >= self._options.health_at
-        health = self._load.health(target.urls[0], seconds) if probed else None
         answers = self._ask(name, staggered(streams, waves, length))
         row = steady_row(name, streams, answers, self.processes)
         row.step_ms = self._step_ms
-        if health is not None:
-            probes = health.get()
-            row.health_p999 = float(np.percentile([ms for _, ms in probes], 99.9))
-            row.health = f"{sum(status == 200 for status, _ in probes)}/{len(probes)}"
         self._fastest[name] = max(self._fastest.get(name, 0), row.tokens_per_s or 0)
         return row
 
@@ -133,7 +125,9 @@ class Bench:
         each = ALONE if streams == 1 else 1
         for _ in range(BURST_WAVES.get(streams, 2)):
             answers += self._ask(name, [[BURST_TOKENS] * each] * streams)
-        return burst_row(name, streams, answers)
+        row = burst_row(name, streams, answers)
+        row.step_ms = self._step_ms
+        return row
 
     def warm_up(self) -> None:
         """Some answers of every target, so that nothing is done for the first time later."""
@@ -157,10 +151,6 @@ class Bench:
         says = self.says or prompt
         if name in ("direct", "empty", "service"):
             return id_request(prompt, length, says)
-        if name in self._options.unchecked:
-            inputs = text_request(prompt, length).inputs
-            del inputs["add_special_tokens"]
-            return Request(inputs)
         interval = name.partition("/")[2] if name.startswith("bls") else ""
         return text_request(prompt, length, int(interval or 1), says)
 
@@ -221,9 +211,6 @@ def started(options: argparse.Namespace, bench: Bench, step_ms: float) -> Iterat
             elif name == "generate":
                 bench.targets[name] = Target("generate", (url,))
                 ids[name] = stack.enter_context(port_8000(triton, port))
-        for name, (port, pid) in options.unchecked.items():
-            bench.targets[name] = Target("completions", (f"127.0.0.1:{port}",), MODEL.name)
-            ids[name] = [pid]
         if options.beside:
             stack.enter_context(beside(triton.grpc_url, options.beside))
         bench.processes = Processes(prefix, ids)
@@ -318,9 +305,7 @@ def parse() -> argparse.Namespace:
     add("--engine-instances", type=int, default=instances, help=f"default here {instances}")
     add("--engines", type=int, default=1, help="TrtllmServices; default 1, as a replica has")
     add("--client-processes", type=int, default=max(1, min(4, cores // 4)))
-    add("--health-at", type=int, default=1024, help="streams from which /health is asked too")
     add("--smg", default="smg", help="the program")
-    add("--unchecked", default="", help="NAME:PORT:PID of an API with the model `target`")
     add("--url", help="a running server's gRPC port, host:port; nothing is started then")
     add("--model", default=repository.BLS, help="the text model there; default tensorrt_llm_bls")
     add("--logs", default=tempfile.gettempdir(), help="a directory for the servers' logs")
@@ -333,8 +318,6 @@ def parse() -> argparse.Namespace:
     options.streams = [(int(streams), float(step or options.step_ms)) for streams, _, step in loads]
     if options.bursts is None:
         options.bursts = [1, 32, 128] if options.full else []
-    unchecked = [server.split(":") for server in options.unchecked.split(",") if server]
-    options.unchecked = {name: (int(port), int(pid)) for name, port, pid in unchecked}
     names = options.targets or (TARGETS if options.full else SHORT_TARGETS)
     options.targets = [] if options.url else names.split(",")
     for name in options.targets:

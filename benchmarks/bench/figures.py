@@ -44,8 +44,6 @@ class Row:
     rss_mb: float | None = None  # the model's largest process
     pss_mb: float | None = None  # of all a server's processes, what they share counted once
     shm_mb: float | None = None  # /dev/shm, all models
-    health_p999: float | None = None  # of /health while the load ran
-    health: str = ""  # how many of them said 200
     problems: dict[str, int] = field(default_factory=dict)
 
 

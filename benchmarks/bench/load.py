@@ -25,8 +25,6 @@ from trtllm_bls.engines.trtllm_service import service_messages as messages
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 
 START_DELAY_S = 0.5  # until all processes have got their share
-_HEALTH_CONNECTIONS, _HEALTH_EVERY_S = 8, 0.0015
-_HEALTH_DELAY_S = 2.0  # until the first requests, which come all at once, have begun
 TRITON = "/inference.GRPCInferenceService/ModelStreamInfer"
 # Path, the fields of prompt and limit, and the event that ends an answer.
 _HTTP = {
@@ -58,7 +56,7 @@ class Load:
     def __init__(self, processes: int) -> None:
         self.name = f"own client, {processes} processes"
         self._processes = processes
-        self._pool = multiprocessing.get_context("spawn").Pool(processes + 1)
+        self._pool = multiprocessing.get_context("spawn").Pool(processes)
 
     def ask(self, target: Target, plan: list[list[Request]]) -> list[Answer]:
         """All answers; each is checked."""
@@ -66,10 +64,6 @@ class Load:
         shares = [plan[n :: self._processes] for n in range(self._processes)]
         work = [(target, share, begin) for share in shares if share]
         return list(itertools.chain(*self._pool.starmap(_share, work, chunksize=1)))
-
-    def health(self, url: str, seconds: float) -> Any:
-        """Ask for ``/health`` again and again: (status, ms) of each by ``get()``."""
-        return self._pool.apply_async(_health, (url, seconds))
 
     def close(self) -> None:
         self._pool.terminate()
@@ -351,24 +345,3 @@ def text_of(event: dict[str, Any]) -> str:
 
 
 _GRPC_READERS = {"service": _read_service, "triton": _read_triton}
-
-
-def _health(url: str, seconds: float) -> list[tuple[int, float]]:
-    async def ask(found: list[tuple[int, float]], end: float) -> None:
-        client = await connected(url)
-        while time.time() < end:
-            began = time.perf_counter()
-            status = await client.ask(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            found.append((status, (time.perf_counter() - began) * 1e3))
-            if not status:
-                client = await connected(url)
-            await asyncio.sleep(_HEALTH_EVERY_S)
-
-    async def run() -> list[tuple[int, float]]:
-        found: list[tuple[int, float]] = []
-        await asyncio.sleep(_HEALTH_DELAY_S)
-        end = time.time() + seconds
-        await asyncio.gather(*(ask(found, end) for _ in range(_HEALTH_CONNECTIONS)))
-        return found
-
-    return uvloop.run(run())
