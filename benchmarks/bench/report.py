@@ -116,10 +116,10 @@ def _table(rows: Sequence[Row], names: Sequence[str] = (), title: str | None = N
 
 def _cells(rows: Sequence[Row], row: Row) -> dict[str, str]:
     direct = _direct(rows, row)
-    added, share = "", ""
+    added = added_p99 = share = ""
     if direct is not None and direct is not row:
-        p50, p99 = row.ttft_p50 - direct.ttft_p50, row.ttft_p99 - direct.ttft_p99
-        added = f"{p50:+.1f}, {p99:+.1f}"
+        added = f"{row.ttft_p50 - direct.ttft_p50:+.1f}"
+        added_p99 = f"{row.ttft_p99 - direct.ttft_p99:+.1f}"
     if direct is not None and direct.tokens_per_s and row.tokens_per_s is not None:
         share = f"{row.tokens_per_s / direct.tokens_per_s:.0%}"
     return {
@@ -129,8 +129,9 @@ def _cells(rows: Sequence[Row], row: Row) -> dict[str, str]:
         "tokens/s": _number(row.tokens_per_s, 0),
         "of direct": share,
         "TTFT p50": _number(row.ttft_p50, 1),
-        "p99": _number(row.ttft_p99, 1),
         "added": added,
+        "TTFT p99": _number(row.ttft_p99, 1),
+        "added p99": added_p99,
         "ITL p99": _number(row.itl_p99, 2),
         "token p50": _number(row.token_p50, 2),
         "token p99": _number(row.token_p99, 2),

@@ -19,7 +19,6 @@ def test_a_token_costs_at_most_twice_what_passing_it_on_costs(tmp_path: Path) ->
     """CPU of 8 streams, where nothing merges, by the benchmark itself; every answer is right."""
     result = tmp_path / "run.json"
     options = ["--targets", "empty,bls", "--streams", "8", "--bursts=", "--seconds", "3"]
-    options += ["--client", "own"]
     subprocess.run(
         [sys.executable, "benchmarks/orchestration.py", *options, "--json", str(result)],
         cwd=ROOT,
