@@ -1,14 +1,13 @@
-"""How soon callers of the OpenAI API are told that the server is full, and what the others notice.
+"""How soon callers of port 8000 are told that the server is full, and what the others notice.
 
-A server with ``--running`` places and ``--queued`` more that wait gets ``--clients`` requests at
-once, each on a connection of its own, from another process. The server is ``trtllm-bls openai``
-over a scripted TrtllmService. Printed are percentiles of the time from the start of ``connect`` to
-the first byte of a 429, and to the first token of an answer. Before them come one client, and a
+A `trtllm-bls serve` on this machine, with ``--running`` places and ``--queued`` more that wait,
+gets ``--clients`` requests for generate_stream at once, each on a connection of its own, from
+another process. Printed are percentiles of the time from the start of ``connect`` to the first byte
+of a refusal (429 or 503), and to the first token of an answer. Before them come one client, and a
 full house: as many clients as places, where nobody is refused. Any other status is an error.
 
 examples:
-  python benchmarks/overload.py --clients 1000,2000
-  python benchmarks/overload.py --http 8000 --running 64 --queued 256    a `trtllm-bls serve` here
+  python benchmarks/overload.py --http 8000 --clients 1000,2000
 """
 
 from __future__ import annotations
@@ -19,21 +18,14 @@ import resource
 import select
 import socket
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from bench.arguments import numbers, parser_of
-from bench.load import messages_of, post
+from bench.load import post
 from bench.report import print_conditions
-from bench.repository import MODEL
-from bench.servers import openai_command, running
-from bench.stepping import Doubles
 
-from tests.helpers.processes import unused_ports
 from trtllm_bls.settings.command_options import raise_open_files
 
 SHARES = (0.5, 0.99, 1.0)
@@ -85,53 +77,37 @@ def percentiles(seconds: list[float]) -> str:
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
+    add("--http", type=int, metavar="PORT", default=8000, help="the server's; default 8000")
     add("--clients", type=numbers, default=[1000, 2000], help="default 1000,2000")
-    add("--running", type=int, default=64, help="default 64")
-    add("--queued", type=int, default=256, help="default 256")
+    add("--running", type=int, default=64, help="the server's --max-streams; default 64")
+    add("--queued", type=int, default=256, help="requests that wait there; default 256")
     add("--tokens", type=int, default=64, help="of each answer; default 64")
-    add("--step-ms", type=float, default=10.0, help="the engine's step; default 10")
     add("--chat-bytes", type=int, default=2000, help="of each prompt; default 2000")
-    add("--http", type=int, metavar="PORT", help="ask generate_stream of a server that runs")
     options = parser.parse_args()
     needed = max(options.clients) + options.running + options.queued + 100
     raise_open_files(needed, "ask with fewer --clients")
     prompt = ("Hi there " * 2**17)[: options.chat_bytes]
-    fields = {"stream": True, "max_tokens": options.tokens}
-    if options.http is None:
-        path, fields = "/v1/chat/completions", fields | {"messages": messages_of(prompt)}
-    else:
-        path = "/v2/models/tensorrt_llm_bls/generate_stream"
-        fields = fields | {"text_input": prompt}
-    request = post(path, fields)
+    fields = {"stream": True, "max_tokens": options.tokens, "text_input": prompt}
+    request = post("/v2/models/tensorrt_llm_bls/generate_stream", fields)
     print_conditions(options, f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} descriptors")
     context = multiprocessing.get_context("fork")
     failed = False
-    with ExitStack() as stack:
-        port = options.http or unused_ports(1)[0]
-        if options.http is None:
-            doubles = Doubles(1, MODEL, options.step_ms / 1000)
-            stack.callback(doubles.close)
-            command = openai_command(port, MODEL, 1, "--engine", f"trtllm://{doubles.urls[0]}")
-            command += ["--max-running-requests", str(options.running)]  # the last one counts
-            command += ["--max-queued-requests", str(options.queued)]
-            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
-            stack.enter_context(running(command, port, log))
-        for clients in (1, options.running + options.queued, *options.clients):
-            results, child = context.Pipe()
-            before = os.getloadavg()[0]
-            caller = context.Process(target=load, args=(child, port, clients, request), daemon=True)
-            caller.start()
-            by_status: dict[int, list[float]] = defaultdict(list)
-            for status, seconds in results.recv():
-                by_status[status].append(seconds)
-            caller.join()
-            # The server notices that its callers have left.
-            time.sleep(1 if options.http is None else 10)
-            print(f"{clients} clients, load {before:.1f} before, {os.getloadavg()[0]:.1f} after")
-            for status, seconds in sorted(by_status.items()):
-                what = "first token" if status == 200 else "told"
-                print(f"  {status}: {len(seconds):5}  {what} {percentiles(seconds)}", flush=True)
-            failed |= not by_status.keys() <= {200, 429}
+    for clients in (1, options.running + options.queued, *options.clients):
+        results, child = context.Pipe()
+        before = os.getloadavg()[0]
+        arguments = (child, options.http, clients, request)
+        caller = context.Process(target=load, args=arguments, daemon=True)
+        caller.start()
+        by_status: dict[int, list[float]] = defaultdict(list)
+        for status, seconds in results.recv():
+            by_status[status].append(seconds)
+        caller.join()
+        time.sleep(10)  # the server notices that its callers have left
+        print(f"{clients} clients, load {before:.1f} before, {os.getloadavg()[0]:.1f} after")
+        for status, seconds in sorted(by_status.items()):
+            what = "first token" if status == 200 else "told"
+            print(f"  {status}: {len(seconds):5}  {what} {percentiles(seconds)}", flush=True)
+        failed |= not by_status.keys() <= {200, 429, 503}
     return int(failed)
 
 

@@ -313,7 +313,8 @@ def measure(target: str, options: argparse.Namespace, alone_ms: float | None) ->
         cpu = (cluster.cpu_s() - used) / (engines.tokens - tokens) * 1e6
         first = statistics.median(plain.first_ms)
         added = "" if alone_ms is None else f"{first - alone_ms:+.1f}"
-        row = [target, f"{plain.failed}, {plain.wrong} wrong"]
+        failed = f"{plain.failed}, {plain.wrong} WRONG" if plain.wrong else str(plain.failed)
+        row = [target, failed]
         if len(cluster.replicas) == 1:
             return [*row, "", "", "", f"{first:.1f}", f"{cpu:.0f}", f"{first}"]
         stayed = asyncio.run(conversations(cluster.url, engines))
@@ -321,8 +322,8 @@ def measure(target: str, options: argparse.Namespace, alone_ms: float | None) ->
         kill = asyncio.run(killed(cluster, engines, options))
         row += [f"{kill.failed} of {kill.done}", f"{stayed} of 8"]
         row += [f"{restart.failed} of {restart.done}", added, f"{cpu:.0f}", f"{first}"]
-        wrong = kill.wrong + restart.wrong
-        return row if not wrong else [*row[:1], f"{wrong} WRONG", *row[2:]]
+        wrong = plain.wrong + kill.wrong + restart.wrong
+        return [target, f"{wrong} WRONG", *row[2:]] if wrong else row
 
 
 def targets(options: argparse.Namespace) -> Iterator[str]:

@@ -101,17 +101,15 @@ async def _grpc_stream(
     url: str, channel: GrpcChannel, target: Target, requests: list[Request], begin: float
 ) -> list[Answer]:
     if target.api == "triton":
-        method, made = (
-            TRITON,
-            [triton_message(target.model, target.output, request.inputs) for request in requests],
-        )
+        method = TRITON
+        encoded = [triton_message(target.model, target.output, each.inputs) for each in requests]
     else:
-        method, ids = messages.SERVICE + "Generate", f"{url}-{id(requests)}"
-        made = [_service_message(f"{ids}-{n}", request) for n, request in enumerate(requests)]
+        method, stream = messages.SERVICE + "Generate", f"{url}-{id(requests)}"
+        encoded = [_service_message(f"{stream}-{n}", each) for n, each in enumerate(requests)]
     await asyncio.sleep(begin - time.time())
     return [
         await _grpc_answer(channel, method, Answer(request, 0, [], []), message)
-        for request, message in zip(requests, made, strict=True)
+        for request, message in zip(requests, encoded, strict=True)
     ]
 
 
@@ -281,12 +279,12 @@ async def _http_stream(
     url: str, _: object, target: Target, requests: list[Request], begin: float
 ) -> list[Answer]:
     client = await connected(url)
-    made = [_http_request(target, request) for request in requests]
+    encoded = [_http_request(target, request) for request in requests]
     await asyncio.sleep(begin - time.time())
     answers = []
-    for request, encoded in zip(requests, made, strict=True):
+    for request, message in zip(requests, encoded, strict=True):
         answer = Answer(request, time.time_ns(), [], [])
-        status = await client.ask(encoded)
+        status = await client.ask(message)
         answer.arrived, answer.raw = client.times, client.bodies
         if status != 200:
             text = b"".join(client.bodies)[:200].decode(errors="replace")
