@@ -28,13 +28,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from bench.arguments import parser_of
 from bench.load import Connection, connected, events, post, text_of
+from bench.processes import child_ids, cpu_seconds
 from bench.report import console, print_conditions
 from bench.repository import MODEL
 from rich.table import Table
@@ -111,18 +111,6 @@ class Engines:
         return [len(service.requests) for service in self.services]
 
 
-def cpu_s(process: Process) -> float:
-    """User and system time of all its processes."""
-    total = 0.0
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(process.running.pid)
-        for each in (parent, *parent.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                times = each.cpu_times()
-                total += times.user + times.system
-    return total
-
-
 @dataclass
 class Cluster:
     """Replicas behind a front; ``url`` is where clients ask."""
@@ -130,9 +118,6 @@ class Cluster:
     url: str
     replicas: list[Process]
     front: list[Process]
-
-    def cpu_s(self) -> float:
-        return sum(cpu_s(each) for each in (*self.replicas, *self.front))
 
 
 @dataclass
@@ -307,10 +292,11 @@ def measure(target: str, options: argparse.Namespace, alone_ms: float | None) ->
             process.start()
             stack.callback(process.kill)
         wait_for(cluster, engines)
-        used, tokens = cluster.cpu_s(), engines.tokens
+        used, tokens = cpu_seconds(child_ids()), engines.tokens
         plain = Load(cluster.url, options.at_once, engines.model)
         asyncio.run(plain.run(range(options.requests)))
-        cpu = (cluster.cpu_s() - used) / (engines.tokens - tokens) * 1e6
+        used = cpu_seconds(child_ids()) - used
+        cpu = used / (engines.tokens - tokens) * 1e6
         first = statistics.median(plain.first_ms)
         added = "" if alone_ms is None else f"{first - alone_ms:+.1f}"
         failed = f"{plain.failed}, {plain.wrong} WRONG" if plain.wrong else str(plain.failed)

@@ -29,10 +29,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import uvloop
 from bench.arguments import parser_of
 from bench.load import TRITON, triton_message, triton_problem
+from bench.processes import child_ids, cpu_seconds
 from bench.report import print_conditions
 from bench.repository import MODEL, write_scripted_pair
 
@@ -243,13 +243,6 @@ async def bare_rounds(url: str, length: int, rounds: int = 60) -> float:
     return statistics.median(took)
 
 
-def cpu_seconds() -> float:
-    """CPU time of every stub and server below this process so far."""
-    children = psutil.Process().children(recursive=True)
-    times = [process.cpu_times() for process in children]
-    return sum(each.user + each.system for each in times)
-
-
 def triton(options: argparse.Namespace) -> None:
     for rate, length in BEST.items():
         with tempfile.TemporaryDirectory() as scratch:
@@ -262,7 +255,7 @@ def measure(url: str, rate: float, length: int, options: argparse.Namespace) -> 
     plain = [ask(url, options.tokens) for _ in range(options.requests)]
     right = plain[0][0].text
     took, overheads, rounds_in_all = [], [], 0
-    before = cpu_seconds()
+    before = cpu_seconds(child_ids())
     for _ in range(options.requests):
         result, seconds = ask(url, options.tokens, num_draft_tokens=length)
         check(result.text, right)
@@ -273,7 +266,7 @@ def measure(url: str, rate: float, length: int, options: argparse.Namespace) -> 
         took.append(seconds)
         overheads.append((seconds - steps) / rounds * 1000)
         rounds_in_all += rounds
-    cpu = (cpu_seconds() - before) / rounds_in_all * 1e6
+    cpu = (cpu_seconds(child_ids()) - before) / rounds_in_all * 1e6
     # The speed-up by the formula, without overhead.
     expected = (1 - rate ** (length + 1)) / (1 - rate) / (length * DRAFT_MS / TARGET_MS + 1)
     gain = statistics.median(seconds for _, seconds in plain) / statistics.median(took)

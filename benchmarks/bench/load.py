@@ -265,7 +265,9 @@ def events(times: list[int], bodies: list[bytes]) -> Iterator[tuple[int, str]]:
     for arrived, body in zip(times, bodies, strict=True):
         *blocks, rest = (rest + body).split(b"\n\n")
         for block in blocks:
-            yield arrived, block.decode().rpartition("data: ")[2]
+            for line in block.decode().splitlines():
+                if line.startswith("data: "):
+                    yield arrived, line.removeprefix("data: ")
     if rest:
         yield times[-1], json.dumps({"error": f"half an event: {rest[:80]!r}"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,11 @@ _SERVER = "tritonserver"
 def child_ids() -> set[int]:
     """Of all processes below this one."""
     return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def cpu_seconds(ids: Iterable[int]) -> float:
+    """User and system time of these processes so far, in ticks of the system."""
+    return sum(_ticks(pid) for pid in ids) * _TICK_S
 
 
 class Processes:
