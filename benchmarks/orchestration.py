@@ -148,7 +148,9 @@ class Bench:
         if self._options.url is not None:
             return plain_request(PLAIN_PROMPTS[number % len(PLAIN_PROMPTS)], length)
         prompt = self._prompts[number % len(self._prompts)]
-        says = self.says or prompt
+        says = prompt
+        if self.says and re.fullmatch(OVER_SERVICE, name):
+            says = self.says
         if name in ("direct", "empty", "service"):
             return id_request(prompt, length, says)
         interval = name.partition("/")[2] if name.startswith("bls") else ""

@@ -265,7 +265,7 @@ def events(times: list[int], bodies: list[bytes]) -> Iterator[tuple[int, str]]:
     for arrived, body in zip(times, bodies, strict=True):
         *blocks, rest = (rest + body).split(b"\n\n")
         for block in blocks:
-            for line in block.decode().splitlines():
+            for line in block.decode().split("\n"):
                 if line.startswith("data: "):
                     yield arrived, line.removeprefix("data: ")
     if rest:

@@ -25,7 +25,7 @@ _COLOURS = ("#808080", "#b07d2b", "#2f7fc1", "#3f9d5a", "#c0504d", "#8a63b8", "#
 _INK = "#808080"
 
 
-console = Console(width=None if sys.stdout.isatty() else 200)
+console = Console(width=None if sys.stdout.isatty() else 220)
 
 
 def conditions(options: argparse.Namespace, client: str = "") -> dict[str, Any]:
@@ -108,7 +108,8 @@ def _table(rows: Sequence[Row], names: Sequence[str] = (), title: str | None = N
     names = names or [name for name in lines[0] if any(line[name] for line in lines)]
     table = Table(title=title)
     for name in names:
-        table.add_column(name, justify="left" if name == "target" else "right")
+        left = name == "target"
+        table.add_column(name, justify="left" if left else "right", no_wrap=left)
     for line in lines:
         table.add_row(*(line[name] for name in names))
     return table
