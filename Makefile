@@ -33,6 +33,10 @@ LIVE_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadgroup --durations=10 \
 
 SERVICE := trtllm_bls/engines/trtllm_service
 
+# The last client wheel whose perf_analyzer needs no newer glibc than 2.34, a load generator in C++.
+PERF_ANALYZER := tritonclient==2.51.0
+PERF_DIRECTORY := $(VENV)/perf_analyzer
+
 # Tests start hundreds of processes, and each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
@@ -70,8 +74,13 @@ demo: $(INSTALLED)
 serve: $(INSTALLED)
 	@exec $(BIN)/trtllm-bls serve $(SERVE_OPTIONS)
 
-bench: $(INSTALLED)
+bench: $(INSTALLED) $(PERF_DIRECTORY)
 	@$(BIN)/python benchmarks/orchestration.py $(BENCH_OPTIONS)
+
+# Where there is no such wheel, the benchmark's own client makes the load.
+$(PERF_DIRECTORY): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		--target $@ $(PERF_ANALYZER) || mkdir -p $@
 
 test: $(INSTALLED)
 	$(UNIT_TESTS) -m 'not live and not slow'

@@ -1,7 +1,8 @@
 """What orchestration costs: servers over an engine that costs next to nothing, side by side.
 
 Targets of one run take turns under each load, so ratios are within the run. Every answer is checked
-to the character. Over a real tritonserver with a scripted model:
+to the character. perf_analyzer asks Triton's models where it runs, a client of our own all else.
+Over a real tritonserver with a scripted model:
 
   direct            the engine's own model
   empty             a Python model of 50 lines that passes each response on
@@ -61,6 +62,7 @@ from bench.answers import (
 from bench.arguments import numbers, parser_of
 from bench.figures import Row, burst_row, steady_row
 from bench.load import Load, Target
+from bench.perf_analyzer import PerfAnalyzer, find
 from bench.processes import Processes, child_ids
 from bench.report import conditions, console, plot, save, show, show_short
 from bench.servers import openai_command, running, serving, smg_command
@@ -94,7 +96,9 @@ PLAIN_PROMPTS = (
 class Bench:
     """Asks one target after the other, at engines with a step of ``step_ms``."""
 
-    def __init__(self, options: argparse.Namespace, load: Load, step_ms: float) -> None:
+    def __init__(
+        self, options: argparse.Namespace, load: Load | PerfAnalyzer, step_ms: float
+    ) -> None:
         self.targets: dict[str, Target] = {}
         self.processes: Processes | None = None  # of servers that are ours
         self._options, self._load, self._step_ms = options, load, step_ms
@@ -262,7 +266,18 @@ def beside(url: str, size: int) -> Iterator[None]:
         console.print(f"beside: {len(seconds)} prompts of {size:,} characters, {mean:.3f} s each")
 
 
-def measure(options: argparse.Namespace, load: Load) -> list[Row]:
+def choose_load(options: argparse.Namespace, scratch: Path) -> Load | PerfAnalyzer:
+    """perf_analyzer for Triton's models, if it is there and runs and is not forbidden."""
+    own = Load(options.client_processes)
+    program = None if options.own_client else find(options.perf_analyzer)
+    try:
+        return own if program is None else PerfAnalyzer(program, scratch, own)
+    except OSError as error:
+        console.print(f"{error}; using the own client", markup=False)
+        return own
+
+
+def measure(options: argparse.Namespace, load: Load | PerfAnalyzer) -> list[Row]:
     """Every load, and under each load every target; with --full a line for each."""
     rows: list[Row] = []
     work = [("steady", *streams) for streams in options.streams]
@@ -307,6 +322,8 @@ def parse() -> argparse.Namespace:
     add("--engine-instances", type=int, default=instances, help=f"default here {instances}")
     add("--engines", type=int, default=1, help="TrtllmServices; default 1, as a replica has")
     add("--client-processes", type=int, default=max(1, min(4, cores // 4)))
+    add("--own-client", action="store_true", help="also where perf_analyzer is installed")
+    add("--perf-analyzer", type=Path, help="the program, where it is not on the PATH")
     add("--smg", default="smg", help="the program")
     add("--url", help="a running server's gRPC port, host:port; nothing is started then")
     add("--model", default=repository.BLS, help="the text model there; default tensorrt_llm_bls")
@@ -332,7 +349,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    load = Load(options.client_processes)
+    scratch = tempfile.TemporaryDirectory()
+    load = choose_load(options, Path(scratch.name))
     setting = conditions(options, load.name)
     for name, value in setting.items() if options.full else ():
         console.print(f"{name}: {value}", markup=False, soft_wrap=True)
@@ -349,6 +367,7 @@ def main() -> int:
         raise SystemExit(f"error: {error}") from None
     finally:
         load.close()
+        scratch.cleanup()
     if options.full:
         show(rows)
     else:
