@@ -27,17 +27,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import psutil
 import uvloop
 from bench import repository
-from bench.arguments import parser_of
-from bench.http_load import connected
-from bench.servers import openai_command, running
+from bench.arguments import numbers, parser_of
+from bench.load import Connection, connected, events, post, text_of
+from bench.report import console, print_conditions
+from bench.servers import openai_command, running, smg_command
 from bench.stepping import Doubles
-from orchestration import conditions, console, numbers
 from rich.table import Table
 
 from tests.helpers.processes import unused_ports
@@ -96,51 +96,47 @@ def conversation(number: int, turns: int) -> Iterator[bytes]:
         messages.append({"role": "user", "content": text(USER)})
         fields = {"model": "deepseek", "messages": messages, "max_tokens": ANSWER, "stream": True}
         options = {"stream_options": {"include_usage": True}, "temperature": 0, "ignore_eos": True}
-        yield json.dumps(fields | options).encode()
+        yield post("/v1/chat/completions", fields | options)
         messages.append({"role": "assistant", "content": text(ASSISTANT)})
 
 
-def command_of(name: str, port: int, model: Path, engine: int, smg: str) -> list[str]:
-    if not name.startswith("smg"):
-        options = ["--engine", f"trtllm://127.0.0.1:{engine}"]
-        command = openai_command(port, model, 1, *options)
-        return [command[0], "-c", WITHOUT, *command[3:]] if name == "tokenizers" else command
-    command = [smg, "launch", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model-path", str(model), "--prometheus-port", str(unused_ports(1)[0])]
-    command += ["--disable-retries", "--worker-urls", f"grpc://127.0.0.1:{engine}"]
-    caches = ["--tokenizer-cache-enable-l0", "--tokenizer-cache-enable-l1"]
-    return command + (caches if name == "smg" else [])
+def command_of(name: str, port: int, model: Path, engine: str, smg: str) -> list[str]:
+    if name.startswith("smg"):
+        caches = ["--tokenizer-cache-enable-l0", "--tokenizer-cache-enable-l1"]
+        command = smg_command(smg, port, model, f"grpc://{engine}")
+        return command + (caches if name == "smg" else [])
+    command = openai_command(port, model, 1, "--engine", f"trtllm://{engine}")
+    return [command[0], "-c", WITHOUT, *command[3:]] if name == "tokenizers" else command
 
 
-async def ask(client: Any, body: bytes) -> tuple[float, tuple[str, int]]:
+async def ask(client: Connection, request: bytes) -> tuple[float, tuple[str, int]]:
     """Milliseconds to the first text; the text and how many tokens the prompt had."""
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
-    head += b"content-type: application/json\r\n"
-    request = head + b"content-length: %d\r\n\r\n" % len(body) + body
     began = time.time_ns()
     while (status := await client.ask(request)) == 503:  # smg has not read its tokenizer yet
         await asyncio.sleep(0.1)
         began = time.time_ns()
     if status != 200:
         raise SystemExit(f"error: status {status}: {b''.join(client.bodies)[:300]!r}")
-    first, text, tokens, rest = 0.0, "", 0, b""
-    for arrived, data in zip(client.times, client.bodies, strict=True):
-        *events, rest = (rest + data).split(b"\n\n")
-        for event in events:
-            if event.endswith(b"[DONE]"):
-                continue
-            chunk = json.loads(event.removeprefix(b"data: "))
-            tokens = (chunk.get("usage") or {}).get("prompt_tokens", tokens)
-            for choice in chunk["choices"]:
-                if content := choice["delta"].get("content"):
-                    first = first or (arrived - began) / 1e6
-                    text += content
+    first, text, tokens = 0.0, "", 0
+    for arrived, data in events(client.times, client.bodies):
+        if data == "[DONE]":
+            continue
+        event = json.loads(data)
+        tokens = (event.get("usage") or {}).get("prompt_tokens", tokens)
+        if content := text_of(event):
+            first = first or (arrived - began) / 1e6
+            text += content
+    if not text:
+        raise SystemExit("error: no text came")
     return first, (text, tokens)
 
 
 async def measure(servers: list[Server], numbers: list[int], turns: int) -> dict[int, int]:
     """Every turn, of all conversations at once, to one server after the other; tokens by turn."""
-    clients = {server.name: [await connected(server.port) for _ in numbers] for server in servers}
+    clients = {
+        server.name: [await connected(f"127.0.0.1:{server.port}") for _ in numbers]
+        for server in servers
+    }
     sizes = {}
     for turn, bodies in enumerate(zip(*(conversation(n, turns) for n in numbers), strict=True), 1):
         told = []
@@ -159,11 +155,9 @@ async def measure(servers: list[Server], numbers: list[int], turns: int) -> dict
 
 def show(servers: list[Server], sizes: dict[int, int], turns: list[int], title: str) -> None:
     table = Table(title=title)
-    table.add_column("turn", justify="right")
-    table.add_column("tokens", justify="right")
-    for server in servers:
-        for name in (f"{server.name}: TTFT p50", "max", "CPU"):
-            table.add_column(name, justify="right")
+    names = [[f"{server.name}: TTFT p50", "max", "CPU"] for server in servers]
+    for name in ("turn", "tokens", *chain(*names)):
+        table.add_column(name, justify="right")
     for turn in turns:
         cells = []
         for server in servers:
@@ -176,19 +170,14 @@ def show(servers: list[Server], sizes: dict[int, int], turns: list[int], title: 
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add(
-        "--targets",
-        default="tokenizers,ours",
-        help="default tokenizers,ours; smg and smg_plain too",
-    )
+    add("--targets", default="tokenizers,ours", help="default tokenizers,ours; smg, smg_plain too")
     add("--smg", default="smg", help="the program")
     add("--turns", type=int, default=30)
     add("--show", type=numbers, default=[1, 2, 5, 10, 20, 30], help="turns in the table")
     add("--at-once", type=numbers, default=[1, 16], help="conversations at once; default 1,16")
     add("--repeat", type=int, default=5, help="conversations one after another, where one at once")
     options = parser.parse_args()
-    for name, value in conditions(options, "own client").items():
-        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+    print_conditions(options, "own client")
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = make_model(directory)
@@ -197,7 +186,7 @@ def main() -> int:
         servers = []
         for name in options.targets.split(","):
             (port,) = unused_ports(1)
-            command = command_of(name, port, model, doubles.ports[0], options.smg)
+            command = command_of(name, port, model, doubles.urls[0], options.smg)
             ids = stack.enter_context(running(command, port, directory / f"{name}.log"))
             servers.append(Server(name, port, [psutil.Process(each) for each in ids]))
         uvloop.run(measure(servers, [-1], 2))  # everything is loaded

@@ -1,19 +1,18 @@
 """The embedded engine beside transformers: tokens per second, and what a long prompt costs.
 
-    python benchmarks/engine.py --model tiny --requests 1,8,32 --threads 2
-
 Every figure of one row comes from one process and one model of random weights: the embedded
 engine, ``generate`` with all requests as one batch, and transformers' own continuous batching.
-Read ratios, not absolute figures: best of ``--rounds``, taken in turns, since hosts are shared.
+Every answer must have all of its tokens. Read ratios, not absolute figures: best of ``--rounds``,
+taken in turns, since hosts are shared.
+
+examples:
+  python benchmarks/engine.py --model tiny --requests 1,8,32 --threads 2
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -24,6 +23,8 @@ from typing import Any
 
 import torch
 import transformers
+from bench.arguments import numbers, parser_of
+from bench.report import print_conditions
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from trtllm_bls.engines.base import ChunkStream
@@ -31,25 +32,11 @@ from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.types import EngineRequest, Sampling
 
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 16000,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-    },
-    "small": {
-        "vocab_size": 32000,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
+SIZES = {
+    "tiny": {"vocab_size": 16000, "hidden_size": 256, "intermediate_size": 1024}
+    | {"num_hidden_layers": 8, "num_attention_heads": 8, "tie_word_embeddings": True},
+    "small": {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048}
+    | {"num_hidden_layers": 12, "num_attention_heads": 12, "tie_word_embeddings": False},
 }
 Prompts = list[list[int]]
 GREEDY = Sampling(top_k=1)
@@ -70,42 +57,44 @@ class Bench:
         ids: Prompts = torch.randint(3, self.model.config.vocab_size, size).tolist()
         return ids
 
-    def embedded(self, prompts: Prompts, sampling: Sampling = GREEDY) -> None:
-        """All requests at once through the engine."""
+    def embedded(self, prompts: Prompts, sampling: Sampling = GREEDY) -> list[int]:
+        """All requests at once through the engine; how many tokens each answer has."""
 
-        async def answer(place: int, ids: list[int]) -> None:
-            async for _ in self.engine.generate(
-                EngineRequest(
-                    request_id=str(place),
-                    input_ids=tuple(ids),
-                    max_tokens=self.new_tokens,
-                    sampling=sampling,
-                )
-            ):
-                pass
+        async def answer(place: int, ids: list[int]) -> int:
+            request = EngineRequest(
+                request_id=str(place),
+                input_ids=tuple(ids),
+                max_tokens=self.new_tokens,
+                sampling=sampling,
+            )
+            return sum([len(chunk.token_ids) async for chunk in self.engine.generate(request)])
 
-        async def all_of() -> None:
-            await asyncio.gather(*(answer(*numbered) for numbered in enumerate(prompts)))
+        async def all_of() -> list[int]:
+            return await asyncio.gather(*(answer(*numbered) for numbered in enumerate(prompts)))
 
-        asyncio.run(all_of())
+        return asyncio.run(all_of())
 
-    def sampled(self, prompts: Prompts) -> None:
+    def sampled(self, prompts: Prompts) -> list[int]:
         """The same with temperature and top-p."""
-        self.embedded(prompts, Sampling(temperature=0.8, top_p=0.95, seed=1))
+        return self.embedded(prompts, Sampling(temperature=0.8, top_p=0.95, seed=1))
 
-    def generate(self, prompts: Prompts) -> None:
+    def generate(self, prompts: Prompts) -> list[int]:
         """All requests as one static batch of transformers."""
         self.model.set_attn_implementation("sdpa")
         ids = torch.tensor(prompts, device=self.model.device)
         with torch.inference_mode():
-            self.model.generate(
+            whole = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=self._greedy()
             )
+        return [len(row) - len(prompts[0]) for row in whole]
 
-    def continuous(self, prompts: Prompts) -> None:
+    def continuous(self, prompts: Prompts) -> list[int]:
         """transformers' continuous batching."""
         with torch.inference_mode():
-            self.model.generate_batch(prompts, generation_config=self._greedy(), warmup=False)
+            answers = self.model.generate_batch(
+                prompts, generation_config=self._greedy(), warmup=False
+            )
+        return [len(answer.generated_tokens) for answer in answers.values()]
 
     def _greedy(self) -> GenerationConfig:
         return GenerationConfig(
@@ -145,7 +134,7 @@ async def _gaps(stream: ChunkStream, count: int) -> list[float]:
 
 def measured(bench: Bench, count: int, rounds: int) -> dict[str, float]:
     """Tokens per second of each way, the ways taking turns."""
-    ways: dict[str, Callable[[Prompts], None]] = {
+    ways: dict[str, Callable[[Prompts], list[int]]] = {
         "embedded": bench.embedded,
         "embedded, sampled": bench.sampled,
         "generate": bench.generate,
@@ -156,69 +145,55 @@ def measured(bench: Bench, count: int, rounds: int) -> dict[str, float]:
         for name, way in ways.items():
             prompts = bench.prompts(count)
             begun = time.perf_counter()
-            way(prompts)
+            lengths = way(prompts)
+            if lengths != [bench.new_tokens] * count:
+                raise SystemExit(f"error: {name}: answers of {lengths} tokens")
             speed = count * bench.new_tokens / (time.perf_counter() - begun)
             best[name] = max(best[name], speed)
     return best
 
 
 def main() -> None:
-    """Make the model, measure, and print one table row per number of requests."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--model", choices=SIZES, default="tiny")
-    parser.add_argument("--requests", default="1,8,32", help="comma-separated")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--model", choices=SIZES, default="tiny", help="default tiny")
+    add("--requests", type=numbers, default=[1, 8, 32], help="at once; default 1,8,32")
+    add("--prompt-tokens", type=int, default=128, help="default 128")
+    add("--new-tokens", type=int, default=64, help="of each answer; default 64")
+    add("--rounds", type=int, default=2, help="beside one that warms up; default 2")
+    add("--threads", type=int, default=2, help="default 2")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     options = parser.parse_args()
+    print_conditions(options)
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    config = LlamaConfig(**SIZES[options.model], max_position_embeddings=4096)
+    config = LlamaConfig(
+        **SIZES[options.model], num_key_value_heads=4, max_position_embeddings=4096
+    )
     with tempfile.TemporaryDirectory() as directory:
         model = AutoModelForCausalLM.from_config(config)
         model.save_pretrained(directory)
         parameters = EngineParameters(
             model_dir=Path(directory), threads=options.threads, max_sequence_tokens=2304
         )
+        millions = sum(weight.numel() for weight in model.parameters()) / 1e6
+        print(f"Llama of {millions:.0f}M random weights, fp32\n")
+        print("| requests | embedded tok/s | sampled | generate | continuous batching |")
+        print("|---|---|---|---|---|")
         with EmbeddedEngine(parameters, device=options.device) as engine:
-            bench = Bench(
-                engine, model.eval().to(options.device), options.prompt_tokens, options.new_tokens
-            )
-            _print_conditions(model, options)
-            for count in map(int, options.requests.split(",")):
-                _print_row(count, measured(bench, count, options.rounds))
+            model = model.eval().to(options.device)
+            bench = Bench(engine, model, options.prompt_tokens, options.new_tokens)
+            for count in options.requests:
+                own, sampled, *others = measured(bench, count, options.rounds).values()
+                cells = [f"{speed:.0f} ({own / speed:.1f}×)" for speed in others]
+                row = [str(count), f"{own:.0f}", f"{sampled:.0f}", *cells]
+                print(f"| {' | '.join(row)} |", flush=True)
             usual, worst, whole = asyncio.run(bench.stall())
     print(
         f"\nA stream's token every {usual * 1e3:.0f} ms; beside a 2000-token prompt that takes "
         f"{whole * 1e3:.0f} ms, at worst {worst * 1e3:.0f} ms."
-    )
-
-
-def _print_conditions(model: Any, options: argparse.Namespace) -> None:
-    millions = sum(weight.numel() for weight in model.parameters()) / 1e6
-    print(
-        f"{options.model}: Llama of {millions:.0f}M random weights, fp32; "
-        f"{options.prompt_tokens}-token prompts, {options.new_tokens} new tokens, greedy unless "
-        f"said; {options.device}, {options.threads} threads of {os.cpu_count()} "
-        f"{platform.machine()} cores, load "
-        f"{os.getloadavg()[0]:.1f}; torch {torch.__version__}, transformers "
-        f"{transformers.__version__}; best of {options.rounds + 1}\n"
-    )
-    print("| requests | embedded tok/s | sampled | generate | continuous batching |")
-    print("|---|---|---|---|---|")
-
-
-def _print_row(count: int, speed: dict[str, float]) -> None:
-    own = speed["embedded"]
-    print(
-        f"| {count} | {own:.0f} | {speed['embedded, sampled']:.0f} "
-        f"| {speed['generate']:.0f} ({own / speed['generate']:.1f}×) "
-        f"| {speed['continuous']:.0f} ({own / speed['continuous']:.1f}×) |",
-        flush=True,
     )
 
 

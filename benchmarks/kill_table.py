@@ -1,6 +1,4 @@
-"""Every process of a server killed, or stopped for 20 s, under 32 streams: what clients saw.
-
-    python benchmarks/kill_table.py [--times 20] [--parallel 8] [--victims tensorrt_llm_bls,guard]
+"""Every process of a server killed, or stopped for 20 s, under streams: what clients saw.
 
 A real tritonserver under ``trtllm-bls serve``, two scripted engines, half of the streams with
 speculative decoding. Each trial has a server of its own, with its own ports, work directory and
@@ -10,7 +8,12 @@ answer or an error. "down": when /health/ready said so. "ready": when it said ye
 request was answered; a trial ends there, so a process whose server was replaced is not waited for.
 
 Prints a table; ``--json`` is written after every trial, ``--within`` starts none after so many
-seconds, and progress goes to stderr.
+seconds, and progress goes to stderr. ``--probes N`` kills nothing: it prints how long N answers of
+/health/ready, and of Triton's own /v2/health/ready, take under the streams; each must be 200.
+
+examples:
+  python benchmarks/kill_table.py --times 20 --parallel 8 --victims tensorrt_llm_bls,guard
+  python benchmarks/kill_table.py --probes 3000 --streams 128 --step-ms 5
 """
 
 from __future__ import annotations
@@ -18,13 +21,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import multiprocessing
-import os
-import platform
 import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,9 +35,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import psutil
-from bench.repository import ROOT, write_scripted_pair
+from bench.arguments import parser_of
+from bench.report import conditions
+from bench.repository import MODEL, write_scripted_pair
 
+from tests.helpers.served import Served, good
 from trtllm_bls.client import Client
 from trtllm_bls.errors import DeadlineExceeded, TrtllmBlsError
 
@@ -50,7 +52,7 @@ STOPPED_S = 20.0
 PATIENCE_S = 60.0  # of a client
 UNNOTICED_S = 5.0  # a server that is ready for so long after the blow was not hurt by it
 FIRST_PORT = 20_000  # below those that systems hand out: nobody takes them during a restart
-STEP_MS, TOKENS = 50, 160
+TOKENS = 160
 PROMPT = {"text_input": "a b c d e", "end_id": -1}
 RIGHT: list[str] = []  # the whole answer, from this process's first server: all say the same
 
@@ -68,50 +70,33 @@ class Trial:
     ready: float | None = None
 
 
-class Server:
-    """``trtllm-bls serve`` as a process of its own."""
+def find(server: Served, victim: str) -> psutil.Process:
+    """The process that plays this part."""
+    if victim == "guard":
+        return server.children(server.process.pid, "guard.py")[0]
+    if victim == "tritonserver":
+        return server.server
+    return server.children(server.server.pid, f"/{victim}/")[0]
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        assert process.stdout
-        self.urls: dict[str, str] = {}
-        for line in process.stdout:
-            name, _, url = line.partition(" ")
-            self.urls[name] = url.strip()
-            if name == "health":
-                break
 
-    def find(self, victim: str) -> psutil.Process:
-        """The process that plays this part."""
-        processes = psutil.Process(self._process.pid).children(recursive=True)
-        if victim == "guard":
-            return next(p for p in processes if "guard.py" in " ".join(p.cmdline()))
-        if victim == "tritonserver":
-            return next(p for p in processes if p.name() == victim)
-        stubs = [p for p in processes if p.name().startswith("triton_python")]
-        return next(p for p in stubs if f"/{victim}/" in " ".join(p.cmdline()))
-
-    def ready(self) -> bool:
-        """What its health endpoint says."""
-        try:
-            with urllib.request.urlopen(self.urls["health"], timeout=5) as answer:
-                return bool(json.load(answer)["ok"])
-        except urllib.error.HTTPError as error:
-            error.close()
-            return False
+def is_ready(server: Served) -> bool:
+    """What its health endpoint says."""
+    try:
+        return bool(good(server.urls["health"])["ok"])
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
 
 
 @contextmanager
-def serving(step_ms: int = STEP_MS, place: int = 0) -> Iterator[Server]:
+def serving(step_ms: float, place: int = 0) -> Iterator[Served]:
     """A ready server on the ports of this place."""
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / "models"
         write_scripted_pair(repository)
-        words = [sys.executable, "-m", "trtllm_bls.cli", "serve", "--exit-timeout", "5"]
+        words = ["--exit-timeout", "5", "--model", str(MODEL)]
         for number, port in enumerate(("http", "grpc", "metrics", "health")):
             words += [f"--{port}-port", str(FIRST_PORT + 10 * place + number)]
-        words += ["--openai-port", "0", "--model", str(ROOT / "assets/demo/target")]
-        words += ["--model-repository", str(repository)]
         for override in (
             f"tensorrt_llm.step_ms={step_ms}",
             "tensorrt_llm_draft.step_ms=2",
@@ -119,19 +104,12 @@ def serving(step_ms: int = STEP_MS, place: int = 0) -> Iterator[Server]:
             "tensorrt_llm_bls.tensorrt_llm_draft_model_name=tensorrt_llm_draft",
         ):
             words += ["--set", override]
-        log = (Path(scratch) / "serve.log").open("w")
-        with subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, start_new_session=True
-        ) as process:
-            try:
-                server = Server(process)
-                if "health" not in server.urls:
-                    raise SystemExit(f"error: no server:\n{Path(log.name).read_text()}")
-                yield server
-            finally:
-                process.terminate()
-                process.wait(120)
-                log.close()
+        server = Served(repository, *words)
+        try:
+            yield server
+        finally:
+            server.process.terminate()
+            server.process.wait(120)
 
 
 async def answer(url: str, heard: list[str] | None = None, **more: int) -> str:
@@ -159,7 +137,7 @@ async def outcome(
     return "whole" if text == expected else "wrong"
 
 
-async def trial(server: Server, victim: str, action: str, streams: int) -> Trial:
+async def strike(server: Served, victim: str, action: str, streams: int) -> Trial:
     """One blow, from the first tokens to a server that is ready again."""
     url, result = server.urls["gRPC"], Trial(victim, action)
     if not RIGHT:
@@ -173,7 +151,7 @@ async def trial(server: Server, victim: str, action: str, streams: int) -> Trial
     ]
     while not all(pieces or client.done() for pieces, client in zip(heard, clients, strict=True)):
         await asyncio.sleep(0.01)
-    process = server.find(victim)
+    process = find(server, victim)
     struck = time.monotonic()
     process.send_signal(ACTIONS[action])
     watching = asyncio.create_task(watch(server, result, struck, clients))
@@ -189,11 +167,11 @@ async def trial(server: Server, victim: str, action: str, streams: int) -> Trial
 
 
 async def watch(
-    server: Server, result: Trial, struck: float, clients: list[asyncio.Task[str]]
+    server: Served, result: Trial, struck: float, clients: list[asyncio.Task[str]]
 ) -> None:
     """Until the server is ready again, or was all the time until the clients' end."""
     while (after := time.monotonic() - struck) < PATIENCE_S * 2:
-        ready = await asyncio.to_thread(server.ready)
+        ready = await asyncio.to_thread(is_ready, server)
         after = time.monotonic() - struck
         if not ready and result.down is None:
             result.down = after
@@ -207,50 +185,42 @@ async def watch(
         await asyncio.sleep(0.05)
 
 
-def run(victim: str, action: str, streams: int, place: int) -> Trial:
+def run(victim: str, action: str, streams: int, step_ms: float, place: int) -> Trial:
     """One trial, on a server of its own."""
-    with serving(place=place) as server:
-        return asyncio.run(trial(server, victim, action, streams))
+    with serving(step_ms, place) as server:
+        return asyncio.run(strike(server, victim, action, streams))
 
 
-def run_all(given: argparse.Namespace) -> Iterator[Trial]:
+def run_all(options: argparse.Namespace) -> Iterator[Trial]:
     """All trials, each cell once, then each once more; a process for each that runs at once."""
-    cells = [(v, a) for v in given.victims.split(",") for a in given.actions.split(",")]
-    waiting = deque(cells * given.times)
-    places = list(range(given.parallel))
+    cells = [(v, a) for v in options.victims.split(",") for a in options.actions.split(",")]
+    waiting = deque(cells * options.times)
+    places = list(range(options.parallel))
     running: dict[Future[Trial], int] = {}
     begun = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.parallel, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(options.parallel, mp_context=spawn) as pool:
         while running or waiting:
             while places and waiting:
                 place = places.pop()
-                running[pool.submit(run, *waiting.popleft(), given.streams, place)] = place
+                load = (options.streams, options.step_ms)
+                running[pool.submit(run, *waiting.popleft(), *load, place)] = place
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 places.append(running.pop(future))
                 if error := future.exception():
                     print(f"no trial: {error!r}", file=sys.stderr)
                 else:
                     yield future.result()
-            if given.within and time.monotonic() - begun > given.within:
+            if options.within and time.monotonic() - begun > options.within:
                 waiting.clear()
-
-
-def row(victim: str, action: str, trials: list[Trial]) -> str:
-    """One line of the table."""
-    counts = sum((each.outcomes for each in trials), Counter())
-    seen = " | ".join(str(counts[name]) for name in ("whole", "error", "wrong", "no end"))
-    times = [spread([getattr(t, name) for t in trials]) for name in ("ends", "down", "ready")]
-    return f"| {victim} | {action} | {len(trials)} | {seen} | {' | '.join(times)} |"
 
 
 def spread(seconds: list[float | None]) -> str:
     """Median, 95th percentile and worst; a dash where nothing was to be measured."""
-    known = sorted(each for each in seconds if each is not None)
+    known = [value for value in seconds if value is not None]
     if not known:
         return "-"
-    p95 = known[math.ceil(0.95 * len(known)) - 1]
-    return f"{statistics.median(known):.1f} / {p95:.1f} / {known[-1]:.1f}"
+    return " / ".join(f"{np.percentile(known, p, method='higher'):.1f}" for p in (50, 95, 100))
 
 
 def table(trials: list[Trial]) -> str:
@@ -259,37 +229,85 @@ def table(trials: list[Trial]) -> str:
         "| process | | trials | whole | error | wrong | no end | ends | down | ready |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for victim, action in dict.fromkeys((each.victim, each.action) for each in trials):
-        same = [each for each in trials if (each.victim, each.action) == (victim, action)]
-        lines.append(row(victim, action, same))
-    errors = sum((each.errors for each in trials), Counter())
+    for victim, action in dict.fromkeys((trial.victim, trial.action) for trial in trials):
+        same = [trial for trial in trials if (trial.victim, trial.action) == (victim, action)]
+        counts = sum((trial.outcomes for trial in same), Counter())
+        cells = [victim, action, str(len(same))]
+        cells += [str(counts[name]) for name in ("whole", "error", "wrong", "no end")]
+        for name in ("ends", "down", "ready"):
+            cells.append(spread([getattr(trial, name) for trial in same]))
+        lines.append(f"| {' | '.join(cells)} |")
+    errors = sum((trial.errors for trial in trials), Counter())
     return "\n".join([*lines, "", *(f"{n} x {said}" for said, n in errors.most_common())])
 
 
+def probe(url: str, times: int) -> list[float]:
+    """Milliseconds of each answer; all must be 200."""
+    took = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        with urllib.request.urlopen(url, timeout=60) as reply:
+            reply.read()
+        took.append((time.perf_counter() - begun) * 1000)
+    return took
+
+
+async def probe_under_load(urls: dict[str, str], streams: int, probes: int) -> None:
+    right: list[str] = []
+
+    async def stream() -> None:
+        while True:
+            text = await answer(urls["gRPC"], max_tokens=400)
+            right.append(text)
+            if text != right[0]:
+                raise SystemExit(f"error: an answer differs: {text}")
+
+    load = [asyncio.create_task(stream()) for _ in range(streams)]
+    await asyncio.sleep(5)
+    loop = asyncio.get_running_loop()
+    # A process of its own: this one is busy reading streams.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
+        for url in (urls["health"], f"{urls['HTTP']}/v2/health/ready"):
+            took = await loop.run_in_executor(other, probe, url, probes)
+            cuts = [f"p{p} {np.percentile(took, p):.1f} ms" for p in (50, 99, 99.9)]
+            print(f"{url}: {', '.join(cuts)}", flush=True)
+    for task in load:
+        if task.done():
+            task.result()  # raises what ended it
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--parallel", type=int, default=1)
-    parser.add_argument("--within", type=float, help="seconds after which no trial starts")
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--victims", default=",".join(VICTIMS))
-    parser.add_argument("--actions", default=",".join(ACTIONS))
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    conditions = (
-        f"{given.streams} streams, {given.parallel} servers at once; {os.cpu_count()} cores, "
-        f"load at the start {os.getloadavg()[0]:.0f}, Python {platform.python_version()}; "
-        "seconds are median / p95 / worst"
-    )
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--times", type=int, default=3, help="trials of each kind; default 3")
+    add("--parallel", type=int, default=1, help="servers at once; default 1")
+    add("--within", type=float, help="seconds after which no trial starts")
+    add("--streams", type=int, default=32, help="default 32")
+    add("--step-ms", type=float, default=50, help="the target's step; default 50")
+    add("--victims", default=",".join(VICTIMS), help=f"default {','.join(VICTIMS)}")
+    add("--actions", default=",".join(ACTIONS), help=f"default {','.join(ACTIONS)}")
+    add("--probes", type=int, help="of each health endpoint, in place of trials")
+    add("--json", type=Path, help="a file for all trials")
+    options = parser.parse_args()
+    setting = conditions(options)
+    for name, value in setting.items():
+        print(f"{name}: {value}")
+    if options.probes:
+        with serving(options.step_ms) as server:
+            asyncio.run(probe_under_load(server.urls, options.streams, options.probes))
+        return
     begun = time.monotonic()
     trials: list[Trial] = []
-    for each in run_all(given):
-        trials.append(each)
-        if given.json:
-            told = {"conditions": conditions, "trials": [vars(done) for done in trials]}
-            given.json.write_text(json.dumps(told, indent=1))
-        print(f"[{len(trials)}, {time.monotonic() - begun:.0f} s] {each}", file=sys.stderr)
-    print(f"{conditions}\n\n{table(trials)}")
+    for trial in run_all(options):
+        trials.append(trial)
+        if options.json:
+            told = {"conditions": setting, "trials": [vars(done) for done in trials]}
+            options.json.write_text(json.dumps(told, indent=1))
+        print(f"[{len(trials)}, {time.monotonic() - begun:.0f} s] {trial}", file=sys.stderr)
+    print(f"\nseconds are median / p95 / worst\n\n{table(trials)}")
 
 
 if __name__ == "__main__":

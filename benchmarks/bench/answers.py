@@ -96,17 +96,21 @@ def make_prompts(tokenizer_file: Path, count: int, tokens: int) -> list[Prompt]:
     return made
 
 
-def text_request(prompt: Prompt, length: int, interval: int = 1) -> Request:
+def text_request(
+    prompt: Prompt, length: int, interval: int = 1, says: Prompt | None = None
+) -> Request:
+    """One for text; the engine says ``says``, else the prompt, over and over."""
     inputs = {"text_input": ["".join(prompt.pieces)], "max_tokens": [length], "stream": [True]}
     inputs |= {"add_special_tokens": [False]}
     inputs |= {"stream_interval": [interval]} if interval > 1 else {}
-    return Request(inputs, tuple(islice(cycle(prompt.pieces), length)))
+    return Request(inputs, tuple(islice(cycle((says or prompt).pieces), length)))
 
 
-def id_request(prompt: Prompt, length: int) -> Request:
+def id_request(prompt: Prompt, length: int, says: Prompt | None = None) -> Request:
     inputs = {"input_ids": prompt.ids, "input_lengths": [len(prompt.ids)]}
     inputs |= {"request_output_len": [length], "streaming": [True]}
-    return Request(inputs, tuple(f"{token} " for token in islice(cycle(prompt.ids), length)))
+    ids = islice(cycle((says or prompt).ids), length)
+    return Request(inputs, tuple(f"{token} " for token in ids))
 
 
 def plain_request(text: str, length: int) -> Request:

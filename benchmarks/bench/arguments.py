@@ -13,3 +13,11 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
         epilog="examples:" + examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def numbers(text: str) -> list[int]:
+    """An option's value: whole numbers with commas between them."""
+    values = [int(part) for part in text.split(",") if part]
+    if any(value < 1 for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: whole numbers from 1, with commas between")
+    return values

@@ -44,7 +44,7 @@ _Chunk, _Complete = MESSAGES["GenerateStreamChunk"], MESSAGES["GenerateComplete"
 
 @dataclass
 class Stream:
-    """An answer that says its prompt back: ``sent`` of ``length`` tokens so far."""
+    """An answer that says ``ids`` over and over: ``sent`` of ``length`` tokens so far."""
 
     peer: _Peer
     id: int
@@ -72,10 +72,13 @@ class Stream:
 
 
 class FastService:
-    """Gives every stream a token each ``step_s``; ``answers`` are its replies to unary calls."""
+    """Gives every stream a token each ``step_s``: of ``says``, or else of its prompt.
 
-    def __init__(self, step_s: float, answers: dict[str, Any]) -> None:
-        self.answers = answers
+    ``answers`` are its replies to unary calls.
+    """
+
+    def __init__(self, step_s: float, answers: dict[str, Any], says: tuple[int, ...]) -> None:
+        self.answers, self.says = answers, says
         self.running: dict[tuple[_Peer, int], Stream] = {}
         self._step_s = step_s
         self._due = 0.0
@@ -198,7 +201,7 @@ class _Peer(asyncio.Protocol):
             self.send(frame(HEADERS, END_HEADERS, stream_id, _HEAD), _end(stream_id, _UNKNOWN))
             return
         request = MESSAGES["GenerateRequest"].FromString(body)
-        ids = tuple(request.tokenized.input_token_ids)
+        ids = self._service.says or tuple(request.tokenized.input_token_ids)
         self._service.add(Stream(self, stream_id, request.request_id, ids, request.max_tokens))
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:

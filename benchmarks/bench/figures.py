@@ -10,9 +10,7 @@ import numpy as np
 
 from bench.answers import Answer, steady_window
 from bench.processes import Processes
-from bench.repository import ENGINE, models_of
-
-SERVER = "tritonserver"
+from bench.repository import roles_of
 
 
 @dataclass
@@ -33,6 +31,7 @@ class Row:
     bad: int
     ttft_p50: float
     ttft_p99: float
+    step_ms: float = 0.0
     tokens_per_s: float | None = None
     itl_p50: float | None = None
     itl_p99: float | None = None
@@ -45,8 +44,6 @@ class Row:
     rss_mb: float | None = None  # the model's largest process
     pss_mb: float | None = None  # of all a server's processes, what they share counted once
     shm_mb: float | None = None  # /dev/shm, all models
-    health_p999: float | None = None  # of /health while the load ran
-    health: str = ""  # how many of them said 200
     problems: dict[str, int] = field(default_factory=dict)
 
 
@@ -93,12 +90,15 @@ def steady_row(
     row.responses_per_token = responses / tokens if tokens else None
     row.problems = dict(bad)
     if processes is not None:
-        roles = {"server": (SERVER,), "model": models_of(target), "engine": (ENGINE,)}
-        for name, models in roles.items():
-            used = processes.cpu_seconds(models, begin, end)
-            row.cpu[name] = used / tokens * 1e6 if tokens else float("nan")
-        row.rss_mb = processes.largest_mb(models_of(target) or (ENGINE,))
+        roles = roles_of(target)
+        known = {role: tuple(n for n in roles[role] if n in processes.ids) for role in roles}
+        for role, names in known.items():
+            used = processes.cpu_seconds(names, begin, end)
+            row.cpu[role] = used / tokens * 1e6 if tokens else float("nan")
+        row.rss_mb = processes.largest_mb(known["model"] or known["engine"])
         row.shm_mb = processes.shared_mb()
+        if target in processes.ids:
+            row.pss_mb = processes.together_mb(target)
     return row
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.answers import Answer, Request
+from bench.load import Load, Target
 
 PATIENCE_S = 300
 # It asks the server for statistics after the load, and now and then does not find a model's.
@@ -24,10 +25,10 @@ _LIBRARIES = {"libb64": "libb64.so.0d", "libcudart": "libcudart.so.12"}
 
 
 class PerfAnalyzer:
-    """``program`` asked for one list of requests per stream."""
+    """``program`` asks Triton's models, and ``own`` all other servers, which it does not know."""
 
-    def __init__(self, program: Path, scratch: Path) -> None:
-        self._program = program
+    def __init__(self, program: Path, scratch: Path, own: Load) -> None:
+        self._program, self._own = program, own
         self._environment = dict(os.environ)
         wheel = importlib.util.find_spec("pytriton")
         if wheel is not None and wheel.origin is not None:
@@ -42,10 +43,13 @@ class PerfAnalyzer:
         printed = (asked.stderr + asked.stdout).strip().splitlines() or ["it prints nothing"]
         if "Perf Analyzer Version" not in printed[-1]:
             raise OSError(f"{program} does not run: {printed[0]}")
-        self.name = printed[-1]
+        self.name = f"{printed[-1]}; of servers that are not Triton's, {own.name}"
 
-    def ask(self, url: str, model: str, output: str, plan: list[list[Request]]) -> list[Answer]:
-        """Every stream asks its requests one after the other; all have the same number."""
+    def ask(self, target: Target, plan: list[list[Request]]) -> list[Answer]:
+        """See ``Load.ask``; all streams have the same number of requests."""
+        if target.api != "triton":
+            return self._own.ask(target, plan)
+        (url,), model, output = target.urls, target.model, target.output
         in_turn = [request for turn in zip(*plan, strict=True) for request in turn]
         with tempfile.TemporaryDirectory() as directory:
             data, profile = Path(directory) / "data.json", Path(directory) / "profile.json"
@@ -71,7 +75,7 @@ class PerfAnalyzer:
         return answers
 
     def close(self) -> None:
-        pass
+        self._own.close()
 
     def _run(self, options: list[str]) -> subprocess.CompletedProcess[str]:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,16 @@ import psutil
 SAMPLE_S = 0.1
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _SERVER = "tritonserver"
+
+
+def child_ids() -> set[int]:
+    """Of all processes below this one."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def cpu_seconds(ids: Iterable[int]) -> float:
+    """User and system time of these processes so far, in ticks of the system."""
+    return sum(_ticks(pid) for pid in ids) * _TICK_S
 
 
 class Processes:

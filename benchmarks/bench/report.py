@@ -1,11 +1,16 @@
-"""The tables, the JSON file and the plot of one run."""
+"""The conditions, the tables, the JSON file and the plot of one run."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import os
+import platform
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +18,59 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.figures import Row
+from bench.repository import roles_of
 
 # Of a brightness that reads on a light page and on a dark one, as the text and the grid.
 _COLOURS = ("#808080", "#b07d2b", "#2f7fc1", "#3f9d5a", "#c0504d", "#8a63b8", "#3a9a9a")
 _INK = "#808080"
-_NAMES = {"direct": "the engine itself", "bls": "tensorrt_llm_bls", "openai": "OpenAI API"}
 
 
-def show_short(
-    console: Console, rows: Sequence[Row], conditions: dict[str, Any], drafts: str
-) -> None:
+console = Console(width=None if sys.stdout.isatty() else 220)
+
+
+def conditions(options: argparse.Namespace, client: str = "") -> dict[str, Any]:
+    """What a reader must know to repeat the run."""
+    model = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    packages = ("trtllm-bls", "nvidia-pytriton", "tritonclient", "grpcio", "numpy")
+    packages += ("torch", "transformers")
+    return {
+        "cores": os.cpu_count(),
+        "cpu": model,
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+        "client": client,
+        "settings": {k: v for k, v in vars(options).items() if not isinstance(v, Path)},
+    }
+
+
+def print_conditions(options: argparse.Namespace, client: str = "") -> None:
+    """A line for each of the run's conditions."""
+    for name, value in conditions(options, client).items():
+        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def show_short(rows: Sequence[Row], conditions: dict[str, Any], drafts: str) -> None:
     """One table of the steady load; below it ``drafts``, a line, and the conditions."""
-    table = Table("streams", "asked", "tokens/s", "of direct", "TTFT p50", "ITL p99", "CPU")
-    for column in table.columns:
-        column.justify = "left" if column.header == "asked" else "right"
-    for row in rows:
-        cells = [_number(row.tokens_per_s, 0), _share(rows, row)]
-        cells += [_number(row.ttft_p50, 1), _number(row.itl_p99, 1)]
-        cpu = None if row.target == "direct" else row.cpu.get("model")
-        name = _NAMES.get(row.target, row.target)
-        table.add_row(str(row.streams), name, *cells, _number(cpu, 0))
-    console.print(table)
+    names = ("streams", "target", "tokens/s", "of direct", "TTFT p50", "ITL p99", "CPU model")
+    console.print(_table(rows, names))
     if drafts:
         console.print(drafts, markup=False, highlight=False)
     settings, load = conditions["settings"], conditions["load"]
     wrong = sum(row.bad for row in rows)
     console.print(
+        "direct: the engine itself; bls: tensorrt_llm_bls; openai: the OpenAI API.\n"
         "TTFT (time to first token) and ITL (inter-token latency) in ms. CPU: of the process\n"
         "between client and engine, in µs per token. The engine is scripted: a token per stream\n"
         f"every {settings['step_ms']:g} ms, answers of {settings['tokens']} tokens. "
@@ -48,60 +80,72 @@ def show_short(
         markup=False,
         highlight=False,
     )
-    _show_problems(console, rows)
+    _show_problems(rows)
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
-    """Steady load, then bursts; percentages and differences are to ``direct`` in this run."""
-    steady = [row for row in rows if row.mode == "steady"]
-    bursts = [row for row in rows if row.mode == "burst"]
-    if steady:
-        console.print(_steady_table(steady))
-    if bursts:
-        console.print(_burst_table(bursts))
-    _show_problems(console, rows)
+def show(rows: Sequence[Row]) -> None:
+    """Steady load, then bursts, in which all requests arrive at once; "of direct" and "added" are
+    to the engine's own gRPC in this run."""
+    for mode in ("steady", "burst"):
+        of_mode = [row for row in rows if row.mode == mode]
+        if of_mode:
+            title = (
+                f"{mode}; times in ms; token: time between responses / tokens; CPU: µs per token"
+            )
+            console.print(_table(of_mode, title=title))
+    _show_problems(rows)
 
 
-def _show_problems(console: Console, rows: Sequence[Row]) -> None:
+def _show_problems(rows: Sequence[Row]) -> None:
     for row in rows:
         for problem, count in row.problems.items():
             console.print(f"{row.target}, {row.streams} {row.mode}: {count} x {problem}")
 
 
-def _steady_table(rows: Sequence[Row]) -> Table:
-    title = "all streams busy; ms; token: time between responses / tokens; CPU: µs per token"
+def _table(rows: Sequence[Row], names: Sequence[str] = (), title: str | None = None) -> Table:
+    """The columns ``names``, or else all that a row fills."""
+    lines = [_cells(rows, row) for row in rows]
+    names = names or [name for name in lines[0] if any(line[name] for line in lines)]
     table = Table(title=title)
-    names = ("streams", "target", "tokens/s", "of direct", "TTFT p50", "p99", "ITL p50", "p99")
-    names += ("token p50", "p99", "gap p99", "resp/token", "server", "model", "engine")
-    names += ("RSS MB", "shm MB", "bad")
     for name in names:
-        table.add_column(name, justify="left" if name == "target" else "right")
-    for row in rows:
-        cpu = [_number(row.cpu.get(name), 0) for name in ("server", "model", "engine")]
-        cells = [_number(row.tokens_per_s, 0), _share(rows, row)]
-        cells += [_number(value, 1) for value in (row.ttft_p50, row.ttft_p99)]
-        cells += [_number(value, 2) for value in (row.itl_p50, row.itl_p99)]
-        cells += [_number(value, 2) for value in (row.token_p50, row.token_p99)]
-        cells += [_number(row.gap_p99, 1), _number(row.responses_per_token, 2), *cpu]
-        cells += [_number(row.rss_mb, 0), _number(row.shm_mb, 0), f"{row.bad}/{row.answers}"]
-        table.add_row(str(row.streams), row.target, *cells)
+        left = name == "target"
+        table.add_column(name, justify="left" if left else "right", no_wrap=left)
+    for line in lines:
+        table.add_row(*(line[name] for name in names))
     return table
 
 
-def _burst_table(rows: Sequence[Row]) -> Table:
-    table = Table(title="all requests arrive at once; TTFT in ms")
-    for name in ("at once", "target", "p50", "over direct", "p99", "over direct", "bad"):
-        table.add_column(name, justify="left" if name == "target" else "right")
-    for row in rows:
-        direct = _direct(rows, row)
-        over = ["", ""]
-        if direct is not None and direct is not row:
-            over[0] = f"{row.ttft_p50 - direct.ttft_p50:+.1f}"
-            over[1] = f"{row.ttft_p99 - direct.ttft_p99:+.1f}"
-        p50, p99 = _number(row.ttft_p50, 1), _number(row.ttft_p99, 1)
-        bad = f"{row.bad}/{row.answers}"
-        table.add_row(str(row.streams), row.target, p50, over[0], p99, over[1], bad)
-    return table
+def _cells(rows: Sequence[Row], row: Row) -> dict[str, str]:
+    direct = _direct(rows, row)
+    added = added_p99 = share = ""
+    if direct is not None and direct is not row:
+        added = f"{row.ttft_p50 - direct.ttft_p50:+.1f}"
+        added_p99 = f"{row.ttft_p99 - direct.ttft_p99:+.1f}"
+    if direct is not None and direct.tokens_per_s and row.tokens_per_s is not None:
+        share = f"{row.tokens_per_s / direct.tokens_per_s:.0%}"
+    return {
+        "streams": str(row.streams),
+        "step": f"{row.step_ms:g}",
+        "target": row.target,
+        "tokens/s": _number(row.tokens_per_s, 0),
+        "of direct": share,
+        "TTFT p50": _number(row.ttft_p50, 1),
+        "added": added,
+        "TTFT p99": _number(row.ttft_p99, 1),
+        "added p99": added_p99,
+        "ITL p99": _number(row.itl_p99, 2),
+        "token p50": _number(row.token_p50, 2),
+        "token p99": _number(row.token_p99, 2),
+        "gap p99": _number(row.gap_p99, 1),
+        "resp/token": _number(row.responses_per_token, 2),
+        "CPU server": _number(row.cpu.get("server"), 0),
+        "CPU model": _number(row.cpu.get("model"), 0),
+        "engine": _number(row.cpu.get("engine"), 0),
+        "RSS MB": _number(row.rss_mb, 0),
+        "PSS MB": _number(row.pss_mb, 0),
+        "shm MB": _number(row.shm_mb, 0),
+        "bad": f"{row.bad}/{row.answers}",
+    }
 
 
 def save(file: Path, conditions: dict[str, Any], rows: Sequence[Row]) -> None:
@@ -159,7 +203,7 @@ def _panel(rows: Sequence[Row], left: int, title: str, value: Callable[[Row], fl
 
 
 def _front_cpu(row: Row) -> float | None:
-    return row.cpu["server"] + row.cpu["model"] if row.cpu else None
+    return row.cpu.get("server", 0.0) + row.cpu["model"] if row.cpu else None
 
 
 def _colour(n: int) -> str:
@@ -167,16 +211,11 @@ def _colour(n: int) -> str:
 
 
 def _direct(rows: Sequence[Row], row: Row) -> Row | None:
-    same = (r for r in rows if r.target == "direct" and r.streams == row.streams)
+    """The engine's own gRPC under the same load."""
+    base = "service" if "double" in roles_of(row.target)["engine"] else "direct"
+    load = (row.mode, row.streams, row.step_ms)
+    same = (r for r in rows if r.target == base and (r.mode, r.streams, r.step_ms) == load)
     return next(same, None)
-
-
-def _share(rows: Sequence[Row], row: Row) -> str:
-    """Tokens per second in percent of direct's."""
-    direct = _direct(rows, row)
-    if direct is None or not direct.tokens_per_s or row.tokens_per_s is None:
-        return ""
-    return f"{row.tokens_per_s / direct.tokens_per_s:.0%}"
 
 
 def _number(value: float | None, digits: int) -> str:

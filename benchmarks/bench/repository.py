@@ -13,6 +13,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "assets" / "demo" / "target"
 OWN_MODELS = Path(__file__).parent / "models"
 ENGINE, BLS = "tensorrt_llm", "tensorrt_llm_bls"
 HELPERS = ("preprocessing", "postprocessing")  # the ensemble's, beside the engine
@@ -26,14 +27,19 @@ def model_of(target: str) -> str:
     target = target.partition("/")[0]
     if target == "direct":
         return ENGINE
+    if target in ("generate", "triton_http"):
+        return BLS
     return f"tensorrt_llm_{target}" if re.fullmatch(r"bls(_\d+)?", target) else target
 
 
-def models_of(target: str) -> tuple[str, ...]:
-    """The models between client and engine, whose processes are the target's cost."""
-    if target == "direct":
-        return ()
-    return HELPERS if target == "ensemble" else (model_of(target),)
+def roles_of(target: str) -> dict[str, tuple[str, ...]]:
+    """The processes that cost a target CPU: of the server, between it and the engine, the
+    engine."""
+    if target == "service" or target.startswith(("ours", "smg")):
+        return {"model": (target,), "engine": ("double",)}
+    models = {"direct": (), "ensemble": HELPERS, "generate": (BLS, target)}
+    model = models.get(target, (model_of(target),))
+    return {"server": ("tritonserver",), "model": model, "engine": (ENGINE,)}
 
 
 def write(repository: Path, targets: list[str], engine_instances: int) -> None:
@@ -41,16 +47,16 @@ def write(repository: Path, targets: list[str], engine_instances: int) -> None:
     repository.mkdir(parents=True)
     _copy(ROOT / "models" / ENGINE, repository / ENGINE, engine_instances)
     shutil.copy(OWN_MODELS / ENGINE / "1" / "model.py", repository / ENGINE / "1" / "model.py")
-    for target in dict.fromkeys(target.partition("/")[0] for target in targets):
+    for target in dict.fromkeys(model_of(target).removeprefix(f"{ENGINE}_") for target in targets):
         if target in ("empty", "pipeline", "by_hand"):
             shutil.copytree(OWN_MODELS / target, repository / target)
         elif target == "ensemble":
             for model in HELPERS:
                 shutil.copytree(ROOT / "models" / model, repository / model)
             _copy(ROOT / "models" / target, repository / target)
-        elif target not in ("direct", "openai"):
+        elif target.startswith("bls"):
             count = int(target.partition("_")[2] or 1)
-            _copy(ROOT / "models" / BLS, repository / model_of(target), count)
+            _copy(ROOT / "models" / BLS, repository / f"{ENGINE}_{target}", count)
 
 
 def write_scripted_pair(repository: Path) -> None:

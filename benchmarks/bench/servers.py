@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -11,6 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from bench import repository
+from tests.helpers.processes import unused_ports
+from trtllm_bls.operate.preparation import SENDING_THREADS
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.settings.command_options import Override, ServeSettings
 
 START_S = 120
 
@@ -20,6 +27,37 @@ def openai_command(port: int, model: Path, workers: int | str, *engine: str) -> 
     command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", str(port)]
     command += ["--workers", str(workers), "--tokenizer-dir", str(model)]
     return [*command, "--max-running-requests", "8192", "--max-queued-requests", "8192", *engine]
+
+
+def smg_command(program: str, port: int, model: Path, *workers: str) -> list[str]:
+    """The gateway smg over ``workers``, without retries."""
+    command = [program, "launch", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--model-path", str(model), "--prometheus-port", str(unused_ports(1)[0])]
+    command += ["--policy", "round_robin", "--disable-retries"]
+    return [*command, "--worker-urls", *workers]
+
+
+@contextmanager
+def serving(
+    targets: list[str], engine_instances: int, step_ms: float, max_streams: int
+) -> Iterator[TritonServer]:
+    """A tritonserver with every target's models in it."""
+    with tempfile.TemporaryDirectory() as directory:
+        models = Path(directory) / "models"
+        repository.write(models, targets, engine_instances)
+        settings = ServeSettings(
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            openai_port=0,
+            model=repository.MODEL,
+            model_repository=models,
+            max_streams=max_streams,
+            thread_pool_size=SENDING_THREADS,  # the engine stands for one in C++
+            overrides=(Override(repository.ENGINE, "step_ms", str(step_ms)),),
+        )
+        with TritonServer(settings) as server:
+            yield server
 
 
 @contextmanager

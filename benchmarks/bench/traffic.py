@@ -104,24 +104,19 @@ def changes(repository: Path, commit: str, kind: str, count: int) -> list[Change
     return found[::-1]
 
 
-def whole_files(edited: list[Change]) -> Iterator[Exchange]:
-    for each in edited:
-        ask = f"{SYSTEM}Change {each.path}: {each.subject}\n```python\n{each.old}```\n"
-        before, after = (f"```python\n{text}```\n" for text in (each.old, each.new))
-        yield Exchange(ask, after, before)
-
-
-def diffs(edited: list[Change]) -> Iterator[Exchange]:
-    for each in edited:
-        ask = f"{SYSTEM}Write a diff of {each.path}: {each.subject}\n```python\n{each.old}```\n"
-        yield Exchange(ask, f"```diff\n{each.diff}```\n")
-
-
-def new_files(added: list[Change]) -> Iterator[Exchange]:
-    for each in added:
-        yield Exchange(
-            f"{SYSTEM}Write {each.path}: {each.subject}\n", f"```python\n{each.new}```\n"
-        )
+def of_changes(edited: list[Change], added: list[Change]) -> dict[str, list[Exchange]]:
+    """Whole files, diffs and new code."""
+    found: dict[str, list[Exchange]] = {"whole files": [], "diffs": [], "new code": []}
+    for change in edited:
+        ask = f"{change.path}: {change.subject}\n```python\n{change.old}```\n"
+        old, new = (f"```python\n{text}```\n" for text in (change.old, change.new))
+        diff = f"```diff\n{change.diff}```\n"
+        found["whole files"].append(Exchange(f"{SYSTEM}Change {ask}", new, old))
+        found["diffs"].append(Exchange(f"{SYSTEM}Write a diff of {ask}", diff))
+    for change in added:
+        ask = f"{SYSTEM}Write {change.path}: {change.subject}\n"
+        found["new code"].append(Exchange(ask, f"```python\n{change.new}```\n"))
+    return found
 
 
 def agent_turns(edited: list[Change]) -> Iterator[Exchange]:
@@ -164,36 +159,22 @@ def json_calls(count: int) -> Iterator[Exchange]:
         who, here, there = rng.choice(PEOPLE), *rng.sample(PLACES, 2)
         day, other = (f"2026-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}" for _ in range(2))
         number = rng.randint(1000, 99999)
-        values: dict[str, dict[str, object]] = {
-            "search_flights": dict(
-                zip(CALLS[name], (here, there, day, "economy", rng.randint(1, 4)), strict=True)
-            ),
-            "create_ticket": {
-                "title": f"Order {number} has not arrived in {here}",
-                "customer": who,
-                "priority": rng.choice(("normal", "high")),
-                "assignee": "support-tier-1",
-                "labels": ["delivery", "customer-contact"],
-            },
-            "send_invoice": {
-                "customer": who,
-                "amount": number / 100,
-                "currency": "EUR",
-                "due_date": day,
-                "reference": f"INV-2026-{number}",
-            },
-            "book_room": {
-                "city": here,
-                "from_date": day,
-                "to_date": other,
-                "guests": rng.randint(1, 4),
-                "breakfast": True,
-            },
+        # All are drawn for every call, so that one draws no other numbers than another.
+        passengers = rng.randint(1, 4)
+        title = f"Order {number} has not arrived in {here}"
+        labels = ["delivery", "customer-contact"]
+        priority = rng.choice(("normal", "high"))
+        values: dict[str, tuple[object, ...]] = {
+            "search_flights": (here, there, day, "economy", passengers),
+            "create_ticket": (title, who, priority, "support-tier-1", labels),
+            "send_invoice": (who, number / 100, "EUR", day, f"INV-2026-{number}"),
+            "book_room": (here, day, other, rng.randint(1, 4), True),
         }
-        spoken = ", ".join(f"{key} {value}" for key, value in values[name].items())
+        arguments = dict(zip(CALLS[name], values[name], strict=True))
+        spoken = ", ".join(f"{key} {value}" for key, value in arguments.items())
         ask = f"{SYSTEM}Functions:\n{tools}\nUser: please {name.replace('_', ' ')}: {spoken}\n"
         call = {"id": f"call_{rng.randrange(16**8):08x}", "type": "function"}
-        call["function"] = {"name": name, "arguments": values[name]}
+        call["function"] = {"name": name, "arguments": arguments}
         yield Exchange(ask, json.dumps(call, indent=2) + "\n")
 
 
@@ -269,11 +250,12 @@ def extraction() -> Iterator[Exchange]:
 def kinds(repository: Path, commit: str, count: int) -> dict[str, list[Exchange]]:
     """Each kind of traffic, ``count`` exchanges at most."""
     edited = changes(repository, commit, "M", count)
+    changed = of_changes(edited, changes(repository, commit, "A", count))
     found = {
-        "whole files": whole_files(edited),
-        "diffs": diffs(edited),
+        "whole files": changed["whole files"],
+        "diffs": changed["diffs"],
         "agent turns": agent_turns(edited[: count // 4]),
-        "new code": new_files(changes(repository, commit, "A", count)),
+        "new code": changed["new code"],
         "JSON calls": json_calls(count),
         "SQL": sql(count),
         "extraction": extraction(),

@@ -18,8 +18,16 @@ MOST = 2.0  # times; 1.1 to 1.3 have been measured, so a busy machine has room
 def test_a_token_costs_at_most_twice_what_passing_it_on_costs(tmp_path: Path) -> None:
     """CPU of 8 streams, where nothing merges, by the benchmark itself; every answer is right."""
     result = tmp_path / "run.json"
-    options = ["--targets", "empty,bls", "--streams", "8", "--bursts=", "--seconds", "3"]
-    options += ["--client", "own"]
+    options = [
+        "--targets",
+        "empty,bls",
+        "--streams",
+        "8",
+        "--bursts=",
+        "--seconds",
+        "3",
+        "--own-client",
+    ]
     subprocess.run(
         [sys.executable, "benchmarks/orchestration.py", *options, "--json", str(result)],
         cwd=ROOT,
