@@ -207,9 +207,10 @@ REASONING_TAGS = {
 def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
     """The names of the tool format and the reasoning tags that a chat template has."""
     template = chat_template or ""
-    tools = (name for name, each in TOOL_FORMATS.items() if re.search(each.mark, template, re.S))
-    tags = (name for name, each in REASONING_TAGS.items() if (each.mark or each.end) in template)
-    return next(tools, None), next(tags, None)
+    formats, families = TOOL_FORMATS.items(), REASONING_TAGS.items()
+    tools = (name for name, format in formats if re.search(format.mark, template, re.S))
+    reasoning = (name for name, tags in families if (tags.mark or tags.end) in template)
+    return next(tools, None), next(reasoning, None)
 
 
 def forced_calls(
@@ -221,23 +222,22 @@ def forced_calls(
     ``tools``: as in OpenAI's API, with one of that name. ``parallel``: several calls are allowed.
     """
     calls, parameters = [], {}
-    for function in (tool["function"] for tool in tools):
-        name_of = function["name"]
-        if name not in (None, name_of):
+    for tool in tools:
+        function = tool["function"]
+        if name not in (None, function["name"]):
             continue
-        place = f"#/$defs/{name_of}"
+        place = f"#/$defs/{function['name']}"
         # Arguments are an object, also where the schema does not say so. References inside it start
         # at its own root, which is moved.
-        given = {"type": "object", **(function.get("parameters") or {"properties": {}})}
-        parameters[name_of] = _moved(given, place)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": name_of}, "arguments": {"$ref": place}},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+        arguments = {"type": "object", **(function.get("parameters") or {"properties": {}})}
+        parameters[function["name"]] = _moved(arguments, place)
+        call = {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        calls.append(call)
     schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": parameters}
     if name is not None or not parallel:
         schema["maxItems"] = 1
