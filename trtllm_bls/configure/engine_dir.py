@@ -29,6 +29,7 @@ from trtllm_bls.wire.contract import (
 
 # --- the releases: their containers, and the models as each of them has them -----------------
 
+CPP_BACKEND = "tensorrtllm"
 _NOT_RESHAPED_BEFORE = Version(0, 12)
 _NOT_RESHAPED = {"request_output_len", "stop", "streaming"}
 _LOGITS_TYPED_SINCE = Version(0, 17)  # FP32 before
@@ -74,7 +75,7 @@ def models_for(version: Version, logits: str) -> dict[str, Model]:
     models = {}
     for model in (PREPROCESSING, ENGINE, POSTPROCESSING, ENSEMBLE):
         inputs, outputs = tuple(known(model.inputs)), tuple(known(model.outputs))
-        backend = "tensorrtllm" if model is ENGINE else model.backend
+        backend = CPP_BACKEND if model is ENGINE else model.backend
         models[model.name] = replace(model, inputs=inputs, outputs=outputs, backend=backend)
     # It asks the engine which tensors there are, and takes both spellings.
     return {**models, BLS.name: BLS}

@@ -28,7 +28,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.bundled import REPOSITORY
-from trtllm_bls.configure.engine_dir import EngineDir, engine_facts, models_for, read_engine
+from trtllm_bls.configure import engine_dir as cpp
 from trtllm_bls.configure.pbtxt import FORMAT, STEPS, model_config
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.cpp_backend import Version, check_backend, parse_version
@@ -36,7 +36,6 @@ from trtllm_bls.settings.model_config import dtype_of, read_config, values_of
 from trtllm_bls.settings.parameters import FORMAT_VERSION, WRITTEN_BY, check
 from trtllm_bls.wire.contract import BLS, ENGINE, ENSEMBLE, LLMAPI, MODELS, Model
 
-CPP_BACKEND = "tensorrtllm"
 _STEPS = [model.name for model in STEPS]
 # The first 16 digits of the SHA-256 of every model.py that versions before 0.3.0 wrote.
 with Path(__file__).with_name("model_files.csv").open(encoding="utf-8") as _file:
@@ -179,8 +178,9 @@ def is_ours(repository: Path) -> bool:
 
 @dataclass
 class Upgrade:
-    """The files to write, what the user is told, and what is lost."""
+    """Of a repository: the files to write, what the user is told, and what is lost."""
 
+    repository: Path
     files: dict[Path, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
@@ -188,12 +188,12 @@ class Upgrade:
 
 def plan_upgrade(repository: Path, names: Mapping[str, str], release: Version | None) -> Upgrade:
     """What brings a repository to today's form. Raises ``SettingsError``."""
-    plan, configs = Upgrade(), _read(repository, names)
-    roles = _roles(plan, repository, configs, names)
+    plan, configs = Upgrade(repository), _read(repository, names)
+    roles = _roles(plan, configs, names)
     engines = {}
     for name, config in configs.items():
-        if config.backend == CPP_BACKEND and (place := values_of(config).get("gpt_model_path")):
-            engines[name] = read_engine(f"{name}: gpt_model_path", Path(place), check=False)
+        if config.backend == cpp.CPP_BACKEND and (place := values_of(config).get("gpt_model_path")):
+            engines[name] = cpp.read_engine(f"{name}: gpt_model_path", Path(place), check=False)
     if engines:
         text_values = values_of(configs[BLS.name]) if BLS.name in configs else {}
         target = engines.get(text_values.get("tensorrt_llm_model_name", ENGINE.name))
@@ -212,7 +212,7 @@ def plan_upgrade(repository: Path, names: Mapping[str, str], release: Version | 
             steps = [replace(models[model], name=step.model_name) for model, step in calls]
             model = replace(models[role], name=name)
             _add_tensors(plan, new, model_config(model, {}, steps, old.max_batch_size))
-        _add_parameters(plan, repository, new, role, engines.get(name), release)
+        _add_parameters(plan, new, role, engines.get(name), release)
         path = repository / name / "config.pbtxt"
         text = path.read_text(encoding="utf-8")
         is_todays = values_of(old).get(FORMAT_VERSION) == FORMAT[FORMAT_VERSION]
@@ -246,16 +246,14 @@ def _read(repository: Path, names: Mapping[str, str]) -> dict[str, Any]:
     return configs
 
 
-def _roles(
-    plan: Upgrade, repository: Path, configs: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, str]:
+def _roles(plan: Upgrade, configs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
     """Which of this package's models each one is, by name; others are left out."""
     roles = {}
     for name, config in configs.items():
-        codes = sorted((repository / name).glob("[0-9]*/model.py"))
+        codes = sorted((plan.repository / name).glob("[0-9]*/model.py"))
         written = [model_of(code) for code in codes]
         gone = list(chain.from_iterable(map(names_gone, codes)))
-        if config.backend == CPP_BACKEND:
+        if config.backend == cpp.CPP_BACKEND:
             roles[name] = ENGINE.name
         elif name in names:
             roles[name] = names[name]
@@ -282,7 +280,7 @@ def _models(config: Any, has_engines: bool, release: Version | None) -> dict[str
     if release is None:
         return {BLS.name: BLS}
     types = {tensor.name: dtype_of(tensor) for tensor in config.output}
-    return models_for(release, types.get("generation_logits", "FP32"))
+    return cpp.models_for(release, types.get("generation_logits", "FP32"))
 
 
 def _add_tensors(plan: Upgrade, config: Any, todays: Any) -> None:
@@ -309,20 +307,15 @@ def _add_tensors(plan: Upgrade, config: Any, todays: Any) -> None:
 
 
 def _add_parameters(
-    plan: Upgrade,
-    repository: Path,
-    config: Any,
-    role: str,
-    engine: EngineDir | None,
-    release: Version | None,
+    plan: Upgrade, config: Any, role: str, engine: cpp.EngineDir | None, release: Version | None
 ) -> None:
     """Parameters as they are spelled today; paths inside the repository become relative."""
     for key, value in values_of(config).items():
         spelled = _SPELLED_ANEW.get((key, value.lower()), value)
         if key in _PATHS and role != ENSEMBLE.name and spelled:
-            spelled = _inside(plan, repository, config.name, key, spelled)
+            spelled = _inside(plan, config.name, key, spelled)
         try:
-            if config.backend == CPP_BACKEND:
+            if config.backend == cpp.CPP_BACKEND:
                 check_backend(key, spelled, release)
             else:
                 check(role, key, spelled)
@@ -333,24 +326,25 @@ def _add_parameters(
             del config.parameters[key]
     values = values_of(config)
     if engine is not None and release is not None and engine.version:
-        for key, value in engine_facts(engine, release, values).items():
+        for key, value in cpp.engine_facts(engine, release, values).items():
             config.parameters[key].string_value = values.get(key, value)
 
 
-def _inside(plan: Upgrade, repository: Path, name: str, key: str, value: str) -> str:
+def _inside(plan: Upgrade, name: str, key: str, value: str) -> str:
     """A path of a parameter. ``model.yaml`` is copied in, so that the repository is whole."""
-    path, root = Path(os.path.abspath(repository / value)), Path(os.path.abspath(repository))
+    root = Path(os.path.abspath(plan.repository))
+    path = Path(os.path.abspath(root / value))
     if path.is_relative_to(root):
         return str(path.relative_to(root))
     if key != "model_yaml":
         return value
-    copy = repository / name / "1" / "model.yaml"
+    copy = plan.repository / name / "1" / "model.yaml"
     try:
         plan.files[copy] = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = f"{name}: {key}={value} cannot be read ({error})"
-        plan.losses.append(f"{what}; copy it to {copy.relative_to(repository)}")
-    return str(copy.relative_to(repository))
+        plan.losses.append(f"{what}; copy it to {copy.relative_to(plan.repository)}")
+    return str(copy.relative_to(plan.repository))
 
 
 # --- a configuration, edited as text ----------------------------------------------------------
