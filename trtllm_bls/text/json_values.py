@@ -29,7 +29,6 @@ def _finite(text: str) -> float:
 
 
 def dumped(value: object) -> str:
-    """``value`` as JSON."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 

@@ -448,7 +448,7 @@ class Tokenizer:
     how many logits the model has, which may be more (padded embeddings); from ``first_table_id`` on
     an id stands for a row of a prompt embedding table. ``eos_id`` and ``pad_id`` are ``None`` where
     the directory names none (``pad_id`` falls back to ``eos_id``); ``end_ids`` are all ids that end
-    a sequence, ``eos_id`` first.
+    a sequence, ``eos_id`` first. ``hf`` is the tokenizer of ``transformers``.
     """
 
     def __init__(
@@ -457,7 +457,7 @@ class Tokenizer:
         generation_eos: tuple[int, ...] = (),
         config_vocab_size: int = 0,
     ) -> None:
-        self._hf = hf
+        self.hf = hf
         self._backend = getattr(hf, "backend_tokenizer", None)  # tokenizers in Python have none
         if self._backend is not None:
             # The first encode drops the file's settings for truncation and padding. Doing it here
@@ -591,20 +591,15 @@ class Tokenizer:
             for text in texts:
                 _check_unicode(text, "messages")
             how = {"add_special_tokens": add_special_tokens, "verbose": False}
-            return [self._hf.encode(text, **how) for text in texts]
+            return [self.hf.encode(text, **how) for text in texts]
         # "Fast" computes no offsets.
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     @property
-    def hf(self) -> Any:
-        """The tokenizer of ``transformers``."""
-        return self._hf
-
-    @property
     def chat_template(self) -> str | None:
         """The source of the model's chat template; of several templates, all of them."""
-        template = self._hf.chat_template
+        template = self.hf.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def render_chat(
@@ -619,10 +614,10 @@ class Tokenizer:
         Raises ``InvalidRequest`` on ``messages`` if there is no template or the template refuses
         them, and on ``chat_template_kwargs`` for names that are not variables of a template.
         """
-        if not self._hf.chat_template:
+        if not self.hf.chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send text_input")
         # Arguments of ``apply_chat_template`` could set another template.
-        own = inspect.signature(self._hf.apply_chat_template).parameters
+        own = inspect.signature(self.hf.apply_chat_template).parameters
         if wrong := sorted({"messages", *own} & options.variables.keys()):
             problem = f"{wrong[0]} cannot be set; name variables of the chat template"
             raise InvalidRequest("chat_template_kwargs", problem)
@@ -680,14 +675,14 @@ class Tokenizer:
         render = getattr(chat_template_utils, "render_jinja_template", None)
         has_null = any(message.get("content", "") is None for message in conversation)
         if render is None or not has_null:
-            hf = self._hf
+            hf = self.hf
             return str(hf.apply_chat_template(conversation, tools=tools, tokenize=False, **further))
         # The same but for what newer releases drop: null, which a template looks for.
         ((prompt,), _) = render(
             [conversation],
             tools=tools,
-            chat_template=self._hf.get_chat_template(None, tools),
-            **{**self._hf.special_tokens_map, **further},
+            chat_template=self.hf.get_chat_template(None, tools),
+            **{**self.hf.special_tokens_map, **further},
         )
         return str(prompt)
 
@@ -722,7 +717,7 @@ class Tokenizer:
         other added tokens that the template writes, but does not look for in a message, as some do
         for ``</think>``.
         """
-        added, template = self._hf.added_tokens_decoder.values(), str(self._hf.chat_template)
+        added, template = self.hf.added_tokens_decoder.values(), str(self.hf.chat_template)
         visible = [token for token in added if token.content.strip()]
         special = {token.content for token in visible if token.special}
         further = {token.content for token in visible if _written_by(template, token.content)}
@@ -773,7 +768,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids`` as they stand; ids outside the table have none."""
         known = [token_id for token_id in token_ids if self.token(token_id) is not None]
-        text = self._hf.decode(
+        text = self.hf.decode(
             known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
@@ -794,7 +789,7 @@ class Tokenizer:
 
     @cached_property
     def _tokens(self) -> dict[int, str]:
-        return {token_id: token for token, token_id in self._hf.get_vocab().items()}
+        return {token_id: token for token, token_id in self.hf.get_vocab().items()}
 
     @property
     def decoder(self) -> Mapping[str, Any] | None:
