@@ -59,12 +59,12 @@ def command(
         for side, tensors in sides.items():
             if len({tensor.name for tensor in tensors}) < len(tensors):
                 raise SettingsError("two inputs, or two outputs, have one name; give each its own")
-            spelled = []
+            declarations = []
             for tensor in tensors:
                 dims = "" if tensor.single else f", dims={tensor.dims}"
                 dims += ", required=True" if side == "input" else ""
-                spelled.append(f'Tensor("{tensor.name}", "{tensor.dtype}"{dims})')
-            words |= {side: tensors[0].name, f"{side}s": ", ".join(spelled)}
+                declarations.append(f'Tensor("{tensor.name}", "{tensor.dtype}"{dims})')
+            words |= {side: tensors[0].name, f"{side}s": ", ".join(declarations)}
         for first in (sides["input"][0], sides["output"][0]):
             if (first.dtype, first.dims) != ("STRING", (1,)):
                 problem = "the first input and the first output are texts; write NAME:STRING"
@@ -108,25 +108,25 @@ def config_of(model: Path, parameters: dict[str, str]) -> str:
         return _NOTE + str(text_format.MessageToString(config))
     read_config(file)  # raises where it cannot be read
     text = file.read_text(encoding="utf-8")
-    kept, place = _without(text, ("input", "output", "name"))
+    others, place = _without(text, ("input", "output", "name"))
     fields = model_config_pb2.ModelConfig(name=name, input=config.input, output=config.output)
-    changed = kept[:place] + str(text_format.MessageToString(fields)) + kept[place:]
+    changed = others[:place] + str(text_format.MessageToString(fields)) + others[place:]
     return changed if text.startswith(_NOTE) else _NOTE + changed
 
 
 def _without(text: str, fields: Collection[str]) -> tuple[str, int]:
     """The text of a configuration without these fields, and where the first of them was."""
-    kept, place = "", None
+    others, place = "", None
     for piece in pieces_of(text):
         tokens = TOKEN.findall(piece)
         solid = [n for n, token in enumerate(tokens) if token[0] != "#" and not token.isspace()]
         if solid and tokens[solid[0]] in fields:
             before, behind = tokens[: solid[0]], tokens[solid[-1] + 1 :]
-            kept += "".join(before)
-            place = len(kept) if place is None else place
+            others += "".join(before)
+            place = len(others) if place is None else place
             piece = "".join(behind).removeprefix("\n")
-        kept += piece
-    return kept, place or 0
+        others += piece
+    return others, place or 0
 
 
 def _tensor(text: str) -> Tensor:

@@ -130,10 +130,10 @@ def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
         if parameter is None or value in (None, False):
             continue
         (model, key), text = parameter, "true" if value is True else value
-        named = f"{option(declared.name)} {text}"
+        source = f"{option(declared.name)} {text}"
         if model == DRAFT and not with_draft:
-            raise SettingsError(f"{named}: needs --draft-engine-dir")
-        yield named, Override(model, key, text)
+            raise SettingsError(f"{source}: needs --draft-engine-dir")
+        yield source, Override(model, key, text)
     for override in options.overrides:
         yield f"--set {override}", override
 
@@ -427,27 +427,28 @@ def _parameters(
         values[name] |= {"decoupled": text, "exclude_input_in_output": text}
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
-    for named, override in _overrides(options):
+    for source, override in _overrides(options):
         model, key, value = override.model, override.parameter, override.value
         if model not in values:
             mend = f"; --draft-engine-dir adds {DRAFT}" if model == DRAFT else ""
-            raise SettingsError(f"{named}: no such model; there are {', '.join(values)}{mend}")
+            raise SettingsError(f"{source}: no such model; there are {', '.join(values)}{mend}")
         try:
             if model in engines and key != "decoupled":
                 check_backend(key, value, version)
             else:
                 check(ENGINE.name if model in engines else model, key, value)
         except SettingsError as error:
-            raise SettingsError(f"{named}: {error}") from None
+            raise SettingsError(f"{source}: {error}") from None
         values[model][key] = value
     for name, engine in engines.items():
         for misfit in cpp.misfits(name, engine, values[name]):
             raise misfit
         values[name] = cpp.engine_facts(engine, version, values[name]) | values[name]
-    source = values[BLS.name]["draft_source"]
-    if DRAFT in engines or source != "off":
-        draft_source = f"--set {BLS.name}.draft_source={source}"
-        named = "--draft-engine-dir" if DRAFT in engines else draft_source
-        cpp.check_target(named, engines[ENGINE.name], values[ENGINE.name])
+    draft_source = values[BLS.name]["draft_source"]
+    if DRAFT in engines or draft_source != "off":
+        source = f"--set {BLS.name}.draft_source={draft_source}"
+        if DRAFT in engines:
+            source = "--draft-engine-dir"
+        cpp.check_target(source, engines[ENGINE.name], values[ENGINE.name])
         cpp.check_drafting(engines, values, version)
     return values

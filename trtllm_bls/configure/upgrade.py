@@ -251,19 +251,21 @@ def _roles(plan: Upgrade, configs: Mapping[str, Any], names: Mapping[str, str]) 
     roles = {}
     for name, config in configs.items():
         codes = sorted((plan.repository / name).glob("[0-9]*/model.py"))
-        written = [model_of(code) for code in codes]
-        gone = list(chain.from_iterable(map(names_gone, codes)))
+        models = [model_of(code) for code in codes]
+        missing = list(chain.from_iterable(map(names_gone, codes)))
         if config.backend == cpp.CPP_BACKEND:
             roles[name] = ENGINE.name
         elif name in names:
             roles[name] = names[name]
-            if None in written:
+            if None in models:
                 plan.losses.append(f"{name}: its own model.py, which --map replaces")
-        elif written and None not in written:
-            roles[name] = str(written[0])
-        elif gone:
+        elif models and None not in models:
+            roles[name] = str(models[0])
+        elif missing:
             what = "its model.py is not as any version wrote it, so it stays"
-            plan.losses.append(f"{name}: {what}; it imports {', '.join(gone)}, not here any more")
+            plan.losses.append(
+                f"{name}: {what}; it imports {', '.join(missing)}, not here any more"
+            )
         elif name in {model.name for model in MODELS} and config.backend == "python":
             what = "its model.py is not as any version wrote it, so the model stays as it is"
             plan.notes.append(f"{name}: {what}; --map {name}={name} replaces it")
@@ -311,15 +313,15 @@ def _add_parameters(
 ) -> None:
     """Parameters as they are spelled today; paths inside the repository become relative."""
     for key, value in values_of(config).items():
-        spelled = _SPELLED_ANEW.get((key, value.lower()), value)
-        if key in _PATHS and role != ENSEMBLE.name and spelled:
-            spelled = _inside(plan, config.name, key, spelled)
+        new = _SPELLED_ANEW.get((key, value.lower()), value)
+        if key in _PATHS and role != ENSEMBLE.name and new:
+            new = _inside(plan, config.name, key, new)
         try:
             if config.backend == cpp.CPP_BACKEND:
-                check_backend(key, spelled, release)
+                check_backend(key, new, release)
             else:
-                check(role, key, spelled)
-            config.parameters[key].string_value = spelled
+                check(role, key, new)
+            config.parameters[key].string_value = new
         except SettingsError as error:
             if key not in _GONE:
                 plan.losses.append(f"{config.name}.{key}={value}: {error}")
@@ -364,17 +366,17 @@ def edited(text: str, wanted: Any) -> str:
     for piece in pieces_of(text):
         part = text_format.Parse(piece, model_config_pb2.ModelConfig(), allow_unknown_field=True)
         elements = dict(_elements(part, seen))
-        if any(missing.get(name) != spelled for name, spelled in elements.items()):
+        if any(missing.get(name) != words for name, words in elements.items()):
             comments = [token + "\n" for token in TOKEN.findall(piece) if token[0] == "#"]
             piece = "".join([*comments, *(missing.get(name, "") for name in elements)])
         for name in elements:
             missing.pop(name, None)
             last_of_kind[name[0]] = len(pieces)
         pieces.append(piece)
-    for (kind, _), spelled in missing.items():
+    for (kind, _), words in missing.items():
         place = last_of_kind.get(kind, len(pieces) - 1)
         line_end = "" if pieces[place][-1:] in ("", "\n") else "\n"
-        pieces[place] += line_end + spelled
+        pieces[place] += line_end + words
     return "".join(pieces)
 
 
