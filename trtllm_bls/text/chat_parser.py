@@ -306,7 +306,7 @@ class ChatParser:
         """After a marker or a call: begin the next call or message, or return to content."""
         tools, unread = self._tools, self._unread
         # Models write a brace too many behind a call.
-        is_behind = self._drops and tools.written != "xml"
+        is_behind = self._drops and tools.language != "xml"
         self._hold(unread.skip_blanks(_CLOSED if is_behind else _BLANKS))
         header = unread.match(tools.header)
         if header is None or header.partial:
@@ -334,9 +334,9 @@ class ChatParser:
             self._candidate, self._strips = [], True
         else:
             # Arguments in Python are looked at as a whole first: they may be an answer's prose.
-            begun = name is not None and tools.written != "python"
+            begun = name is not None and tools.language != "python"
             self._call = CallReader(tools, name, groups.get("id"), self._schemas, begun, unread)
-            self._reading = _READERS[tools.written](self._call)
+            self._reading = _READERS[tools.language](self._call)
             self._step = ChatParser._read_call
             self._add_call(self._call)
         return True
