@@ -165,7 +165,7 @@ def _plan(
         upstream = read_cpp(source, options["version"], names)
     inherited = upstream.options.keys() - typed
     options |= {name: upstream.options[name] for name in inherited}
-    if "decoupled" in typed:  # it holds for the engines, too
+    if "decoupled" in typed:  # the option is for the engines, too
         for_engines = upstream.overrides
         upstream.overrides = [o for o in for_engines if o.parameter != "decoupled"]
     for name in ("tokenizer_dir",) if for_llm_api else ("engine_dir", "tokenizer_dir"):
@@ -200,7 +200,7 @@ _TEXT_PARAMETERS = {  # a parameter of one of their models, and our models that 
     (POSTPROCESSING.name, "skip_special_tokens"): (POSTPROCESSING.name, BLS.name),
     (BLS.name, "accumulate_tokens"): (BLS.name,),
 }
-_TOLD_ELSEWHERE = {  # which our models need not be told again
+_TOLD_ELSEWHERE = {  # parameters that `configure` sets itself, or that nothing needs
     *("tokenizer_dir", "tokenizer_type", "tensorrt_llm_model_name"),
     "tensorrt_llm_draft_model_name",
 }
@@ -211,16 +211,14 @@ _NOT_HERE = {
     *("mrope_position_deltas", "return_kv_cache_reuse_stats", "runtime_top_p_min"),
 }
 _TEXT = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, BLS)
-# One process of it serves all requests, and takes those that came meanwhile as one batch.
+# One process of ``tensorrt_llm_bls`` serves all requests, in batches that it makes itself.
 _NOT_CARRIED = ((BLS.name, "instance_group"), (BLS.name, "dynamic_batching"))
 _CARRIED = ("instance_group", "dynamic_batching", "model_warmup")
 _WRITTEN = {  # fields of a configuration that `configure` writes, or of which it has an option
     *("name", "platform", "backend", "max_batch_size", "input", "output", "parameters"),
     *("model_transaction_policy", "ensemble_scheduling", "default_model_filename", "runtime"),
 }
-
-
-_OF_LLM_API = {  # the options that have a meaning there
+_OF_LLM_API = {  # the options that have a meaning for the LLM API
     *("existing", "names", "engine", "model_yaml", "tokenizer_dir", "out", "gpu_device_ids"),
     *("decoupled", "bls_instances", "check", "force", "sets", "strict"),
 }
@@ -378,7 +376,7 @@ def _add_engine(
         name, dtype = tensor.name, dtype_of(tensor)
         if name not in known.keys() | _NOT_HERE:
             upstream.losses.append(f"{config.name}: input {name} is left out")
-        elif dtype != known.get(name, dtype) and name != "draft_logits":  # by the engine
+        elif dtype != known.get(name, dtype) and name != "draft_logits":  # its type is the engine's
             what = f"input {name} is {known[name]} here, not {dtype}"
             upstream.losses.append(f"{config.name}: {what}")
 

@@ -77,7 +77,7 @@ def models_for(version: Version, logits: str) -> dict[str, Model]:
         inputs, outputs = tuple(known(model.inputs)), tuple(known(model.outputs))
         backend = CPP_BACKEND if model is ENGINE else model.backend
         models[model.name] = replace(model, inputs=inputs, outputs=outputs, backend=backend)
-    # It asks the engine which tensors there are, and takes both spellings.
+    # It asks the engine which tensors the engine has, and takes both spellings.
     return {**models, BLS.name: BLS}
 
 

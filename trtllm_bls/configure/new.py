@@ -48,7 +48,7 @@ def command(
       trtllm-bls new models/speech
     """
     name = Path(os.path.abspath(directory)).name
-    if shlex.quote(name) != name:  # it goes through a shell
+    if shlex.quote(name) != name:  # Triton passes it through a shell
         raise SettingsError(f"{name}: Triton cannot start it; use ASCII letters, digits and _")
     model = directory / "1" / "model.py"
     if not model.is_file():
@@ -97,9 +97,9 @@ def config_of(model: Path, parameters: dict[str, str]) -> str:
         declared: Any = model_class(model)
         if declared is None:
             raise SettingsError("has no class TritonPythonModel")
-        inputs, outputs = declared.tensors()  # of a ``StreamingModel``
+        inputs, outputs = declared.tensors()  # a class method of ``StreamingModel``
         tensors = Model(name, inputs, outputs, decoupled=True)
-    except Exception as error:  # whatever the user's file raises
+    except Exception as error:  # a user's file may raise anything
         kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
         raise SettingsError(f"{model}: {kind}{error}") from error
     own = {key: str(value) for key, value in declared.parameters.items()}

@@ -168,7 +168,7 @@ def plan_launch(
 ) -> Launch:
     """How to start the engines; raises ``SettingsError`` if the release has no such mode."""
     ranks = [engine.ranks or 1 for engine in engines.values()]
-    several = ";" in f"{options.gpu_device_ids}{options.draft_gpu_device_ids}"  # instances
+    several = ";" in f"{options.gpu_device_ids}{options.draft_gpu_device_ids}"  # between instances
     orchestrator = options.separate_gpus or several or len(set(ranks)) > 1
     if not options.disable_spawn_processes:
         return Launch(tuple(engines), 1 if orchestrator else ranks[0], orchestrator)

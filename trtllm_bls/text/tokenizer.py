@@ -407,7 +407,7 @@ class TemplateWatch:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self._leave()
-        except TemplateTooCostly:  # it came here
+        except TemplateTooCostly:  # raised on the way out of the template
             self._leave()
             raise
 
@@ -415,7 +415,7 @@ class TemplateWatch:
         thread = threading.get_ident()
         with self._lock:
             self._running.pop(thread, None)
-        # One that is on its way would come outside of the template.
+        # An exception that is still on its way would be raised outside of the template.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
     def _look(self) -> None:
@@ -430,7 +430,7 @@ class TemplateWatch:
                     self._running[thread] = last, before or memory
                     used = time.clock_gettime(time.pthread_getcpuclockid(thread))
                     if used > last or (before and memory > before + TemplateTooCostly.memory):
-                        # It is lost where it comes in a callback of the garbage collector.
+                        # An exception in a callback of the garbage collector is lost.
                         self._running[thread] = used + self._AGAIN_S, memory
                         raising = ctypes.c_ulong(thread), ctypes.py_object(TemplateTooCostly)
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(*raising)
