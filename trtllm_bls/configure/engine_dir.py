@@ -168,7 +168,7 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         plugins = build.get("plugin_config", {})
         before_0_11 = [int(build.get(key) or 0) for key in ("max_input_len", "max_output_len")]
         world = pretrained.get("mapping", {}).get("world_size") or ranks
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise SettingsError(f"{place}: config.json cannot be read: {error}") from error
     if check and ranks != world:
         what = f"{ranks} rank*.engine in it, it was built for {world} ranks; copy the others too"
