@@ -193,7 +193,7 @@ def _family(options: RecipeOptions, precision: str) -> Family | None:
     if not config.is_file():
         return None
     try:
-        model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
+        model_type = str(json.loads(config.read_text(encoding="utf-8")).get("model_type", ""))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise SettingsError(f"--checkpoint: {config} cannot be read: {error}") from error
     family = FAMILIES.get(model_type)

@@ -48,11 +48,16 @@ def check_checkpoint(directory: Path) -> None:
         raise CheckpointError(f"{directory} has no weights (*.safetensors or *.bin)")
     # Added tokens are not counted: published checkpoints have a few more of them than embeddings,
     # and a request that uses one is refused by the engine.
-    size = _vocab_size(_json(directory / "config.json"))
-    vocabulary = (_json(directory / "tokenizer.json").get("model") or {}).get("vocab") or ()
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    if size and ids and max(ids) >= size:
-        what = f"its tokenizer has ids up to {max(ids)}, its model {size} embeddings"
+    try:
+        size = _vocab_size(_json(directory / "config.json"))
+        vocabulary = (_json(directory / "tokenizer.json").get("model") or {}).get("vocab") or ()
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        largest = int(max(ids, default=0))
+    except (ValueError, TypeError, AttributeError) as error:
+        what = f"config.json or tokenizer.json is not a model's ({one_line(error)})"
+        raise CheckpointError(f"{directory}: {what}; {mend}") from error
+    if size and largest >= size:
+        what = f"its tokenizer has ids up to {largest}, its model {size} embeddings"
         mend = "use the tokenizer that the model was trained with"
         raise CheckpointError(f"{directory}: {what}: {mend}")
 
