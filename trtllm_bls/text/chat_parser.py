@@ -360,7 +360,7 @@ class ChatParser:
 
     # --- helpers ------------------------------------------------------------------------------
 
-    def _read_until(self, kind: type[Content] | type[Reasoning], markers: tuple[str, ...]) -> str:
+    def _read_until(self, kind: type[Content | Reasoning], markers: tuple[str, ...]) -> str:
         """Add the text before the first marker, which is returned and not read.
 
         Without a marker, it is the text that cannot be the beginning of one.
@@ -382,7 +382,7 @@ class ChatParser:
         self._drops, self._step = False, ChatParser._read_content
         self._add_text(Content, text)
 
-    def _add_text(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+    def _add_text(self, kind: type[Content | Reasoning], text: str) -> None:
         """Add text, without the white space at its end, which may turn out to be its end."""
         if self._strips:
             self._blank, text = [], text.lstrip()
@@ -394,9 +394,7 @@ class ChatParser:
         if len(solid) < len(text):
             self._blank.append(text[len(solid) :])
 
-    def _text(
-        self, kind: type[Content] | type[Reasoning], text: str, behind: int
-    ) -> Content | Reasoning:
+    def _text(self, kind: type[Content | Reasoning], text: str, behind: int) -> ChatEvent:
         """The event of text that ends so many characters before the one that is read next."""
         end = self._unread.dropped + self._unread.at - behind
         separator = "\n\n" if self._strips and kind in self._kinds else ""

@@ -622,10 +622,9 @@ class Tokenizer:
             problem = f"{wrong[0]} cannot be set; name variables of the chat template"
             raise InvalidRequest("chat_template_kwargs", problem)
         by_assistant, everywhere = self._chat_guards
-        further: dict[str, Any] = {
-            name: everywhere.guard("chat_template_kwargs", value)
-            for name, value in options.variables.items()
-        }
+        further: dict[str, Any] = {}
+        for name, value in options.variables.items():
+            further[name] = everywhere.guard("chat_template_kwargs", value)
         if options.continue_final_message:
             further["continue_final_message"] = True
         further["add_generation_prompt"] = options.add_generation_prompt
@@ -640,10 +639,10 @@ class Tokenizer:
         conversation = []
         for message in messages:
             guard = by_assistant if message["role"] == "assistant" else everywhere
-            guarded = {
-                key: value if key == "role" else guard.guard("messages", value)
-                for key, value in message.items()
-            }
+            guarded = dict(message)
+            for key, value in message.items():
+                if key != "role":
+                    guarded[key] = guard.guard("messages", value)
             if isinstance(parts := guarded.get("content"), list):
                 guarded["content"] = guard.guard_parts(parts)
             conversation.append(guarded)
