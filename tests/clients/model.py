@@ -58,7 +58,7 @@ def _said(part: str) -> str:
 def obedient_server() -> Iterator[RunningApi]:
     """The API over such a model, so slow that its streams get keep-alives all the time."""
     tokenizer = load_tokenizer(directory("byte-level"))
-    tokenizer._hf.chat_template = _TEMPLATE
+    tokenizer.hf.chat_template = _TEMPLATE
     script = Script(vocab_size=tokenizer.model_vocab_size, step_seconds=0.006)
     engine = SpeakingEngine(tokenizer, answer, script)
     usual, app._PING_S = app._PING_S, 0.004

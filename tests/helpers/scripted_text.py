@@ -44,7 +44,7 @@ def tokenizer_of_two_ends() -> Tokenizer:
 def tokenizer_with_tools() -> Tokenizer:
     """The same; its chat template shows tools and their calls, one in a line."""
     found = load_tokenizer(directory("byte-level"))
-    found._hf.chat_template = (
+    found.hf.chat_template = (
         "{% for t in tools or [] %}{{ t.function | tojson }}\n{% endfor %}"
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n"
         "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}\n{% endfor %}{% endfor %}"

@@ -77,9 +77,9 @@ def served(
     model = scratch / "model"
     # The marks of Qwen3-Coder's calls are text to a tokenizer, those of the others special tokens.
     if TOOL_FORMATS[family].special:
-        hf = tokenizer_of(packages[1][family])._hf
+        hf = tokenizer_of(packages[1][family]).hf
     else:
-        hf = load_tokenizer(directory("byte-level"))._hf
+        hf = load_tokenizer(directory("byte-level")).hf
     hf.chat_template = packages[1][family]
     hf.save_pretrained(model)
     shutil.copytree(ROOT / "models", scratch / "models")

@@ -41,8 +41,8 @@ def deepseek() -> Tokenizer:
 @cache
 def tokenizer_of(family: str) -> Tokenizer:
     made = copy(deepseek())
-    made._hf = copy(made._hf)
-    made._hf.chat_template = TEMPLATES[family]
+    made.hf = copy(made.hf)
+    made.hf.chat_template = TEMPLATES[family]
     return made
 
 

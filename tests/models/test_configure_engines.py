@@ -136,6 +136,7 @@ def test_the_longest_prompt_is_told(
     [
         ("{", "config.json cannot be read"),
         ("[]", "config.json cannot be read"),
+        ('{"build_config": {"max_input_len": [1]}}', "config.json cannot be read"),
         ('{"pretrained_config": {"logits_dtype": "float8"}}', "its logits are float8"),
     ],
 )

@@ -302,7 +302,7 @@ def test_the_probe_finds_another_id(shown: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_refusal_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """At load; the library encodes then, as ever."""
-    hf = copy(loaded("byte-level"))._hf
+    hf = copy(loaded("byte-level")).hf
     kept = hf.backend_tokenizer.post_processor
     hf.backend_tokenizer.post_processor = END
     with caplog.at_level(logging.INFO):

@@ -152,9 +152,10 @@ def test_the_script_is_the_one_of_the_checkpoints_family(tmp_path: Path) -> None
     there = ("throughput", "--checkpoint", str(tmp_path), "--release")
     assert "examples/models/core/qwen/" in commands(*there, "0.20")[0][1]
     assert "examples/qwen/" in commands(*there, "0.18")[0][1]
-    config.write_text(json.dumps({"model_type": "bloom"}))
-    line = error_of(CliRunner().invoke(main, ["recipe", *there, "0.20"]))
-    assert "model_type bloom" in line
+    for model_type in ("bloom", ["bloom"]):
+        config.write_text(json.dumps({"model_type": model_type}))
+        line = error_of(CliRunner().invoke(main, ["recipe", *there, "0.20"]))
+        assert f"model_type {model_type}" in line
     config.write_text("{")
     line = error_of(CliRunner().invoke(main, ["recipe", *there, "0.20"]))
     assert f"--checkpoint: {config} cannot be read" in line

@@ -126,7 +126,7 @@ def test_ids_are_the_librarys(name: str) -> None:
     tokenizer, chance = of(name), random.Random(8)
     for special in (True, False) * 100:
         text = "".join(chance.choices(PIECES, k=chance.randint(0, 200))).replace("<s>", "")
-        expected = tokenizer._hf.encode(text, add_special_tokens=special, verbose=False)
+        expected = tokenizer.hf.encode(text, add_special_tokens=special, verbose=False)
         assert tokenizer.encode(text, special) == tuple(expected)
 
 
@@ -135,6 +135,6 @@ def test_texts_encoded_together_have_the_ids_of_each_alone(name: str) -> None:
     """Whatever their lengths, and though one begins with the begin-of-sequence token itself."""
     tokenizer, chance = of(name), random.Random(9)
     texts = ["".join(chance.choices(PIECES, k=chance.randint(1, 60))) for _ in range(50)]
-    texts += [f"{tokenizer._hf.bos_token or ''}{texts[0]}", texts[0]]
+    texts += [f"{tokenizer.hf.bos_token or ''}{texts[0]}", texts[0]]
     for special in (True, False):
         assert tokenizer.encode_all(texts, special) == [tokenizer.encode(t, special) for t in texts]

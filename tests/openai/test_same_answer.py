@@ -254,7 +254,7 @@ def test_a_template_that_takes_all_gets_all_as_it_is() -> None:
 def test_a_model_without_a_template_is_not_asked() -> None:
     """Every conversation is refused, by the prompt that cannot be made."""
     reader = tokenizer_of(LOOP)
-    reader._hf.chat_template = None
+    reader.hf.chat_template = None
     taken = TakenConversations.of(reader)
     assert taken == TakenConversations(system=False, systems=False, same_roles=False)
     with pytest.raises(InvalidRequest, match="no chat template"):

@@ -75,7 +75,7 @@ def test_prompts_that_come_together_are_tokenised_together() -> None:
             return super().encode_all(texts, *arguments)
 
     engine = saying("one two")
-    with text_service(engine, other=Noting(tokenizer()._hf)) as bench:
+    with text_service(engine, other=Noting(tokenizer().hf)) as bench:
         bare = {"add_special_tokens": np.array([[False]])}
         asks = [bench.text(PROMPT), bench.text(PROMPT), bench.text("The slow", **bare)]
         asks.append(bench.text("a fox " * 1000))
@@ -109,7 +109,7 @@ def test_a_request_without_a_place_is_not_tokenised() -> None:
     engine = saying("one two")
     admission = Admission(1, 1, None)
     service = TextService(
-        Orchestrator(Noting(tokenizer()._hf), engine, Defaults(), admission=admission)
+        Orchestrator(Noting(tokenizer().hf), engine, Defaults(), admission=admission)
     )
     with serving(engine, service.handle, prepare_batch=service.prepare_batch) as bench:
         asks = [bench.text(f"{PROMPT} {number}") for number in range(5)]

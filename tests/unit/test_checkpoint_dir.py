@@ -62,6 +62,9 @@ def _rewrite(file: Path, **changes: object) -> None:
         (changes("config.json", vocab_size=100), r"ids up to \d+, its model 100 embeddings"),
         (changes("tokenizer.json", model=UNIGRAM), r"ids up to 4999, its model \d+ embeddings"),
         (writes("config.json", "{"), r"config\.json is not JSON"),
+        (changes("config.json", vocab_size="x"), r"tokenizer\.json is not a model's \(invalid"),
+        (changes("config.json", text_config=[1]), r"tokenizer\.json is not a model's"),
+        (changes("tokenizer.json", model={"vocab": {"a": "b"}}), r"is not a model's"),
     ],
 )
 def test_a_damaged_checkpoint_is_one_line(checkpoint: Path, damage: Damage, said: str) -> None:

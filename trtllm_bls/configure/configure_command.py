@@ -31,7 +31,7 @@ from trtllm_bls.configure.repository import (
 from trtllm_bls.configure.upgrade import is_ours, names_of
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.command_options import Override, option, options_of
-from trtllm_bls.settings.cpp_backend import LAST, Version, check_backend, keys_of, parse_version
+from trtllm_bls.settings.cpp_backend import Version, check_backend, keys_of, parse_version
 from trtllm_bls.settings.model_config import dtype_of, instances_of, read_config, values_of
 from trtllm_bls.settings.model_yaml import ModelYaml
 from trtllm_bls.settings.parameters import check
@@ -109,16 +109,13 @@ def command(ctx: click.Context, /, **options: Any) -> None:
       trtllm-bls configure --engine-dir ./e --tokenizer-dir ./t --out ./r --set max_beam_width=2
       trtllm-bls configure --engine llm_api --tokenizer-dir ./llama --model-yaml ./y --out ./r
     """
-    slurm, source = options.pop("slurm"), options.pop("existing")
-    sets, draft_sets, strict = (options.pop(name) for name in ("sets", "draft_sets", "strict"))
+    slurm, source, strict = (options.pop(name) for name in ("slurm", "existing", "strict"))
     names = names_of(options.pop("names"))
-    overrides = [
-        *(_override(text, ENGINE.name) for text in sets),
-        *(_override(f"{DRAFT}.{text}", DRAFT) for text in draft_sets),
-    ]
-    repository, found = _plan(ctx, options, overrides, source, names)
-    if strict and found.losses:
-        raise SettingsError(f"--strict: {source} would lose: {'; '.join(found.losses)}")
+    overrides = [_override(text, ENGINE.name) for text in options.pop("sets")]
+    overrides += [_override(f"{DRAFT}.{text}", DRAFT) for text in options.pop("draft_sets")]
+    repository, upstream = _plan(ctx, options, overrides, source, names)
+    if strict and upstream.losses:
+        raise SettingsError(f"--strict: {source} would lose: {'; '.join(upstream.losses)}")
     out: Path = options["out"]
     script = slurm_script(repository.launch, out) if slurm else ""
     if slurm and not slurm.absolute().parent.is_dir():
@@ -132,8 +129,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise SettingsError(f"{error.filename}: cannot be written: {error.strerror}") from error
     for name, config in repository.configs.items():
         click.echo(f"wrote {out / name} ({config.backend or config.platform})")
-    lost = [f"lost: {loss}" for loss in found.losses]
-    for note in (*found.notes, *lost, *repository.warnings):
+    losses = [f"lost: {loss}" for loss in upstream.losses]
+    for note in (*upstream.notes, *losses, *repository.warnings):
         click.echo(f"note: {note}")
     launch = repository.launch
     if launch.world_size == 1 and not launch.orchestrator:  # one server process
@@ -149,35 +146,39 @@ def _plan(
     overrides: list[Override],
     source: Path | None,
     names: Mapping[str, str],
-) -> tuple[Repository, Found]:
+) -> tuple[Repository, Upstream]:
     """What ``source`` has counts where the command line does not say."""
     if source and is_ours(source):
         mend = f"copy it, then run trtllm-bls upgrade on the copy: cp -r {source} {options['out']}"
         raise SettingsError(f"--from {source}: a version of this package wrote it; {mend}")
-    given = {n for n in ctx.params if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE}
+    command_line = ParameterSource.COMMANDLINE
+    typed = {name for name in ctx.params if ctx.get_parameter_source(name) is command_line}
     yaml = upstreams_yaml(source) if source else None
     for_llm_api = options["engine"] == "llm_api" or yaml is not None
-    found = Found()
-    if for_llm_api and (unread := sorted(given - _OF_LLM_API)):
+    upstream = Upstream()
+    if for_llm_api and (unread := sorted(typed - _OF_LLM_API)):
         what = "has no meaning with the LLM API; see --model-yaml"
         raise SettingsError(f"{option(unread[0])}: {what}")
     if source and yaml:
-        found = read_llm_api(source, yaml)
+        upstream = read_llm_api(source, yaml)
     elif source and not for_llm_api:
-        found = read_cpp(source, options["version"], names)
-    taken = found.options.keys() - given
-    options |= {name: found.options[name] for name in taken}
-    if "decoupled" in given:  # it holds for the engines, too
-        found.overrides = [each for each in found.overrides if each.parameter != "decoupled"]
+        upstream = read_cpp(source, options["version"], names)
+    inherited = upstream.options.keys() - typed
+    options |= {name: upstream.options[name] for name in inherited}
+    if "decoupled" in typed:  # the option is for the engines, too
+        for_engines = upstream.overrides
+        upstream.overrides = [o for o in for_engines if o.parameter != "decoupled"]
     for name in ("tokenizer_dir",) if for_llm_api else ("engine_dir", "tokenizer_dir"):
         if options[name] is None:
             where = f", which is not in {source}" if source else ""
             raise click.UsageError(f"Missing option '{option(name)}'{where}.", ctx)
-    wanted = ConfigureOptions(overrides=(*found.overrides, *overrides), **options)
+    configuration = ConfigureOptions(overrides=(*upstream.overrides, *overrides), **options)
     try:
-        return plan_llm_api(wanted, found.upstreams) if for_llm_api else plan(wanted), found
+        if for_llm_api:
+            return plan_llm_api(configuration, upstream.llmapi), upstream
+        return plan(configuration), upstream
     except SettingsError as error:
-        if str(error).split()[0] not in map(option, taken):
+        if str(error).split()[0] not in map(option, inherited):
             raise
         raise SettingsError(f"--from {source}: {error}") from None
 
@@ -199,7 +200,7 @@ _TEXT_PARAMETERS = {  # a parameter of one of their models, and our models that 
     (POSTPROCESSING.name, "skip_special_tokens"): (POSTPROCESSING.name, BLS.name),
     (BLS.name, "accumulate_tokens"): (BLS.name,),
 }
-_TOLD_ELSEWHERE = {  # which our models need not be told again
+_TOLD_ELSEWHERE = {  # parameters that `configure` sets itself, or that nothing needs
     *("tokenizer_dir", "tokenizer_type", "tensorrt_llm_model_name"),
     "tensorrt_llm_draft_model_name",
 }
@@ -210,34 +211,32 @@ _NOT_HERE = {
     *("mrope_position_deltas", "return_kv_cache_reuse_stats", "runtime_top_p_min"),
 }
 _TEXT = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, BLS)
-# One process of it serves all requests, and takes those that came meanwhile as one batch.
+# One process of ``tensorrt_llm_bls`` serves all requests, in batches that it makes itself.
 _NOT_CARRIED = ((BLS.name, "instance_group"), (BLS.name, "dynamic_batching"))
 _CARRIED = ("instance_group", "dynamic_batching", "model_warmup")
 _WRITTEN = {  # fields of a configuration that `configure` writes, or of which it has an option
     *("name", "platform", "backend", "max_batch_size", "input", "output", "parameters"),
     *("model_transaction_policy", "ensemble_scheduling", "default_model_filename", "runtime"),
 }
-
-
-_OF_LLM_API = {  # the options that have a meaning there
+_OF_LLM_API = {  # the options that have a meaning for the LLM API
     *("existing", "names", "engine", "model_yaml", "tokenizer_dir", "out", "gpu_device_ids"),
     *("decoupled", "bls_instances", "check", "force", "sets", "strict"),
 }
 
 
 @dataclass
-class Found:
+class Upstream:
     """``options`` of ``ConfigureOptions`` by name, parameters to set, and what the user is told.
 
     ``notes`` say what is meant otherwise here, ``losses`` what the new repository does not have.
-    ``upstreams`` is the configuration of upstream's ``llmapi`` model, where it is its repository.
+    ``llmapi`` is the configuration of upstream's ``llmapi`` model, where it is its repository.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     overrides: list[Override] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
-    upstreams: Any = None
+    llmapi: Any = None
 
 
 def upstreams_yaml(directory: Path) -> Path | None:
@@ -247,28 +246,28 @@ def upstreams_yaml(directory: Path) -> Path | None:
     return path if path.is_file() and (version / "model.py").is_file() else None
 
 
-def read_llm_api(directory: Path, yaml: Path) -> Found:
+def read_llm_api(directory: Path, yaml: Path) -> Upstream:
     """Upstream's ``llmapi`` repository, which has this ``model.yaml``; raises ``SettingsError``."""
-    found = Found({"model_yaml": yaml})
-    found.upstreams = read_config(directory / LLMAPI.name / "config.pbtxt")
+    upstream = Upstream({"model_yaml": yaml})
+    upstream.llmapi = read_config(directory / LLMAPI.name / "config.pbtxt")
     known = {*LLMAPI.input_named, *LLMAPI.output_named}
-    names = [tensor.name for tensor in (*found.upstreams.input, *found.upstreams.output)]
-    unread = [key for key in values_of(found.upstreams) if key != "gpu_device_ids"]
-    found.losses += [f"tensor {name}" for name in names if name not in known]
-    found.losses += [f"parameter {key}" for key in unread]
+    names = [tensor.name for tensor in (*upstream.llmapi.input, *upstream.llmapi.output)]
+    unread = [key for key in values_of(upstream.llmapi) if key != "gpu_device_ids"]
+    upstream.losses += [f"tensor {name}" for name in names if name not in known]
+    upstream.losses += [f"parameter {key}" for key in unread]
     if model := ModelYaml.read(yaml).arguments.get("model"):
-        found.options["tokenizer_dir"] = Path(model)
-    return found
+        upstream.options["tokenizer_dir"] = Path(model)
+    return upstream
 
 
-def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Found:
+def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Upstream:
     """A repository of the models for the C++ backend.
 
     ``version`` is the container's release; if it is empty, the engine's counts. ``names``: which
     of upstream's models those of other names are. Raises ``SettingsError`` where ``directory`` has
     no target model or a file that cannot be read.
     """
-    found = Found()
+    upstream = Upstream()
     if not directory.is_dir():
         raise SettingsError(f"{directory}: no such directory")
     files = sorted(directory.glob("*/config.pbtxt"))
@@ -276,15 +275,15 @@ def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Fo
     for name, model in names.items():
         if not (directory / name / "config.pbtxt").is_file():
             raise SettingsError(f"--map {name}={model}: {directory} has no model {name}")
-        found.notes.append(f"{name} is called {model} here; requests to it need the new name")
+        upstream.notes.append(f"{name} is called {model} here; requests to it need the new name")
     for code in sorted(directory.glob("*/1/model.py")):
         what = "is not taken over; changes of your own in it are lost"
-        found.notes.append(f"{code.relative_to(directory)} {what}")
+        upstream.notes.append(f"{code.relative_to(directory)} {what}")
     values = {}
     for model, config in configs.items():
         filled = {key: text for key, text in values_of(config).items() if "${" not in text}
         if empty := [key for key in values_of(config) if key not in filled]:
-            found.notes.append(f"{model}: not filled in, so not set: {', '.join(empty)}")
+            upstream.notes.append(f"{model}: not filled in, so not set: {', '.join(empty)}")
         values[model] = {key: text for key, text in filled.items() if text}
     bls = values.get(BLS.name, {})
     target = bls.get("tensorrt_llm_model_name", ENGINE.name)
@@ -298,63 +297,65 @@ def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Fo
         (draft, "gpt_model_path", "draft_engine_dir"),
     ):
         if path := values.get(name, {}).get(key):
-            found.options[to] = Path(path)
-    engine, old = found.options.get("engine_dir"), configs[target]
-    built = read_engine("--from", engine, check=False) if engine else None
-    release = built.release() if built and not version else parse_version(version or "last")
-    release = release or LAST
-    _add_engine(found, target, ENGINE.name, old, values[target], release)
+            upstream.options[to] = Path(path)
+    place, old = upstream.options.get("engine_dir"), configs[target]
+    engine = read_engine("--from", place, check=False) if place else None
+    built_by = engine.release() if engine and not version else None
+    release = built_by or parse_version(version or "last")
+    _add_engine(upstream, target, ENGINE.name, old, values[target], release)
     if draft in configs:
-        _add_engine(found, draft, DRAFT, configs[draft], values[draft], release)
-        found.overrides.append(Override(BLS.name, "draft_source", "off"))
-        found.notes.append(
+        _add_engine(upstream, draft, DRAFT, configs[draft], values[draft], release)
+        upstream.overrides.append(Override(BLS.name, "draft_source", "off"))
+        upstream.notes.append(
             "drafts are made for requests that ask for them (num_draft_tokens), as before; "
             "tensorrt_llm_bls.draft_source=model makes them for all"
         )
     elif draft:
-        found.losses.append(f"there is no model {draft}, so no drafts of a model either")
-    if built and not (built.path / "config.json").is_file():
+        upstream.losses.append(f"there is no model {draft}, so no drafts of a model either")
+    if engine and not (engine.path / "config.json").is_file():
         types = {tensor.name: dtype_of(tensor) for tensor in old.output}
-        spelled = {dtype: name for name, dtype in LOGITS_DTYPES.items()}
-        found.options["logits_dtype"] = spelled.get(types.get("generation_logits", ""))
+        names_of_types = {dtype: name for name, dtype in LOGITS_DTYPES.items()}
+        dtype = types.get("generation_logits", "")
+        upstream.options["logits_dtype"] = names_of_types.get(dtype)
     first, batching = configs.get(BLS.name, old), old.dynamic_batching
-    found.options |= {
+    upstream.options |= {
         "max_batch_size": old.max_batch_size or None,
         "max_queue_delay_us": batching.max_queue_delay_microseconds,
         "max_queue_size": batching.default_queue_policy.max_queue_size,
         "decoupled": first.model_transaction_policy.decoupled,
     }
-    if not found.options["decoupled"] and "exclude_input_in_output" not in values[target]:
-        found.notes.append("answers begin with the prompt, as before")
+    if not upstream.options["decoupled"] and "exclude_input_in_output" not in values[target]:
+        upstream.notes.append("answers begin with the prompt, as before")
     count = instances_of(first)
     if first is not old and count > 1:
-        found.notes.append(
+        upstream.notes.append(
             f"tensorrt_llm_bls had {count} instances, one per request at a time; one process "
             "serves them all here (--bls-instances for more)"
         )
-    names = {target: ENGINE.name, draft: DRAFT} | {model.name: model.name for model in _TEXT}
-    _add_fields(found, {old: (new, configs[old]) for old, new in names.items() if old in configs})
-    _add_text_parameters(found, values, release)
+    new_names = {target: ENGINE.name, draft: DRAFT} | {model.name: model.name for model in _TEXT}
+    _add_fields(upstream, new_names, configs)
+    _add_text_parameters(upstream, values, release)
     others = configs.keys() - {model.name for model in MODELS} - {target, draft}
-    found.losses += [f"{name}: a model that is not converted" for name in sorted(others)]
-    return found
+    upstream.losses += [f"{name}: a model that is not converted" for name in sorted(others)]
+    return upstream
 
 
 def _add_engine(
-    found: Found, old: str, new: str, config: Any, values: dict[str, str], release: Version
+    upstream: Upstream, old: str, new: str, config: Any, values: dict[str, str], release: Version
 ) -> None:
     """The parameters of the engine ``old`` that the release reads, for the model ``new``."""
     if new != old:
-        found.notes.append(f"{old} is called {new} here; requests to it need the new name")
+        upstream.notes.append(f"{old} is called {new} here; requests to it need the new name")
     if config.backend == "python":
-        told = "its Python backend is replaced by the C++ backend tensorrtllm"
-        found.notes.append(f"{old}: {told}")
+        upstream.notes.append(
+            f"{old}: its Python backend is replaced by the C++ backend tensorrtllm"
+        )
     kind = values.get("gpt_model_type", "inflight")
     if "inflight" not in kind:
-        found.losses.append(f"{old}: gpt_model_type {kind} becomes in-flight batching")
+        upstream.losses.append(f"{old}: gpt_model_type {kind} becomes in-flight batching")
     if "gpu_device_ids" in values:
         name = "gpu_device_ids" if new == ENGINE.name else "draft_gpu_device_ids"
-        found.options[name] = values["gpu_device_ids"]
+        upstream.options[name] = values["gpu_device_ids"]
     for key, value in values.items():
         if key in _NOT_COPIED:
             continue
@@ -362,55 +363,56 @@ def _add_engine(
             key = "executor_worker_path"
         try:
             check_backend(key, value, release)
-            found.overrides.append(Override(new, key, value))
+            upstream.overrides.append(Override(new, key, value))
             if key == "exclude_input_in_output" and new == ENGINE.name:
-                found.overrides.append(Override(BLS.name, key, value))
+                upstream.overrides.append(Override(BLS.name, key, value))
         except SettingsError as error:
-            why = f"as it had no effect: {error}"
-            found.notes.append(f"{old}.{key}={value} is left out, {why}")
+            what = f"{old}.{key}={value} is left out"
+            upstream.notes.append(f"{what}, as it had no effect: {error}")
     policy = str(config.model_transaction_policy.decoupled).lower()
-    found.overrides.append(Override(new, "decoupled", policy))
+    upstream.overrides.append(Override(new, "decoupled", policy))
     known = {tensor.name: tensor.dtype for tensor in ENGINE.inputs}
     for tensor in config.input:
         name, dtype = tensor.name, dtype_of(tensor)
         if name not in known.keys() | _NOT_HERE:
-            found.losses.append(f"{config.name}: input {name} is left out")
-        elif dtype != known.get(name, dtype) and name != "draft_logits":  # by the engine
-            here = f"{known[name]} here, not {dtype}"
-            found.losses.append(f"{config.name}: input {name} is {here}")
+            upstream.losses.append(f"{config.name}: input {name} is left out")
+        elif dtype != known.get(name, dtype) and name != "draft_logits":  # its type is the engine's
+            what = f"input {name} is {known[name]} here, not {dtype}"
+            upstream.losses.append(f"{config.name}: {what}")
 
 
-def _add_fields(found: Found, configs: dict[str, tuple[str, Any]]) -> None:
-    """What is carried over as it is: instances, queue policies, warm-up. The rest is named.
-
-    ``configs`` has, by the old name of a model, its name here and its configuration.
-    """
-    carried = found.options["carried"] = {}
-    for old, (new, config) in configs.items():
-        for each, _ in config.ListFields():
-            kept = each.name in _CARRIED and (new, each.name) not in _NOT_CARRIED
-            files = each.name == "model_warmup" and "input_data_file" in str(config)
-            if kept and not files:
-                part = model_config_pb2.ModelConfig(**{each.name: getattr(config, each.name)})
+def _add_fields(
+    upstream: Upstream, new_names: Mapping[str, str], configs: Mapping[str, Any]
+) -> None:
+    """What is carried over as it is: instances, queue policies, warm-up. The rest is named."""
+    carried = upstream.options["carried"] = {}
+    for old, new in new_names.items():
+        for descriptor, value in configs[old].ListFields() if old in configs else ():
+            name = descriptor.name
+            has_files = name == "model_warmup" and "input_data_file" in str(value)
+            if name in _CARRIED and (new, name) not in _NOT_CARRIED and not has_files:
+                part = model_config_pb2.ModelConfig(**{name: value})
                 carried.setdefault(new, model_config_pb2.ModelConfig()).MergeFrom(part)
-            elif each.name not in _WRITTEN and (new, each.name) != _NOT_CARRIED[0]:
-                why = "; copy its files" if files else ""
-                found.losses.append(f"{old}.{each.name} is left out: set it by hand{why}")
+            elif name not in _WRITTEN and (new, name) != _NOT_CARRIED[0]:
+                why = "; copy its files" if has_files else ""
+                upstream.losses.append(f"{old}.{name} is left out: set it by hand{why}")
 
 
-def _add_text_parameters(found: Found, values: dict[str, dict[str, str]], release: Version) -> None:
+def _add_text_parameters(
+    upstream: Upstream, values: Mapping[str, Mapping[str, str]], release: Version
+) -> None:
     """The text models' parameters, with the defaults that the release had."""
     for (model, key), models in _TEXT_PARAMETERS.items():
         value = values.get(model, {}).get(key)
         if value is None and key == "add_special_tokens" and release < _TRUE_BY_DEFAULT_SINCE:
             value = "false"
-            found.notes.append("add_special_tokens was not set, which meant false before 0.11")
+            upstream.notes.append("add_special_tokens was not set, which meant false before 0.11")
         if value is not None:
-            found.overrides += [Override(name, key, value) for name in models]
-    for name in [model.name for model in _TEXT]:
-        for key, value in values.get(name, {}).items():
+            upstream.overrides += [Override(name, key, value) for name in models]
+    for text_model in _TEXT:
+        for key, value in values.get(text_model.name, {}).items():
             try:
-                check(name, key, value)
+                check(text_model.name, key, value)
             except SettingsError as error:
                 if key not in _TOLD_ELSEWHERE:
-                    found.losses.append(f"{name}.{key} is left out: {error}")
+                    upstream.losses.append(f"{text_model.name}.{key} is left out: {error}")

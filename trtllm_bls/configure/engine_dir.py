@@ -29,6 +29,7 @@ from trtllm_bls.wire.contract import (
 
 # --- the releases: their containers, and the models as each of them has them -----------------
 
+CPP_BACKEND = "tensorrtllm"
 _NOT_RESHAPED_BEFORE = Version(0, 12)
 _NOT_RESHAPED = {"request_output_len", "stop", "streaming"}
 _LOGITS_TYPED_SINCE = Version(0, 17)  # FP32 before
@@ -74,9 +75,9 @@ def models_for(version: Version, logits: str) -> dict[str, Model]:
     models = {}
     for model in (PREPROCESSING, ENGINE, POSTPROCESSING, ENSEMBLE):
         inputs, outputs = tuple(known(model.inputs)), tuple(known(model.outputs))
-        backend = "tensorrtllm" if model is ENGINE else model.backend
+        backend = CPP_BACKEND if model is ENGINE else model.backend
         models[model.name] = replace(model, inputs=inputs, outputs=outputs, backend=backend)
-    # It asks the engine which tensors there are, and takes both spellings.
+    # It asks the engine which tensors the engine has, and takes both spellings.
     return {**models, BLS.name: BLS}
 
 
@@ -167,7 +168,7 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
         plugins = build.get("plugin_config", {})
         before_0_11 = [int(build.get(key) or 0) for key in ("max_input_len", "max_output_len")]
         world = pretrained.get("mapping", {}).get("world_size") or ranks
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise SettingsError(f"{place}: config.json cannot be read: {error}") from error
     if check and ranks != world:
         what = f"{ranks} rank*.engine in it, it was built for {world} ranks; copy the others too"
@@ -204,7 +205,7 @@ def read_engine(option: str, directory: Path, check: bool) -> EngineDir:
 
 def engine_parameters(engine: EngineDir, version: Version) -> dict[str, str]:
     """The parameters that ``version`` of the C++ backend reads."""
-    wanted = {
+    values = {
         "gpt_model_type": "inflight_fused_batching",
         "gpt_model_path": str(engine.path),
         "batch_scheduler_policy": "guaranteed_no_evict",  # the other may pause a request
@@ -217,10 +218,11 @@ def engine_parameters(engine: EngineDir, version: Version) -> dict[str, str]:
         "stats_check_period_ms": "100",
         "executor_worker_path": _WORKER,
     }
-    keys = keys_of(version)
-    demanded = {name: "" for name, key in keys.items() if key.is_demanded(version)}
-    read = {name: value for name, value in wanted.items() if name in keys}
-    return demanded | read | {"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}
+    parameters = {}
+    for name, key in keys_of(version).items():
+        if name in values or key.is_demanded(version):
+            parameters[name] = values.get(name, "")
+    return parameters | {"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}
 
 
 def engine_facts(
@@ -234,11 +236,9 @@ def engine_facts(
         "max_prompt_tokens": engine.max_prompt_tokens(chunked),
         "max_draft_len": engine.max_draft_tokens if takes_drafts else 0,
         "speculative_decoding_mode": engine.mode or None,
+        "one_step_requests": "true" if ends_after_one_step(engine, version) else None,
     }
-    named = {key: str(value) for key, value in facts.items() if value is not None}
-    if ends_after_one_step(engine, version):
-        named["one_step_requests"] = "true"
-    return named
+    return {key: str(value) for key, value in facts.items() if value is not None}
 
 
 def ends_after_one_step(engine: EngineDir, version: Version) -> bool:
@@ -252,56 +252,56 @@ def misfits(
     """What is wrong with each parameter of ``model`` that its engine was not built for, or that
     needs another one."""
 
-    def wrong(key: str, why: str) -> SettingsError:
+    def misfit(key: str, why: str) -> SettingsError:
         return SettingsError(f"--set {model}.{key}={parameters.get(key, '')}: {why}")
 
     for key in ("enable_kv_cache_reuse", "enable_chunked_context"):
         if engine.paged_context is False and is_true(parameters.get(key, "")):
             what = f"the engine in {engine.path} was built without paged context attention"
-            yield wrong(key, f"{what}; build it with --use_paged_context_fmha enable")
+            yield misfit(key, f"{what}; build it with --use_paged_context_fmha enable")
     if not engine.paged_cache:
         what = "it has no paged KV cache, which in-flight batching needs"
         mend = "build it with --kv_cache_type paged (before 0.13 --paged_kv_cache enable)"
-        yield wrong("gpt_model_path", f"{what}; {mend}")
+        yield misfit("gpt_model_path", f"{what}; {mend}")
     beams = parameters.get("max_beam_width", "")
     if engine.max_beam_width and beams.isdecimal() and int(beams) > engine.max_beam_width:
-        yield wrong("max_beam_width", f"the engine was built for at most {engine.max_beam_width}")
+        yield misfit("max_beam_width", f"the engine was built for at most {engine.max_beam_width}")
     # Of each instance of the model one list, as long as the engine has ranks.
     lists = [ids.split(",") for ids in parameters.get("gpu_device_ids", "").split(";") if ids]
     if engine.ranks and any(len(ids) != engine.ranks for ids in lists):
-        yield wrong("gpu_device_ids", f"the engine has {engine.ranks} ranks; name as many GPUs")
+        yield misfit("gpu_device_ids", f"the engine has {engine.ranks} ranks; name as many GPUs")
     if parameters.get("encoder_model_path"):
-        what = "models with an encoder are not served here; leave it out"
-        yield wrong("encoder_model_path", what)
+        yield misfit(
+            "encoder_model_path", "models with an encoder are not served here; leave it out"
+        )
     absent = [key for key in LOOKAHEAD_SIZES if not parameters.get(key)]
     if parameters.get("decoding_mode") == "lookahead" and absent:
-        yield wrong("decoding_mode", f"set {', '.join(absent)} too, as the engine was built for")
+        yield misfit("decoding_mode", f"set {', '.join(absent)} too, as the engine was built for")
     backend, file = (parameters.get(key) for key in GUIDES)
     if backend and not file:
         page = "docs/engines.md#guided-decoding"
-        yield wrong(GUIDES[0], f"without {GUIDES[1]} nothing would be guided; set it too ({page})")
+        yield misfit(GUIDES[0], f"without {GUIDES[1]} nothing would be guided; set it too ({page})")
     if file and not backend:
-        yield wrong(GUIDES[1], f"nobody reads it without {GUIDES[0]}; set that to xgrammar")
+        yield misfit(GUIDES[1], f"nobody reads it without {GUIDES[0]}; set that to xgrammar")
 
 
 def check_releases(engines: Mapping[str, EngineDir], version: Version | None) -> None:
     """Raises ``SettingsError`` for engines of different releases, or of another than ``version``
     (``None`` = any). An engine whose directory names no release is not judged."""
-    expected = version
     for name, engine in engines.items():
         if not re.match(r"v?\d", engine.version):
             continue
-        built = engine.release()
-        expected = expected or built
-        if built != expected:
-            what = f"is of TensorRT-LLM {built}, which {expected} does not load; build it again"
+        release = engine.release()
+        version = version or release
+        if release != version:
+            what = f"is of TensorRT-LLM {release}, which {version} does not load; build it again"
             raise SettingsError(f"{name}: the engine in {engine.path} {what}")
 
 
 def check_vocabulary(name: str, engine: EngineDir, tokenizer: Tokenizer) -> None:
     """Raises ``SettingsError`` for a tokenizer of another model: of tokens without embeddings."""
-    ids = (i for i in range(tokenizer.vocab_size) if i not in tokenizer.added_ids)
-    largest, size = max(ids, default=0), engine.vocab_size
+    trained_ids = set(range(tokenizer.vocab_size)) - tokenizer.added_ids
+    largest, size = max(trained_ids, default=0), engine.vocab_size
     if size and largest >= size:
         mend = "use the tokenizer that the model was trained with"
         what = f"the tokenizer has ids up to {largest}, the engine {size} embeddings"
@@ -333,15 +333,14 @@ def check_drafting(
 ) -> None:
     """Raises ``SettingsError`` if a target and a draft engine cannot work together."""
     key = "speculative_decoding_fast_logits"
-    for name in engines:
+    for name, engine in engines.items():
         if is_true(parameters[name].get(key, "")):
             what = "the draft would send a ticket instead of logits"
             mend = "which tensorrt_llm_bls cannot pass on; leave it false"
             raise SettingsError(f"--set {name}.{key}: {what}, {mend}")
-    for name, engine in engines.items():
         if name != ENGINE.name and ends_after_one_step(engine, version):
-            built = f"built for speculative_decoding_mode {engine.mode}"
-            what = f"the engine in {engine.path} was {built} and would draft one token only"
+            mode = f"built for speculative_decoding_mode {engine.mode}"
+            what = f"the engine in {engine.path} was {mode} and would draft one token only"
             mend = f"build {name} without a speculative_decoding_mode"
             raise SettingsError(f"--draft-engine-dir: {what}; {mend}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import keyword
 import os
-import re
 import shlex
 from collections.abc import Collection
 from pathlib import Path
@@ -16,6 +15,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.configure.pbtxt import TEMPLATES, model_config
+from trtllm_bls.configure.upgrade import TOKEN, pieces_of
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.model_config import CHAT_REQUEST, model_class, read_config
 from trtllm_bls.wire.contract import NUMPY_TYPES, Model, Tensor
@@ -24,8 +24,8 @@ _NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and output
 # What such a model needs of the parameters of ``tensorrt_llm_bls``; the others have defaults.
 _PARAMETERS = {"tokenizer_dir": "../assets/demo/target", "tensorrt_llm_model_name": "tensorrt_llm"}
 
-_TAKEN = {"self", "id", "outputs", CHAT_REQUEST}
-_TAKEN_BY = "testing.ask has an argument or chat an input of this name"
+_RESERVED = {"self", "id", "outputs", CHAT_REQUEST}
+_RESERVED_BY = "testing.ask has an argument or chat an input of this name"
 
 
 @click.command()
@@ -48,27 +48,27 @@ def command(
       trtllm-bls new models/speech
     """
     name = Path(os.path.abspath(directory)).name
-    if shlex.quote(name) != name:  # it goes through a shell
+    if shlex.quote(name) != name:  # Triton passes it through a shell
         raise SettingsError(f"{name}: Triton cannot start it; use ASCII letters, digits and _")
     model = directory / "1" / "model.py"
     if not model.is_file():
-        tensors = [[_tensor(text) for text in texts] for texts in (inputs, outputs)]
-        if taken := sorted({tensor.name for tensor in tensors[0]} & _TAKEN):
-            raise SettingsError(f"input {taken[0]}: {_TAKEN_BY}; choose another name")
-        if any(len({tensor.name for tensor in each}) < len(each) for each in tensors):
-            raise SettingsError("two inputs, or two outputs, have one name; give each its own")
-        for tensor in (tensors[0][0], tensors[1][0]):
-            if (tensor.dtype, tensor.dims) != ("STRING", (1,)):
-                problem = "the first input and the first output are texts; write NAME:STRING"
-                raise SettingsError(f"{tensor.name}:{tensor.dtype}: {problem}")
-        words = {"name": name, "asked": ", ".join(map(_example, tensors[0]))}
-        for side, declared in zip(("input", "output"), tensors, strict=True):
-            spelled = []
-            for tensor in declared:
+        sides = {"input": list(map(_tensor, inputs)), "output": list(map(_tensor, outputs))}
+        if reserved := sorted({tensor.name for tensor in sides["input"]} & _RESERVED):
+            raise SettingsError(f"input {reserved[0]}: {_RESERVED_BY}; choose another name")
+        words = {"name": name, "arguments": ", ".join(map(_example, sides["input"]))}
+        for side, tensors in sides.items():
+            if len({tensor.name for tensor in tensors}) < len(tensors):
+                raise SettingsError("two inputs, or two outputs, have one name; give each its own")
+            declarations = []
+            for tensor in tensors:
                 dims = "" if tensor.single else f", dims={tensor.dims}"
                 dims += ", required=True" if side == "input" else ""
-                spelled.append(f'Tensor("{tensor.name}", "{tensor.dtype}"{dims})')
-            words |= {side: declared[0].name, f"{side}s": ", ".join(spelled)}
+                declarations.append(f'Tensor("{tensor.name}", "{tensor.dtype}"{dims})')
+            words |= {side: tensors[0].name, f"{side}s": ", ".join(declarations)}
+        for first in (sides["input"][0], sides["output"][0]):
+            if (first.dtype, first.dims) != ("STRING", (1,)):
+                problem = "the first input and the first output are texts; write NAME:STRING"
+                raise SettingsError(f"{first.name}:{first.dtype}: {problem}")
         try:
             model.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -78,9 +78,11 @@ def command(
             text = (TEMPLATES / template).read_text(encoding="utf-8")
             path.write_text(text.format(**words), encoding="utf-8")
         click.echo(f"{model}: write your pipeline here\n{test}: test it without Triton")
-    given = {"tokenizer_dir": tokenizer_dir} if tokenizer_dir else {}
+    parameters = dict(_PARAMETERS)
+    if tokenizer_dir:
+        parameters["tokenizer_dir"] = tokenizer_dir
     config = directory / "config.pbtxt"
-    config.write_text(config_of(model, {**_PARAMETERS, **given}), encoding="utf-8")
+    config.write_text(config_of(model, parameters), encoding="utf-8")
     click.echo(f"{config}: run this command again when inputs or outputs change")
 
 
@@ -95,9 +97,9 @@ def config_of(model: Path, parameters: dict[str, str]) -> str:
         declared: Any = model_class(model)
         if declared is None:
             raise SettingsError("has no class TritonPythonModel")
-        inputs, outputs = declared.tensors()  # of a ``StreamingModel``
+        inputs, outputs = declared.tensors()  # a class method of ``StreamingModel``
         tensors = Model(name, inputs, outputs, decoupled=True)
-    except Exception as error:  # whatever the user's file raises
+    except Exception as error:  # a user's file may raise anything
         kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
         raise SettingsError(f"{model}: {kind}{error}") from error
     own = {key: str(value) for key, value in declared.parameters.items()}
@@ -106,33 +108,25 @@ def config_of(model: Path, parameters: dict[str, str]) -> str:
         return _NOTE + str(text_format.MessageToString(config))
     read_config(file)  # raises where it cannot be read
     text = file.read_text(encoding="utf-8")
-    kept, at = _without(text, ("input", "output", "name"))
-    made = model_config_pb2.ModelConfig(name=name, input=config.input, output=config.output)
-    changed = kept[:at] + str(text_format.MessageToString(made)) + kept[at:]
+    others, place = _without(text, ("input", "output", "name"))
+    fields = model_config_pb2.ModelConfig(name=name, input=config.input, output=config.output)
+    changed = others[:place] + str(text_format.MessageToString(fields)) + others[place:]
     return changed if text.startswith(_NOTE) else _NOTE + changed
-
-
-# What a configuration is made of: comments, texts, brackets, and names of fields.
-_PIECES = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?|[{}\[\]]|\w+|\n""")
 
 
 def _without(text: str, fields: Collection[str]) -> tuple[str, int]:
     """The text of a configuration without these fields, and where the first of them was."""
-    kept, depth, begins, last = list[str](), 0, -1, 0
-    at, opened = -1, False
-    for piece in _PIECES.finditer(text):
-        word = piece[0]
-        if begins < 0 and not depth and word in fields:
-            begins, opened = piece.start(), False
-            kept.append(text[last:begins])
-            at = sum(map(len, kept)) if at < 0 else at
-        elif begins < 0 or opened or word in "{[":
-            depth += (word in ("{", "[")) - (word in ("}", "]"))
-            opened = opened or word in ("{", "[")
-        if begins >= 0 and not depth and (opened or word[0] in "\"'") and piece.start() > begins:
-            last = piece.end() + text[piece.end() :].startswith("\n")
-            begins = -1
-    return "".join([*kept, text[last:]]), max(at, 0)
+    others, place = "", None
+    for piece in pieces_of(text):
+        tokens = TOKEN.findall(piece)
+        solid = [n for n, token in enumerate(tokens) if token[0] != "#" and not token.isspace()]
+        if solid and tokens[solid[0]] in fields:
+            before, behind = tokens[: solid[0]], tokens[solid[-1] + 1 :]
+            others += "".join(before)
+            place = len(others) if place is None else place
+            piece = "".join(behind).removeprefix("\n")
+        others += piece
+    return others, place or 0
 
 
 def _tensor(text: str) -> Tensor:
@@ -140,14 +134,14 @@ def _tensor(text: str) -> Tensor:
     name, _, dtype = text.partition(":")
     dtype, _, dims = dtype.partition("[")
     try:
-        shape = tuple(int(size) for size in dims.rstrip("]").split(",")) if dims else (1,)
+        shape = tuple(map(int, dims.rstrip("]").split(","))) if dims else (1,)
     except ValueError:
         shape = ()
-    types = [each for each in NUMPY_TYPES if each != "BF16"]
-    sizes = all(size > 0 or size == -1 for size in shape)
+    types = [dtype for dtype in NUMPY_TYPES if dtype != "BF16"]
+    has_shape = bool(shape) and all(size > 0 or size == -1 for size in shape)
     if dtype == "BF16":
         raise SettingsError(f"{text!r}: Triton gives a Python model no BF16; use FP32")
-    if not name.isidentifier() or dtype not in types or not (shape and sizes):
+    if not name.isidentifier() or dtype not in types or not has_shape:
         raise SettingsError(f"{text!r} is not NAME:TYPE[DIMS]; types: {', '.join(types)}")
     if keyword.iskeyword(name):
         raise SettingsError(f"{text!r}: {name} is a word of Python's own; choose another name")

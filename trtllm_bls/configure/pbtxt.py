@@ -109,10 +109,9 @@ def _add_steps(config: Any, ensemble: Model, steps: Sequence[Model]) -> None:
     in one piece: ``stream`` goes to preprocessing, which ignores it.
     """
     first, second, _ = steps
-    before, engine, after = (
+    for step in steps:
         config.ensemble_scheduling.step.add(model_name=step.name, model_version=-1)
-        for step in steps
-    )
+    before, engine, after = config.ensemble_scheduling.step
     _join(before.input_map, ensemble, first, skip=frozenset())
     _join(engine.input_map, ensemble, second, skip={*_TO_ENGINE.values(), "streaming"})
     for output, name in _TO_ENGINE.items():
@@ -176,12 +175,10 @@ def _table(parameters: Mapping[str, Parameter]) -> str:
     def code(text: str) -> str:
         return f"`{text}`" if text else ""
 
-    rows = (
-        (code(key), each.kind.expected, code(each.in_file), code(each.env), each.help)
-        for key, each in parameters.items()
-    )
-    lines = (("key", "value", "as shipped", "variable", "meaning"), ("---",) * 5, *rows)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    rows = [("key", "value", "as shipped", "variable", "meaning"), ("---",) * 5]
+    for key, row in parameters.items():
+        rows.append((code(key), row.kind.expected, code(row.in_file), code(row.env), row.help))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
 def main(root: Path) -> list[str]:

@@ -126,10 +126,9 @@ def recipe(preset_name: str, options: RecipeOptions) -> Iterator[RecipeStep]:
         allowed = ", ".join(preset.precisions)
         raise SettingsError(f"--precision {precision}: preset {preset_name} is for {allowed}")
     if not OLDEST <= release <= NEWEST:
+        what = f"engines are built by {OLDEST} to {NEWEST}"
         mend = "serve a later one with `trtllm-serve --grpc` (docs/engines.md)"
-        raise SettingsError(
-            f"--release {release}: engines are built by {OLDEST} to {NEWEST}; {mend}"
-        )
+        raise SettingsError(f"--release {release}: {what}; {mend}")
     if release < parse_version(preset.since):
         what = f"preset {preset_name} needs {preset.since}, the first with its flags"
         raise SettingsError(f"--release {release}: {what}; choose another release or preset")
@@ -141,9 +140,8 @@ def recipe(preset_name: str, options: RecipeOptions) -> Iterator[RecipeStep]:
     if preset_name == "draft":
         return
     what = "The engine to a model repository"
-    words = ["trtllm-bls", "configure", "--engine-dir", str(engine)]
-    words += ["--tokenizer-dir", str(options.checkpoint), "--out", "repository"]
-    words += ["--version", str(release)]
+    flags = {"engine-dir": engine, "tokenizer-dir": options.checkpoint, "out": "repository"}
+    words = ["trtllm-bls", "configure", *_words(flags | {"version": release})]
     if preset_name == "target":
         words += ["--draft-engine-dir", str(options.out / "draft")]
         if release < MANY_STEPS_SINCE:
@@ -195,7 +193,7 @@ def _family(options: RecipeOptions, precision: str) -> Family | None:
     if not config.is_file():
         return None
     try:
-        model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
+        model_type = str(json.loads(config.read_text(encoding="utf-8")).get("model_type", ""))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise SettingsError(f"--checkpoint: {config} cannot be read: {error}") from error
     family = FAMILIES.get(model_type)
@@ -224,14 +222,14 @@ def _build(preset_name: str, options: RecipeOptions, converted: Path, engine: Pa
     prompt = options.max_input_len or preset.max_input_len
     answer = options.max_output_len or preset.max_output_len
     batch = options.max_batch_size or preset.max_batch_size
-    longest = prompt + answer if preset.rounds else prompt
+    longest_prompt = prompt + answer if preset.rounds else prompt
     flags: dict[str, object] = {
         "checkpoint_dir": converted,
         "output_dir": engine,
         "max_batch_size": batch,
-        "max_input_len": longest,
+        "max_input_len": longest_prompt,
         "max_seq_len": prompt + answer + draft,
-        "max_num_tokens": max(8192, longest + draft, batch * (1 + draft)),
+        "max_num_tokens": max(8192, longest_prompt + draft, batch * (1 + draft)),
         "use_paged_context_fmha": "enable",
         "gemm_plugin": "auto",
         **preset.flags,
@@ -254,7 +252,9 @@ def _build(preset_name: str, options: RecipeOptions, converted: Path, engine: Pa
 
 def _words(flags: Mapping[str, object]) -> Iterator[str]:
     for name, value in flags.items():
-        yield from (f"--{name}", str(value)) if value != "" else (f"--{name}",)
+        yield f"--{name}"
+        if value != "":
+            yield str(value)
 
 
 @click.command(name="recipe")

@@ -5,7 +5,7 @@ Everything is checked before the first file is written.
 
 from __future__ import annotations
 
-import math
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -66,9 +66,7 @@ class ConfigureOptions:
         "The share of the draft engine alone.", sets=(DRAFT, _FRACTION)
     )
     gpu_device_ids: str | None = setting(
-        "GPUs of the target.  [default: all]",
-        metavar="ID,…",
-        sets=(ENGINE.name, "gpu_device_ids"),
+        "GPUs of the target.  [default: all]", metavar="ID,…", sets=(ENGINE.name, "gpu_device_ids")
     )
     draft_gpu_device_ids: str | None = setting(
         "GPUs of the draft.", metavar="ID,…", sets=(DRAFT, "gpu_device_ids")
@@ -88,9 +86,7 @@ class ConfigureOptions:
     )
     bls_instances: Positive = setting("Processes of tensorrt_llm_bls.", 1)
     engine_url: str | None = setting(
-        "gRPC port behind which the engine is.",
-        metavar="HOST:PORT",
-        sets=(BLS.name, "engine_url"),
+        "gRPC port behind which the engine is.", metavar="HOST:PORT", sets=(BLS.name, "engine_url")
     )
     disable_spawn_processes: bool = setting(
         "Orchestrator mode in which MPI or Slurm starts all ranks.", False
@@ -106,11 +102,10 @@ class ConfigureOptions:
     @property
     def separate_gpus(self) -> bool:
         """Whether target and draft have no GPU in common."""
-        gpus, others = (
-            {*(text or "").replace(";", ",").split(",")} - {""}
-            for text in (self.gpu_device_ids, self.draft_gpu_device_ids)
-        )
-        return bool(self.draft_engine_dir and gpus and others) and gpus.isdisjoint(others)
+        gpus = set(re.findall("[^,;]+", self.gpu_device_ids or ""))
+        draft_gpus = set(re.findall("[^,;]+", self.draft_gpu_device_ids or ""))
+        are_set = bool(self.draft_engine_dir and gpus and draft_gpus)
+        return are_set and gpus.isdisjoint(draft_gpus)
 
 
 def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
@@ -128,16 +123,17 @@ def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
             f"--engine-url {options.engine_url}: write HOST:PORT; an engine of another kind "
             f"needs no repository: trtllm-bls serve --engine {options.engine_url} --model DIR"
         )
-    for model in (ENGINE.name, DRAFT)[: 1 + with_draft]:
+    for model in (ENGINE.name, DRAFT) if with_draft else (ENGINE.name,):
         yield f"--kv-cache-free-gpu-mem-fraction {fraction}", Override(model, _FRACTION, fraction)
-    for each in fields(options):
-        target, value = each.metadata.get("sets"), getattr(options, each.name)
-        if target is None or value in (None, False):
+    for declared in fields(options):
+        parameter, value = declared.metadata.get("sets"), getattr(options, declared.name)
+        if parameter is None or value in (None, False):
             continue
-        (model, key), text = target, "true" if value is True else value
+        (model, key), text = parameter, "true" if value is True else value
+        source = f"{option(declared.name)} {text}"
         if model == DRAFT and not with_draft:
-            raise SettingsError(f"{option(each.name)} {text}: needs --draft-engine-dir")
-        yield f"{option(each.name)} {text}", Override(model, key, text)
+            raise SettingsError(f"{source}: needs --draft-engine-dir")
+        yield source, Override(model, key, text)
     for override in options.overrides:
         yield f"--set {override}", override
 
@@ -172,7 +168,7 @@ def plan_launch(
 ) -> Launch:
     """How to start the engines; raises ``SettingsError`` if the release has no such mode."""
     ranks = [engine.ranks or 1 for engine in engines.values()]
-    several = ";" in f"{options.gpu_device_ids}{options.draft_gpu_device_ids}"  # instances
+    several = ";" in f"{options.gpu_device_ids}{options.draft_gpu_device_ids}"  # between instances
     orchestrator = options.separate_gpus or several or len(set(ranks)) > 1
     if not options.disable_spawn_processes:
         return Launch(tuple(engines), 1 if orchestrator else ranks[0], orchestrator)
@@ -241,25 +237,24 @@ def plan(options: ConfigureOptions) -> Repository:
     models = cpp.models_for(version, target.logits)
     steps = (models[PREPROCESSING.name], models[ENGINE.name], models[POSTPROCESSING.name])
     if DRAFT in engines:
-        drafting = cpp.models_for(version, engines[DRAFT].logits)
-        models[DRAFT] = replace(drafting[ENGINE.name], name=DRAFT)
+        draft = cpp.models_for(version, engines[DRAFT].logits)[ENGINE.name]
+        models[DRAFT] = replace(draft, name=DRAFT)
     launch = plan_launch(options, engines, version)
     parameters = _parameters(options, engines, version, launch)
-    asked = options.max_batch_size
-    most = min((e.max_batch_size for e in engines.values() if e.max_batch_size), default=None)
-    if asked is not None and most is not None and asked > most:
+    sizes = [engine.max_batch_size for engine in engines.values() if engine.max_batch_size]
+    most = min(sizes, default=MAX_BATCH_SIZE)
+    size = options.max_batch_size or most
+    if sizes and size > most:
         what = f"the engine was built for at most {most}; add --max-batch-size {most}"
-        raise SettingsError(f"--max-batch-size {asked}: {what}")
-    size = asked or most or MAX_BATCH_SIZE
+        raise SettingsError(f"--max-batch-size {size}: {what}")
     configs = {
         name: model_config(model, parameters[name], steps, size) for name, model in models.items()
     }
     configs[BLS.name].instance_group[0].count = options.bls_instances
     for name in options.carried.keys() & configs.keys():
-        old = options.carried[name]
-        for field_of_it, _ in old.ListFields():
-            configs[name].ClearField(field_of_it.name)
-        configs[name].MergeFrom(old)
+        for descriptor, _ in options.carried[name].ListFields():
+            configs[name].ClearField(descriptor.name)
+        configs[name].MergeFrom(options.carried[name])
     for name in engines:
         batching = configs[name].dynamic_batching
         batching.preferred_batch_size[:] = [size]
@@ -279,39 +274,44 @@ def plan(options: ConfigureOptions) -> Repository:
 BEHIND = "tensorrt_llm_engine"  # the LLM API's engine, where the clients of upstream are kept
 
 
-def plan_llm_api(options: ConfigureOptions, upstreams: Any = None) -> Repository:
+def plan_llm_api(options: ConfigureOptions, llmapi: Any = None) -> Repository:
     """The configurations for TensorRT-LLM's LLM API; raises ``SettingsError``.
 
-    ``upstreams``: the configuration of upstream's ``llmapi`` model, whose clients are kept. It has
+    ``llmapi``: the configuration of upstream's ``llmapi`` model, whose clients are kept. It has
     the name ``tensorrt_llm`` and takes text, so a model with its tensors gets that name and the
     engine gets another one.
     """
     config = ModelYaml.read(options.model_yaml) if options.model_yaml else ModelYaml()
     gpus, count = options.gpu_device_ids or "", 1
-    if upstreams:
-        gpus = gpus or values_of(upstreams).get("gpu_device_ids", "")
-        count = instances_of(upstreams)
+    if llmapi:
+        gpus = gpus or values_of(llmapi).get("gpu_device_ids", "")
+        count = instances_of(llmapi)
     count = max(count, len(gpus.split(";")))
     gpus_of(gpus, 0, count)
-    name = BEHIND if upstreams else ENGINE.name
+    name = BEHIND if llmapi else ENGINE.name
     tokenizer = str(options.tokenizer_dir.absolute())
-    engine = dict(PARAMETERS[ENGINE.name]) | {"engine": "llm_api", "model_dir": tokenizer}
-    engine |= {"gpu_device_ids": gpus, "max_batch": "0"}
     copies = {f"{name}/1/model.yaml": options.model_yaml} if options.model_yaml else {}
-    engine["model_yaml"] = next(iter(copies), "")
-    for key, argument in (("max_batch", "max_batch_size"), ("max_sequence_tokens", "max_seq_len")):
-        engine[key] = str(config.arguments.get(argument) or engine[key])
-    text = dict(PARAMETERS[BLS.name]) | {
+    engine = {
+        **PARAMETERS[ENGINE.name],
+        "engine": "llm_api",
+        "model_dir": tokenizer,
+        "model_yaml": next(iter(copies), ""),
+        "gpu_device_ids": gpus,
+        "max_batch": str(config.arguments.get("max_batch_size") or 0),
+    }
+    if longest := config.arguments.get("max_seq_len"):
+        engine["max_sequence_tokens"] = str(longest)
+    text = {
+        **PARAMETERS[BLS.name],
         "tokenizer_dir": tokenizer,
         "tensorrt_llm_model_name": name,
         "decoupled": str(options.decoupled).lower(),
     }
     parameters = {name: engine, BLS.name: text}
-    if upstreams:
-        streams = str(config.decoupled).lower()
+    if llmapi:
         parameters[LLMAPI.name] = text | {
             "tensors": "llmapi",
-            "decoupled": streams,
+            "decoupled": str(config.decoupled).lower(),
             "accumulate_tokens": "true",  # each response has the text so far
             "exclude_input_in_output": "false",  # an answer in one piece begins with the prompt
         }
@@ -320,8 +320,8 @@ def plan_llm_api(options: ConfigureOptions, upstreams: Any = None) -> Repository
         if model == ENGINE.name and key in engine:
             model = name
         if model not in parameters:
-            known = ", ".join(parameters)
-            raise SettingsError(f"--set {override}: no such model; there are {known}")
+            there = f"there are {', '.join(parameters)}"
+            raise SettingsError(f"--set {override}: no such model; {there}")
         check(ENGINE.name if model == name else BLS.name, key, override.value)
         parameters[model][key] = override.value
     if options.check:
@@ -333,20 +333,20 @@ def plan_llm_api(options: ConfigureOptions, upstreams: Any = None) -> Repository
     configs[name].instance_group[0].count = count
     configs[BLS.name].instance_group[0].count = options.bls_instances
     code = {name: ENGINE.name}
-    if upstreams:
+    if llmapi:
         configs[LLMAPI.name] = model_config(LLMAPI, parameters[LLMAPI.name], max_batch_size=0)
         code[LLMAPI.name] = BLS.name
-    lines = []
+    notes = []
     if count == 1:  # several instances do without MPI
-        sizes = (f"{kind}_parallel_size" for kind in ("tensor", "pipeline"))
-        ranks = math.prod(int(config.arguments.get(size) or 1) for size in sizes)
+        tensor_parallel = int(config.arguments.get("tensor_parallel_size") or 1)
+        ranks = tensor_parallel * int(config.arguments.get("pipeline_parallel_size") or 1)
         serve = f"trtllm-bls serve --model-repository {shlex.quote(str(options.out.absolute()))}"
         launch = f"mpirun --allow-run-as-root -n {ranks} trtllm-llmapi-launch {serve}"
-        lines.append(f"if the load ends with MPI_ERR_SPAWN: {launch}")
+        notes.append(f"if the load ends with MPI_ERR_SPAWN: {launch}")
         if ranks > 1:
-            each = "srun -N MACHINES --ntasks-per-node=GPUS_OF_EACH --mpi=pmix"
-            lines.append(f"on several machines: {each} trtllm-llmapi-launch {serve}")
-    return Repository(configs, Launch((name,)), tuple(lines), code, copies)
+            srun = "srun -N MACHINES --ntasks-per-node=GPUS_OF_EACH --mpi=pmix"
+            notes.append(f"on several machines: {srun} trtllm-llmapi-launch {serve}")
+    return Repository(configs, Launch((name,)), tuple(notes), code, copies)
 
 
 # --- the files -------------------------------------------------------------------------------
@@ -363,12 +363,14 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         raise SettingsError(f"--out {out}: is not empty; add --force to replace its models")
     names = {DRAFT, *(model.name for model in MODELS), *repository.configs}
     replaced = {out / name for name in names}
-    deleted = {directory.resolve() for directory in replaced}
+    used = list[str]()
     for config in repository.configs.values():
-        named = [values_of(config).get(key, "") for key in ("gpt_model_path", "tokenizer_dir")]
-        for used in filter(None, (*named, *map(str, repository.copies.values()))):
-            if any(Path(used).resolve().is_relative_to(each) for each in deleted):
-                raise SettingsError(f"--force: would delete {used}; choose another --out")
+        values = values_of(config)
+        used += [values.get("gpt_model_path", ""), values.get("tokenizer_dir", "")]
+    for place in filter(None, (*used, *map(str, repository.copies.values()))):
+        path = Path(place).resolve()
+        if any(path.is_relative_to(directory.resolve()) for directory in replaced):
+            raise SettingsError(f"--force: would delete {place}; choose another --out")
     for directory in replaced:
         shutil.rmtree(directory, ignore_errors=True)
     for name, config in repository.configs.items():
@@ -387,11 +389,11 @@ def write(repository: Repository, out: Path, force: bool) -> None:
 
 
 def _engines(options: ConfigureOptions) -> dict[str, EngineDir]:
-    places = {ENGINE.name: ("--engine-dir", options.engine_dir)}
-    if options.draft_engine_dir is not None:
-        places[DRAFT] = ("--draft-engine-dir", options.draft_engine_dir)
-    engines = {name: cpp.read_engine(*place, options.check) for name, place in places.items()}
-    rows, target = options.max_num_tokens, engines[ENGINE.name]
+    target = cpp.read_engine("--engine-dir", options.engine_dir, options.check)
+    engines = {ENGINE.name: target}
+    if (draft := options.draft_engine_dir) is not None:
+        engines[DRAFT] = cpp.read_engine("--draft-engine-dir", draft, options.check)
+    rows = options.max_num_tokens
     if rows is not None:
         if target.max_step_tokens not in (None, rows):
             what = f"the engine was built for {target.max_step_tokens}"
@@ -425,27 +427,28 @@ def _parameters(
         values[name] |= {"decoupled": text, "exclude_input_in_output": text}
     if DRAFT in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
-    for named, override in _overrides(options):
+    for source, override in _overrides(options):
         model, key, value = override.model, override.parameter, override.value
         if model not in values:
             mend = f"; --draft-engine-dir adds {DRAFT}" if model == DRAFT else ""
-            raise SettingsError(f"{named}: no such model; there are {', '.join(values)}{mend}")
+            raise SettingsError(f"{source}: no such model; there are {', '.join(values)}{mend}")
         try:
             if model in engines and key != "decoupled":
                 check_backend(key, value, version)
             else:
                 check(ENGINE.name if model in engines else model, key, value)
         except SettingsError as error:
-            raise SettingsError(f"{named}: {error}") from None
+            raise SettingsError(f"{source}: {error}") from None
         values[model][key] = value
     for name, engine in engines.items():
         for misfit in cpp.misfits(name, engine, values[name]):
             raise misfit
         values[name] = cpp.engine_facts(engine, version, values[name]) | values[name]
-    source = values[BLS.name]["draft_source"]
-    if DRAFT in engines or source != "off":
-        asked = f"--set {BLS.name}.draft_source={source}"
-        named = "--draft-engine-dir" if DRAFT in engines else asked
-        cpp.check_target(named, engines[ENGINE.name], values[ENGINE.name])
+    draft_source = values[BLS.name]["draft_source"]
+    if DRAFT in engines or draft_source != "off":
+        source = f"--set {BLS.name}.draft_source={draft_source}"
+        if DRAFT in engines:
+            source = "--draft-engine-dir"
+        cpp.check_target(source, engines[ENGINE.name], values[ENGINE.name])
         cpp.check_drafting(engines, values, version)
     return values

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.bundled import REPOSITORY
-from trtllm_bls.configure.engine_dir import EngineDir, engine_facts, models_for, read_engine
+from trtllm_bls.configure import engine_dir as cpp
 from trtllm_bls.configure.pbtxt import FORMAT, STEPS, model_config
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.cpp_backend import Version, check_backend, parse_version
@@ -35,7 +36,6 @@ from trtllm_bls.settings.model_config import dtype_of, read_config, values_of
 from trtllm_bls.settings.parameters import FORMAT_VERSION, WRITTEN_BY, check
 from trtllm_bls.wire.contract import BLS, ENGINE, ENSEMBLE, LLMAPI, MODELS, Model
 
-CPP_BACKEND = "tensorrtllm"
 _STEPS = [model.name for model in STEPS]
 # The first 16 digits of the SHA-256 of every model.py that versions before 0.3.0 wrote.
 with Path(__file__).with_name("model_files.csv").open(encoding="utf-8") as _file:
@@ -118,14 +118,14 @@ def replace_file(path: Path, text: str) -> None:
 
 def names_of(texts: tuple[str, ...]) -> dict[str, str]:
     """``NAME=MODEL`` of ``--map``; raises ``SettingsError``."""
-    found = {}
+    names = {}
     known = [model.name for model in MODELS]
     for text in texts:
         name, _, model = text.partition("=")
         if not name or model not in known:
             raise SettingsError(f"--map {text}: write NAME=MODEL; models: {', '.join(known)}")
-        found[name] = model
-    return found
+        names[name] = model
+    return names
 
 
 # --- which model it is ------------------------------------------------------------------------
@@ -151,11 +151,12 @@ def names_gone(code: Path) -> Iterator[str]:
             module = getattr(node, "module", None)
             for alias in node.names:
                 name = f"{module}.{alias.name}" if module else alias.name
-                if name.partition(".")[0] == "trtllm_bls":
-                    try:
-                        pkgutil.resolve_name(name)
-                    except (ImportError, AttributeError):
-                        yield name
+                if name.partition(".")[0] != "trtllm_bls":
+                    continue
+                try:
+                    pkgutil.resolve_name(name)
+                except (ImportError, AttributeError):
+                    yield name
 
 
 def needs_upgrade(repository: Path) -> str:
@@ -177,8 +178,9 @@ def is_ours(repository: Path) -> bool:
 
 @dataclass
 class Upgrade:
-    """The files to write, what the user is told, and what is lost."""
+    """Of a repository: the files to write, what the user is told, and what is lost."""
 
+    repository: Path
     files: dict[Path, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
@@ -186,42 +188,43 @@ class Upgrade:
 
 def plan_upgrade(repository: Path, names: Mapping[str, str], release: Version | None) -> Upgrade:
     """What brings a repository to today's form. Raises ``SettingsError``."""
-    plan, configs = Upgrade(), _read(repository, names)
-    roles = _roles(plan, repository, configs, names)
+    plan, configs = Upgrade(repository), _read(repository, names)
+    roles = _roles(plan, configs, names)
     engines = {}
     for name, config in configs.items():
-        if config.backend == CPP_BACKEND and (place := values_of(config).get("gpt_model_path")):
-            engines[name] = read_engine(f"{name}: gpt_model_path", Path(place), check=False)
+        if config.backend == cpp.CPP_BACKEND and (place := values_of(config).get("gpt_model_path")):
+            engines[name] = cpp.read_engine(f"{name}: gpt_model_path", Path(place), check=False)
     if engines:
-        told = values_of(configs[BLS.name]) if BLS.name in configs else {}
-        target = engines.get(told.get("tensorrt_llm_model_name", ENGINE.name))
+        text_values = values_of(configs[BLS.name]) if BLS.name in configs else {}
+        target = engines.get(text_values.get("tensorrt_llm_model_name", ENGINE.name))
         release = release or (target.release() if target else None)
         if release is None:
             why = "the engine is not here, so tensors of the C++ backend stay as they are"
             plan.notes.append(f"{why}; --version names TensorRT-LLM's release")
     for name, role in roles.items():
-        old, wanted = configs[name], model_config_pb2.ModelConfig()
-        wanted.CopyFrom(old)
+        old, new = configs[name], model_config_pb2.ModelConfig()
+        new.CopyFrom(old)
         models = _models(old, bool(engines), release)
         if values_of(old).get("tensors") == "llmapi":
             models[role] = LLMAPI
         if role in models:
-            called = zip(_STEPS, old.ensemble_scheduling.step, strict=False)
-            steps = [replace(models[each], name=step.model_name) for each, step in called]
+            calls = zip(_STEPS, old.ensemble_scheduling.step, strict=False)
+            steps = [replace(models[model], name=step.model_name) for model, step in calls]
             model = replace(models[role], name=name)
-            _add_tensors(plan, wanted, model_config(model, {}, steps, old.max_batch_size))
-        _add_parameters(plan, repository, wanted, role, engines.get(name), release)
+            _add_tensors(plan, new, model_config(model, {}, steps, old.max_batch_size))
+        _add_parameters(plan, new, role, engines.get(name), release)
         path = repository / name / "config.pbtxt"
         text = path.read_text(encoding="utf-8")
         is_todays = values_of(old).get(FORMAT_VERSION) == FORMAT[FORMAT_VERSION]
-        if not is_todays or edited(text, wanted) != text:
+        if not is_todays or edited(text, new) != text:
             for key, value in FORMAT.items():
-                wanted.parameters[key].string_value = value
-            plan.files[path] = edited(text, wanted)
-        todays_code = (REPOSITORY / role / "1" / "model.py") if old.backend == "python" else None
-        for code in sorted((repository / name).glob("[0-9]*/model.py")):
-            if todays_code and code.read_bytes() != todays_code.read_bytes():
-                plan.files[code] = todays_code.read_text(encoding="utf-8")
+                new.parameters[key].string_value = value
+            plan.files[path] = edited(text, new)
+        source = REPOSITORY / role / "1" / "model.py"
+        codes = sorted((repository / name).glob("[0-9]*/model.py"))
+        for code in codes if old.backend == "python" else ():
+            if code.read_bytes() != source.read_bytes():
+                plan.files[code] = source.read_text(encoding="utf-8")
     return plan
 
 
@@ -243,26 +246,26 @@ def _read(repository: Path, names: Mapping[str, str]) -> dict[str, Any]:
     return configs
 
 
-def _roles(
-    plan: Upgrade, repository: Path, configs: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, str]:
+def _roles(plan: Upgrade, configs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
     """Which of this package's models each one is, by name; others are left out."""
     roles = {}
     for name, config in configs.items():
-        codes = sorted((repository / name).glob("[0-9]*/model.py"))
-        written = [model_of(code) for code in codes]
-        gone = [each for code in codes for each in names_gone(code)]
-        if config.backend == CPP_BACKEND:
+        codes = sorted((plan.repository / name).glob("[0-9]*/model.py"))
+        models = [model_of(code) for code in codes]
+        missing = list(chain.from_iterable(map(names_gone, codes)))
+        if config.backend == cpp.CPP_BACKEND:
             roles[name] = ENGINE.name
         elif name in names:
             roles[name] = names[name]
-            if None in written:
+            if None in models:
                 plan.losses.append(f"{name}: its own model.py, which --map replaces")
-        elif written and None not in written:
-            roles[name] = str(written[0])
-        elif gone:
+        elif models and None not in models:
+            roles[name] = str(models[0])
+        elif missing:
             what = "its model.py is not as any version wrote it, so it stays"
-            plan.losses.append(f"{name}: {what}; it imports {', '.join(gone)}, not here any more")
+            plan.losses.append(
+                f"{name}: {what}; it imports {', '.join(missing)}, not here any more"
+            )
         elif name in {model.name for model in MODELS} and config.backend == "python":
             what = "its model.py is not as any version wrote it, so the model stays as it is"
             plan.notes.append(f"{name}: {what}; --map {name}={name} replaces it")
@@ -272,87 +275,83 @@ def _roles(
     return roles
 
 
-def _models(config: Any, cpp: bool, release: Version | None) -> dict[str, Model]:
+def _models(config: Any, has_engines: bool, release: Version | None) -> dict[str, Model]:
     """Tensors as they are today, by model; without those that an unknown release decides."""
-    if not cpp:
+    if not has_engines:
         return {model.name: model for model in MODELS}
     if release is None:
         return {BLS.name: BLS}
     types = {tensor.name: dtype_of(tensor) for tensor in config.output}
-    return models_for(release, types.get("generation_logits", "FP32"))
+    return cpp.models_for(release, types.get("generation_logits", "FP32"))
 
 
-def _add_tensors(plan: Upgrade, wanted: Any, todays: Any) -> None:
+def _add_tensors(plan: Upgrade, config: Any, todays: Any) -> None:
     """Inputs, outputs and an ensemble's wires as they are today."""
     for side in ("input", "output"):
         known = {tensor.name for tensor in getattr(todays, side)}
-        for tensor in getattr(wanted, side):
+        for tensor in getattr(config, side):
             if tensor.name not in known:
-                plan.losses.append(f"{wanted.name}: {side} {tensor.name}")
-        wanted.ClearField(side)
-        getattr(wanted, side).extend(getattr(todays, side))
-    for step, now in zip(
-        wanted.ensemble_scheduling.step, todays.ensemble_scheduling.step, strict=False
-    ):
-        for maps in ("input_map", "output_map"):
-            mapped, known = getattr(step, maps), getattr(now, maps)
-            gone = sorted(key for key, wire in mapped.items() if known.get(key) != wire)
-            plan.losses += [f"{wanted.name}: {step.model_name}.{key} from another" for key in gone]
-            mapped.clear()
-            mapped.update(known)
-    batches = wanted if wanted.HasField("dynamic_batching") else todays
-    if FORMAT_VERSION not in wanted.parameters and batches.HasField("dynamic_batching"):
-        wanted.dynamic_batching.CopyFrom(batches.dynamic_batching)  # 0.1.0 wrote none
+                plan.losses.append(f"{config.name}: {side} {tensor.name}")
+        config.ClearField(side)
+        getattr(config, side).extend(getattr(todays, side))
+    steps = config.ensemble_scheduling.step
+    for step, todays_step in zip(steps, todays.ensemble_scheduling.step, strict=False):
+        for side in ("input_map", "output_map"):
+            wires, todays_wires = getattr(step, side), getattr(todays_step, side)
+            for key, wire in sorted(wires.items()):
+                if todays_wires.get(key) != wire:
+                    plan.losses.append(f"{config.name}: {step.model_name}.{key} from another")
+            wires.clear()
+            wires.update(todays_wires)
+    is_missing = todays.HasField("dynamic_batching") and not config.HasField("dynamic_batching")
+    if is_missing and FORMAT_VERSION not in config.parameters:  # 0.1.0 wrote none
+        config.dynamic_batching.CopyFrom(todays.dynamic_batching)
 
 
 def _add_parameters(
-    plan: Upgrade,
-    repository: Path,
-    wanted: Any,
-    role: str,
-    engine: EngineDir | None,
-    release: Version | None,
+    plan: Upgrade, config: Any, role: str, engine: cpp.EngineDir | None, release: Version | None
 ) -> None:
     """Parameters as they are spelled today; paths inside the repository become relative."""
-    for key, value in values_of(wanted).items():
+    for key, value in values_of(config).items():
         new = _SPELLED_ANEW.get((key, value.lower()), value)
         if key in _PATHS and role != ENSEMBLE.name and new:
-            new = _inside(plan, repository, wanted.name, key, new)
+            new = _inside(plan, config.name, key, new)
         try:
-            if wanted.backend == CPP_BACKEND:
+            if config.backend == cpp.CPP_BACKEND:
                 check_backend(key, new, release)
             else:
                 check(role, key, new)
-            wanted.parameters[key].string_value = new
+            config.parameters[key].string_value = new
         except SettingsError as error:
             if key not in _GONE:
-                plan.losses.append(f"{wanted.name}.{key}={value}: {error}")
-            del wanted.parameters[key]
-    values = values_of(wanted)
+                plan.losses.append(f"{config.name}.{key}={value}: {error}")
+            del config.parameters[key]
+    values = values_of(config)
     if engine is not None and release is not None and engine.version:
-        for key, value in engine_facts(engine, release, values).items():
-            wanted.parameters[key].string_value = values.get(key, value)
+        for key, value in cpp.engine_facts(engine, release, values).items():
+            config.parameters[key].string_value = values.get(key, value)
 
 
-def _inside(plan: Upgrade, repository: Path, name: str, key: str, value: str) -> str:
+def _inside(plan: Upgrade, name: str, key: str, value: str) -> str:
     """A path of a parameter. ``model.yaml`` is copied in, so that the repository is whole."""
-    path, root = Path(os.path.abspath(repository / value)), Path(os.path.abspath(repository))
+    root = Path(os.path.abspath(plan.repository))
+    path = Path(os.path.abspath(root / value))
     if path.is_relative_to(root):
         return str(path.relative_to(root))
     if key != "model_yaml":
         return value
-    copy = repository / name / "1" / "model.yaml"
+    copy = plan.repository / name / "1" / "model.yaml"
     try:
         plan.files[copy] = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = f"{name}: {key}={value} cannot be read ({error})"
-        plan.losses.append(f"{what}; copy it to {copy.relative_to(repository)}")
-    return str(copy.relative_to(repository))
+        plan.losses.append(f"{what}; copy it to {copy.relative_to(plan.repository)}")
+    return str(copy.relative_to(plan.repository))
 
 
 # --- a configuration, edited as text ----------------------------------------------------------
 
-_TOKEN = re.compile(
+TOKEN = re.compile(
     r"""\s+|#[^\n]*|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?|[][{}<>:;,]|[^][{}<>:;,\s"'#]+"""
 )
 
@@ -360,32 +359,33 @@ _TOKEN = re.compile(
 def edited(text: str, wanted: Any) -> str:
     """A ``config.pbtxt`` that means ``wanted``. What means the same keeps its words and its place,
     and every comment stays."""
-    todo = dict(_elements(wanted, Counter()))
+    missing = dict(_elements(wanted, Counter()))
     seen: Counter[str] = Counter()
     pieces = [""]
-    last: dict[str, int] = {}
-    for piece in _pieces(text):
+    last_of_kind: dict[str, int] = {}
+    for piece in pieces_of(text):
         part = text_format.Parse(piece, model_config_pb2.ModelConfig(), allow_unknown_field=True)
         elements = dict(_elements(part, seen))
-        if any(todo.get(name) != spelled for name, spelled in elements.items()):
-            comments = [t + "\n" for t in _TOKEN.findall(piece) if t.startswith("#")]
-            piece = "".join([*comments, *(todo.get(name, "") for name in elements)])
+        if any(missing.get(name) != words for name, words in elements.items()):
+            comments = [token + "\n" for token in TOKEN.findall(piece) if token[0] == "#"]
+            piece = "".join([*comments, *(missing.get(name, "") for name in elements)])
         for name in elements:
-            todo.pop(name, None)
-            last[name[0]] = len(pieces)
+            missing.pop(name, None)
+            last_of_kind[name[0]] = len(pieces)
         pieces.append(piece)
-    for (kind, _), spelled in todo.items():
-        place = last.get(kind, len(pieces) - 1)
+    for (kind, _), words in missing.items():
+        place = last_of_kind.get(kind, len(pieces) - 1)
         line_end = "" if pieces[place][-1:] in ("", "\n") else "\n"
-        pieces[place] += line_end + spelled
+        pieces[place] += line_end + words
     return "".join(pieces)
 
 
 def _elements(config: Any, seen: Counter[str]) -> Iterator[tuple[tuple[str, Any], str]]:
     """Each field, or each element of one that repeats, with its words. Tensors and parameters are
     known by their names, other elements by their place; ``seen`` counts them."""
-    for each, value in config.ListFields():
-        kind, make = each.name, model_config_pb2.ModelConfig
+    make = model_config_pb2.ModelConfig
+    for descriptor, value in config.ListFields():
+        kind = descriptor.name
         if kind == "parameters":
             parts = [(key, make(parameters={key: value[key]})) for key in sorted(value)]
         elif isinstance(value, str) or not hasattr(value, "__len__"):
@@ -399,11 +399,12 @@ def _elements(config: Any, seen: Counter[str]) -> Iterator[tuple[tuple[str, Any]
             yield (kind, name), text_format.MessageToString(part)
 
 
-def _pieces(text: str) -> Iterator[str]:
+def pieces_of(text: str) -> Iterator[str]:
     """The text cut before each field; comments stand with the field that they precede or share a
     line with."""
-    cuts, depth, named, done = [0], 0, False, False  # inside a field; behind its value
-    for match in _TOKEN.finditer(text):
+    cuts, depth = [0], 0
+    named, done = False, False  # behind a field's name; behind its value
+    for match in TOKEN.finditer(text):
         token = match.group()
         if token[0].isspace() or token[0] == "#":
             if done and "\n" in token:
@@ -427,4 +428,6 @@ def _pieces(text: str) -> Iterator[str]:
             if done:
                 cuts.append(match.start())
             done, named = False, True
-    yield from (text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True) if a < b)
+    for begin, end in pairwise([*cuts, len(text)]):
+        if begin < end:
+            yield text[begin:end]

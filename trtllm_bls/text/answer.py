@@ -76,13 +76,13 @@ class Answer:
 
         A request that does not stream has one chunk per sequence, at the sequence's end.
         """
-        fed: dict[int, SequenceText] = {}
+        changed: dict[int, SequenceText] = {}
         for chunk in chunks:
             sequence = self.sequences[chunk.sequence_index]
             if sequence.ending is not None:
                 continue  # it ended by count, and the engine only confirms that
             sequence.feed(chunk)
-            fed[chunk.sequence_index] = sequence
+            changed[chunk.sequence_index] = sequence
             self.begun = True
             if sequence.ending is not None and not chunk.final:
                 # Will the engine end by itself? It counts to ``max_tokens``, too. It knows the end
@@ -90,27 +90,27 @@ class Answer:
                 reason = sequence.ending.finish_reason
                 unknown = reason is FinishReason.END_ID and self._request.sampling.min_tokens
                 self._engine_works_on |= reason is FinishReason.STOP or bool(unknown)
-        return self._emitted(fed.values())
+        return self._emit(changed.values())
 
     def end(self, reason: FinishReason) -> list[TextChunk]:
         """The last chunk of each sequence that has not ended, with what there is."""
         unended = [sequence for sequence in self.sequences if sequence.ending is None]
         for sequence in unended:
             sequence.feed(EngineChunk(token_ids=(), final=True, finish_reason=reason))
-        return self._emitted(unended)
+        return self._emit(unended)
 
-    def _emitted(self, sequences: Iterable[SequenceText]) -> list[TextChunk]:
-        emitted = []
+    def _emit(self, sequences: Iterable[SequenceText]) -> list[TextChunk]:
+        chunks = []
         for sequence in sequences:
             if sequence.ending is not None:
-                self.done = all([each.ending is not None for each in self.sequences])
+                self.done = all([sequence.ending is not None for sequence in self.sequences])
                 self.must_cancel = self.done and self._engine_works_on
             elif not self._request.stream:
                 continue
             chunk = sequence.emit(self._request.stream_interval)
             if chunk is not None:
-                emitted.append(chunk)
-        return emitted
+                chunks.append(chunk)
+        return chunks
 
 
 class SequenceText:
@@ -216,12 +216,11 @@ class SequenceText:
 
         ``least_tokens``: wait for so many, unless it is the first or the sequence has ended.
         """
-        least_tokens = least_tokens if self._has_emitted else 0
         text, request = "".join(self._text), self._request
-        if self.ending is None and (
-            self._new_tokens < least_tokens or not (text or self._new_context)
-        ):
-            return None
+        if self.ending is None:
+            must_wait = self._has_emitted and self._new_tokens < least_tokens
+            if must_wait or not (text or self._new_context):
+                return None
         self._text.clear()
         self._new_tokens, self._new_context, self._has_emitted = 0, False, True
         chunk = self._next
@@ -230,9 +229,9 @@ class SequenceText:
         chunk.text, chunk.ending = text, self.ending
         if self._drafted:
             begin, end = self._released - len(text), self._released
-            inside = [(max(a, begin), min(b, end)) for a, b in self._drafted if a < end]
-            chunk.drafted = tuple([(a - begin, b - begin) for a, b in inside])
-            self._drafted = [part for part in self._drafted if part[1] > end]
+            spans = [(a - begin, b - begin) for a, b in self._drafted if a < end]
+            chunk.drafted = tuple([(max(a, 0), min(b, len(text))) for a, b in spans])
+            self._drafted = [span for span in self._drafted if span[1] > end]
         if self._rules.accumulate:
             self._accumulated += text
             chunk.text = self._accumulated

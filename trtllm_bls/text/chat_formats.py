@@ -30,7 +30,7 @@ class ToolFormat:
     ``bare``: a text that begins with it may be a call without a marker.
     ``opening``: what an answer that calls a tool at once begins with, where it is not a marker.
     ``special``: the markers are special tokens, which the text has to keep.
-    ``written``: the language of the arguments.
+    ``language``: of the arguments.
 
     Patterns of XML: ``key`` precedes a value, and its group ``key`` is the key; its group
     ``string``, else the tool's schema, tells whether the value is one. ``value_end``
@@ -46,7 +46,7 @@ class ToolFormat:
     opening: tuple[str, ...] = ()
     special: bool = False
     id_length: int = 64
-    written: Literal["json", "xml", "python", "gemma"] = "json"
+    language: Literal["json", "xml", "python", "gemma"] = "json"
     key: str = ""
     value_end: str = ""
     end: str = ""
@@ -104,7 +104,7 @@ TOOL_FORMATS = {
         noise=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>", "</｜DSML｜ calls>"),
         header=rf'<｜DSML｜ ?invoke name="{_NAME}"(?:>|(?=/>))',
         special=True,
-        written="xml",
+        language="xml",
         key=r'<｜DSML｜ ?parameter name="(?P<key>[^"<>\n]{1,256})"'
         r'(?: string="(?P<string>true|false)")?>',
         value_end=rf"</｜DSML｜ ?parameter>(?={_GAP}</?｜DSML｜ ?(?:parameter name=|invoke>))",
@@ -115,7 +115,7 @@ TOOL_FORMATS = {
         begin=("<tool_call>",),
         noise=("</tool_call>",),
         header=rf"<tool_call>{_GAP}{_NAME}{_GAP}(?=<arg_key>|</tool_call>)",
-        written="xml",
+        language="xml",
         key=rf"<arg_key>(?P<key>[^<>\n]{{1,256}})</arg_key>{_GAP}<arg_value>",
         value_end=rf"</arg_value>(?={_GAP}<(?:arg_key>|/tool_call>))",
         end="</tool_call>",
@@ -126,7 +126,7 @@ TOOL_FORMATS = {
         noise=("</minimax:tool_call>",),
         header=rf'<invoke name="{_NAME}">',
         special=True,
-        written="xml",
+        language="xml",
         key=r'<parameter name="(?P<key>[^"<>\n]{1,256})">',
         value_end=rf"</parameter>(?={_GAP}<(?:parameter name=|/invoke>))",
         end="</invoke>",
@@ -136,7 +136,7 @@ TOOL_FORMATS = {
         begin=("<tool_call>", "<function="),
         noise=("</tool_call>",),
         header=r"<function=(?P<name>[^<>\s]{1,256})>",
-        written="xml",
+        language="xml",
         key=r"<parameter=(?P<key>[^<>\n]{1,256})>(?:\n|(?=[^\n]))",
         # The model forgets the end of a value at times.
         value_end=rf"\n?</parameter>(?={_GAP}<(?:parameter=|/function>))"
@@ -160,7 +160,7 @@ TOOL_FORMATS = {
         noise=("<tool_call|>", "<|tool_response>"),
         header=rf"<\|tool_call>{_GAP}call:{_NAME}{_GAP}(?=\{{)",
         special=True,
-        written="gemma",
+        language="gemma",
     ),
     "pythonic": ToolFormat(
         mark=r"\[func_name1\(",
@@ -169,7 +169,7 @@ TOOL_FORMATS = {
         header=r"(?P<name>[^\W\d][\w.-]{0,255})\(",
         bare="[",
         special=True,
-        written="python",
+        language="python",
     ),
     "hermes": ToolFormat(mark="<tool_call>", begin=("<tool_call>",), noise=("</tool_call>",)),
     "mistral": ToolFormat(
@@ -207,9 +207,10 @@ REASONING_TAGS = {
 def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
     """The names of the tool format and the reasoning tags that a chat template has."""
     template = chat_template or ""
-    tools = (name for name, each in TOOL_FORMATS.items() if re.search(each.mark, template, re.S))
-    tags = (name for name, each in REASONING_TAGS.items() if (each.mark or each.end) in template)
-    return next(tools, None), next(tags, None)
+    formats, families = TOOL_FORMATS.items(), REASONING_TAGS.items()
+    tools = (name for name, format in formats if re.search(format.mark, template, re.S))
+    reasoning = (name for name, tags in families if (tags.mark or tags.end) in template)
+    return next(tools, None), next(reasoning, None)
 
 
 def forced_calls(
@@ -221,23 +222,22 @@ def forced_calls(
     ``tools``: as in OpenAI's API, with one of that name. ``parallel``: several calls are allowed.
     """
     calls, parameters = [], {}
-    for function in (tool["function"] for tool in tools):
-        name_of = function["name"]
-        if name not in (None, name_of):
+    for tool in tools:
+        function = tool["function"]
+        if name not in (None, function["name"]):
             continue
-        place = f"#/$defs/{name_of}"
+        place = f"#/$defs/{function['name']}"
         # Arguments are an object, also where the schema does not say so. References inside it start
         # at its own root, which is moved.
-        given = {"type": "object", **(function.get("parameters") or {"properties": {}})}
-        parameters[name_of] = _moved(given, place)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": name_of}, "arguments": {"$ref": place}},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+        arguments = {"type": "object", **(function.get("parameters") or {"properties": {}})}
+        parameters[function["name"]] = _moved(arguments, place)
+        call = {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        calls.append(call)
     schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": parameters}
     if name is not None or not parallel:
         schema["maxItems"] = 1

@@ -87,15 +87,15 @@ def check_event(event: Mapping[str, Any]) -> None:
     if len(event) != 1:
         raise TrtllmBlsError(f"an event of chat has one kind, not {sorted(event)!r:.200}")
     ((kind, value),) = event.items()
-    wanted = {**dict.fromkeys(_TEXTS, str), "annotation": Mapping, "call": Mapping}.get(kind)
-    if wanted is None:
+    value_types = {**dict.fromkeys(_TEXTS, str), "annotation": Mapping, "call": Mapping}
+    if kind not in value_types:
         kinds = "text, reasoning, refusal, annotation and call"
         raise TrtllmBlsError(f"{kind!r:.80} is no event of chat; there are {kinds}")
-    if not isinstance(value, wanted):
+    if not isinstance(value, value_types[kind]):
         raise TrtllmBlsError(f"the event {kind} of chat is a {type(value).__name__}")
-    names = ("id", "name", "arguments") if kind == "call" else ()
-    if wrong := [name for name in names if not isinstance(value.get(name), str)]:
-        raise TrtllmBlsError(f"the event call of chat has no text called {wrong[0]}")
+    for name in ("id", "name", "arguments") if kind == "call" else ():
+        if not isinstance(value.get(name), str):
+            raise TrtllmBlsError(f"the event call of chat has no text called {name}")
     try:
         json.dumps(event, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
@@ -114,19 +114,19 @@ class EventParser:
 
     def feed(self, text: str, end: bool = False) -> list[ChatEvent]:
         """The events of whole lines."""
-        found: list[ChatEvent] = []
+        events: list[ChatEvent] = []
         for part in itertools.chain.from_iterable(map(json.loads, text.splitlines())):
             ((kind, value),) = part.items()
             if kind in _TEXTS:
-                found.append(_TEXTS[kind](value))
+                events.append(_TEXTS[kind](value))
             elif kind == "annotation":
-                found.append(Annotation(value))
+                events.append(Annotation(value))
             else:
                 self.has_calls, index = True, self._num_calls
                 self._num_calls += 1
-                found.append(ToolCall(index, value["id"], value["name"]))
-                found.append(Arguments(index, value["arguments"]))
-        return found
+                events.append(ToolCall(index, value["id"], value["name"]))
+                events.append(Arguments(index, value["arguments"]))
+        return events
 
 
 _BLANKS, _CLOSED = re.compile(r"\s*"), re.compile(r"[}\s]*")
@@ -172,12 +172,6 @@ def _compiled(pattern: str) -> Any:
     return regex.compile(pattern)
 
 
-def _starting(markers: tuple[str, ...], text: str, at: int) -> str:
-    """Whether a marker begins there, of which more may have to come."""
-    found = _compiled(_any_of(markers)).match(text, at, partial=True)
-    return "" if found is None else "partial" if found.partial else "whole"
-
-
 @cache
 def _any_of(markers: tuple[str, ...]) -> str:
     return "|".join(map(regex.escape, markers)) or "(?!)"
@@ -219,7 +213,7 @@ class ChatParser:
         self._reading: _Reading | None = None  # of the call
         self._unread = Unread()
         self._blank: list[str] = []  # white space that is text only if more text follows
-        self._held: list[str] = []  # text from a marker on, which is content if no call follows
+        self._candidate: list[str] = []  # text from a marker on: content if no call follows
         self._drops = False  # text between calls is not content
         self._strips = False  # the next text begins a part, without the white space before it
         self._kinds: set[type] = set()  # of the text so far
@@ -232,7 +226,6 @@ class ChatParser:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the answer calls a tool."""
         return self._num_calls > 0
 
     def feed(self, text: str, end: bool = False) -> list[ChatEvent]:
@@ -248,11 +241,10 @@ class ChatParser:
 
     def flush(self) -> list[ChatEvent]:
         """The remaining events of an answer that has ended, perhaps in the middle of a call."""
-        begun = self._call is not None and self._call.begun
-        is_between = self._call is None and self._step in (ChatParser._start, ChatParser._between)
-        if self._call is not None:
-            self._call.give_held()
-            self._tell(self._call, over=True)
+        call, is_between = self._call, self._step in (ChatParser._start, ChatParser._between)
+        if call is not None:
+            call.give_cut_value()
+            self._add_call(call, over=True)
         rest = self._unread.read(len(self._unread.text))
         if self._step == ChatParser._reason:
             self._add_text(Reasoning, rest)
@@ -263,11 +255,13 @@ class ChatParser:
         else:
             if self._step in (ChatParser._start, ChatParser._read_content):
                 self._add_text(Content, rest)
-            elif not begun and (self._held or self._step != ChatParser._between):
-                self._add_text(Content, "".join([*self._held, rest]))
+            elif not (call and call.begun) and (
+                self._candidate or self._step != ChatParser._between
+            ):
+                self._add_text(Content, "".join([*self._candidate, rest]))
             if (blank := "".join(self._blank)) and not self.has_calls:
                 self._events.append(self._text(Content, blank, 0))
-        self._blank, self._held, self._call = [], [], None
+        self._blank, self._candidate, self._call = [], [], None
         self.ended = is_between and not self._events
         return self._drain_events()
 
@@ -286,7 +280,7 @@ class ChatParser:
             self._step, self._strips = ChatParser._reason, True
         elif bare is not None and unread.text.startswith(bare, unread.at):
             self._drops = not bare  # with any other, the text may still be content
-            self._held, self._blank = [] if self._drops else self._blank, []
+            self._candidate, self._blank = [] if self._drops else self._blank, []
             self._step = ChatParser._between
         else:
             self._step = ChatParser._read_content
@@ -304,7 +298,7 @@ class ChatParser:
     def _read_content(self) -> bool:
         if not self._read_until(Content, self._tools.begin):
             return False
-        self._held, self._blank = self._blank, []
+        self._candidate, self._blank = self._blank, []
         self._step = ChatParser._between
         return True
 
@@ -312,7 +306,7 @@ class ChatParser:
         """After a marker or a call: begin the next call or message, or return to content."""
         tools, unread = self._tools, self._unread
         # Models write a brace too many behind a call.
-        is_behind = self._drops and tools.written != "xml"
+        is_behind = self._drops and tools.language != "xml"
         self._hold(unread.skip_blanks(_CLOSED if is_behind else _BLANKS))
         header = unread.match(tools.header)
         if header is None or header.partial:
@@ -326,7 +320,7 @@ class ChatParser:
             elif marker not in tools.noise:
                 self._drops = False
             elif marker in tools.begin:
-                self._drops, self._held = True, []
+                self._drops, self._candidate = True, []
             self._hold(unread.read(unread.at + len(marker)))
             return True
         groups = header.groupdict()
@@ -337,14 +331,14 @@ class ChatParser:
             thinks = groups["channel"] == "analysis" or groups.get("other") is not None
             thinks = thinks and self._reasoning is not None
             self._step = ChatParser._reason if thinks else ChatParser._read_content
-            self._held, self._strips = [], True
+            self._candidate, self._strips = [], True
         else:
             # Arguments in Python are looked at as a whole first: they may be an answer's prose.
-            begun = name is not None and tools.written != "python"
+            begun = name is not None and tools.language != "python"
             self._call = CallReader(tools, name, groups.get("id"), self._schemas, begun, unread)
-            self._reading = _READERS[tools.written](self._call)
+            self._reading = _READERS[tools.language](self._call)
             self._step = ChatParser._read_call
-            self._tell(self._call)
+            self._add_call(self._call)
         return True
 
     def _read_call(self) -> bool:
@@ -356,37 +350,39 @@ class ChatParser:
             over = True
         if not call.begun:
             self._hold(self._unread.text[begin : self._unread.at])
-        self._tell(call, over)
+        self._add_call(call, over)
         if over and not call.begun:
             self._give_up()
         elif over:
-            self._call, self._held = None, []
+            self._call, self._candidate = None, []
             self._drops, self._step = True, ChatParser._between
         return over
 
     # --- helpers ------------------------------------------------------------------------------
 
-    def _read_until(self, kind: type[Content] | type[Reasoning], markers: tuple[str, ...]) -> str:
+    def _read_until(self, kind: type[Content | Reasoning], markers: tuple[str, ...]) -> str:
         """Add the text before the first marker, which is returned and not read.
 
         Without a marker, it is the text that cannot be the beginning of one.
         """
-        found = self._unread.find(_any_of(markers))
-        self._add_text(kind, self._unread.read(found.start() if found else len(self._unread.text)))
-        return "" if found is None or found.partial else str(found[0])
+        marker = self._unread.find(_any_of(markers))
+        self._add_text(
+            kind, self._unread.read(marker.start() if marker else len(self._unread.text))
+        )
+        return "" if marker is None or marker.partial else str(marker[0])
 
     def _hold(self, text: str) -> None:
         if text and not self._drops:
-            self._held.append(text)
+            self._candidate.append(text)
 
     def _give_up(self) -> None:
-        """There is no call: the text held for one is content."""
-        held, self._held, self._call = "".join(self._held), [], None
+        """There is no call: the text that could have been one is content."""
+        text, self._candidate, self._call = "".join(self._candidate), [], None
         self._strips = self._strips or self._drops
         self._drops, self._step = False, ChatParser._read_content
-        self._add_text(Content, held)
+        self._add_text(Content, text)
 
-    def _add_text(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+    def _add_text(self, kind: type[Content | Reasoning], text: str) -> None:
         """Add text, without the white space at its end, which may turn out to be its end."""
         if self._strips:
             self._blank, text = [], text.lstrip()
@@ -398,25 +394,23 @@ class ChatParser:
         if len(solid) < len(text):
             self._blank.append(text[len(solid) :])
 
-    def _text(
-        self, kind: type[Content] | type[Reasoning], text: str, behind: int
-    ) -> Content | Reasoning:
+    def _text(self, kind: type[Content | Reasoning], text: str, behind: int) -> ChatEvent:
         """The event of text that ends so many characters before the one that is read next."""
         end = self._unread.dropped + self._unread.at - behind
         separator = "\n\n" if self._strips and kind in self._kinds else ""
         self._kinds.add(kind)
         return kind(text, (end - len(text), end), self._strips, separator)
 
-    def _tell(self, call: CallReader, over: bool = False) -> None:
+    def _add_call(self, call: CallReader, over: bool = False) -> None:
         """Add the events of what is certain of the call."""
         if call.begun and call.index is None:
             call.index = self._num_calls
             self._begin(call.id, str(call.name))
         if call.index is not None:
-            if text := call.strings.feed("".join(call.given), over):
+            if text := call.strings.feed("".join(call.output), over):
                 self._events.append(Arguments(call.index, text))
                 call.arguments.append(text)
-            call.given.clear()
+            call.output.clear()
             if over and not isinstance(json_value("".join(call.arguments)), dict):
                 self._note_unreadable()
 
@@ -446,9 +440,9 @@ class CallReader:
 
     ``schemas``: by name, the parameters of the tools that may be called; ``None``: they are not
     known. ``begun``: this is a call, and its name is known. ``unread``: the text of the answer.
-    ``given``: JSON of the arguments that nobody has taken yet, ``arguments`` what is told.
-    ``index``: the call's place in the answer, once it is told. ``held``: of a value that is given
-    once it is whole, what there is, and how to give that if no more comes.
+    ``output``: JSON of the arguments that is not in ``arguments``, those of the events so far.
+    ``index``: the call's place in the answer, once there is an event of it. ``value``: of a value
+    that is put out once it is whole, what there is, and how to put that out if no more comes.
     """
 
     tools: ToolFormat
@@ -457,11 +451,11 @@ class CallReader:
     schemas: Mapping[str, Any] | None
     begun: bool
     unread: Unread
-    given: list[str] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
     strings: JsonStrings = field(default_factory=JsonStrings)
     arguments: list[str] = field(default_factory=list)
     index: int | None = None
-    held: tuple[list[str], Callable[[str], str]] | None = None
+    value: tuple[list[str], Callable[[str], str]] | None = None
 
     @property
     def next(self) -> str:
@@ -472,24 +466,24 @@ class CallReader:
         """Read what matches the pattern, behind white space; ``None`` if nothing does."""
         while True:
             self.unread.skip_blanks()
-            found = self.unread.match(pattern)
-            if found is None or not found.partial:
-                self.unread.at = found.end() if found else self.unread.at
-                return found
+            match = self.unread.match(pattern)
+            if match is None or not match.partial:
+                self.unread.at = match.end() if match else self.unread.at
+                return match
             yield
 
     def whole(self, pattern: str, cut: Callable[[str], str]) -> _ReadingMatch:
         """Read up to the pattern's match: the text before it, and the match."""
         parts: list[str] = []
-        self.held = parts, cut
+        self.value = parts, cut
         end = yield from self.until(pattern, parts.append)
-        self.held = None
+        self.value = None
         return "".join(parts), end
 
-    def give_held(self) -> None:
-        """The answer has ended: give what there is of a value."""
-        if self.held is not None and (text := "".join(self.held[0])).strip():
-            self.given.append(self.held[1](text))
+    def give_cut_value(self) -> None:
+        """The answer has ended: put out what there is of a value."""
+        if self.value is not None and (text := "".join(self.value[0])).strip():
+            self.output.append(self.value[1](text))
 
     def until(self, pattern: str, take: Callable[[str], object]) -> _ReadingMatch:
         """Read up to the pattern's match, which is returned; ``take`` gets the text before it."""
@@ -514,10 +508,10 @@ class CallReader:
         open already. ``passes``: it is part of the arguments. ``cut``: what to give of it if no
         more comes.
         """
-        found, quote, escaped = list[str](), "", False
-        self.held = found, cut
+        parts, quote, escaped = list[str](), "", False
+        self.value = parts, cut
         markers = tuple(m for m in (*self.tools.begin, *self.tools.noise) if len(m) > 1)
-        first = {marker[0] for marker in markers}
+        marker_pattern, first = _compiled(_any_of(markers)), {marker[0] for marker in markers}
         while True:
             text, end = self.unread.text, self.unread.at
             over = False
@@ -529,8 +523,8 @@ class CallReader:
                         escaped = not escaped
                     elif char == quote:
                         quote = ""
-                elif char in first and (marker := _starting(markers, text, end - 1)):
-                    end, over = end - 1, marker == "whole"
+                elif char in first and (m := marker_pattern.match(text, end - 1, partial=True)):
+                    end, over = end - 1, not m.partial
                     break
                 elif char in quotes:
                     quote = char
@@ -539,15 +533,15 @@ class CallReader:
                 elif char in ")]}":
                     depth -= 1
                 over = not quote and depth == 0
-            (self.given if passes else found).append(self.unread.read(end))
+            (self.output if passes else parts).append(self.unread.read(end))
             if over:
-                self.held = None
-                return "".join(found)
+                self.value = None
+                return "".join(parts)
             yield
 
     def give_text(self, text: str) -> None:
         """Add to a string of the arguments."""
-        self.given.append(dumped(text)[1:-1])
+        self.output.append(dumped(text)[1:-1])
 
 
 def _read_json(call: CallReader) -> _Reading:
@@ -589,51 +583,51 @@ def _read_json(call: CallReader) -> _Reading:
         elif holds_arguments and not passes:
             # Arguments that are no object: some models write their JSON as a string.
             value = json.loads(text, strict=False)
-            found = value if isinstance(value, str) else text.strip()
-            call.given.append(found if value is not None and found.strip() else "{}")
+            arguments = value if isinstance(value, str) else text.strip()
+            call.output.append(arguments if value is not None and arguments.strip() else "{}")
         if not is_bare:  # a brace that was forgotten is left to what follows
             yield from call.match(r"(?=\S)")
             after = call.unread.read(call.unread.at + 1) if call.next in ",}" else call.next
     if not call.begun or after not in ",}":
         raise ValueError("no call")
     if not has_arguments:
-        call.given.append("{}")
+        call.output.append("{}")
 
 
 def _read_xml(call: CallReader) -> _Reading:
     """Read arguments in tags, for example ``<parameter=key>value</parameter>``, and the end.
 
-    The schemas tell strings from other values; a string is given while it is written, another
-    value once it is whole.
+    The schemas tell strings from other values; a string is put out while it is written,
+    another value once it is whole.
     """
     tools, before = call.tools, "{"
     properties = _mapping(_mapping(call.schemas).get(str(call.name))).get("properties")
-    while found := (yield from call.match(f"{tools.key}|{tools.end}")):
-        if found["key"] is None:
+    while match := (yield from call.match(f"{tools.key}|{tools.end}")):
+        if (key := match["key"]) is None:
             break
-        told = {"true": {"string"}, "false": {"number"}}.get(found.groupdict().get("string"))
-        kinds = told or _kinds(_mapping(properties).get(found["key"]))
-        call.given.append(f"{before}{dumped(found['key'])}: ")
+        marked = {"true": {"string"}, "false": {"number"}}.get(match.groupdict().get("string"))
+        kinds = marked or _kinds(_mapping(properties).get(key))
+        call.output.append(f"{before}{dumped(key)}: ")
         before = ", "
         if "string" in kinds and "null" not in kinds:
-            call.given.append('"')
+            call.output.append('"')
             yield from call.until(tools.value_end, call.give_text)
-            call.given.append('"')
+            call.output.append('"')
         else:
             text, _ = yield from call.whole(tools.value_end, partial(_cut, kinds, ""))
-            call.given.append(_json_of(text, kinds))
+            call.output.append(_json_of(text, kinds))
     # Here also where the model forgot the end.
-    call.given.append("{}" if before == "{" else "}")
+    call.output.append("{}" if before == "{" else "}")
 
 
 def _read_python(call: CallReader) -> _Reading:
-    """Read ``key=value, …)`` with Python's literals; it is given once it is complete."""
+    """Read ``key=value, …)`` with Python's literals; they are put out once they are complete."""
     if call.schemas is not None and call.name not in call.schemas:
         raise ValueError("no tool")
-    made = _python("f(" + (yield from call.span("\"'", depth=1)))
-    if not isinstance(made, ast.Call) or made.args or any(k.arg is None for k in made.keywords):
+    node = _python("f(" + (yield from call.span("\"'", depth=1)))
+    if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
         raise ValueError("arguments without names")
-    call.given.append(dumped({k.arg: _literal(k.value) for k in made.keywords}))
+    call.output.append(dumped({k.arg: _literal(k.value) for k in node.keywords}))
     call.begun = True
 
 
@@ -671,7 +665,7 @@ def _key(value: object) -> str:
 
 def _read_gemma(call: CallReader) -> _Reading:
     """Read ``{key:<|"|>text<|"|>,key:[1,true]}``: keys bare, texts between quotes of their own."""
-    quote, closing, give = r'<\|"\|>', {"{": "}", "[": "]"}, call.given.append
+    quote, closing, give = r'<\|"\|>', {"{": "}", "[": "]"}, call.output.append
     opened, comma, is_key = list[str](), "", False  # brackets; what precedes the next key or item
     while True:
         begins = yield from call.match(rf"{quote}|(?=[^<])")
@@ -748,9 +742,11 @@ def _kinds(schema: object) -> set[str]:
     for key in ("anyOf", "oneOf"):
         further = _mapping(schema).get(key)
         branches += further if isinstance(further, list) else []
-    named = [_mapping(branch).get("type") for branch in branches]
-    types = [kind for kinds in named for kind in (kinds if isinstance(kinds, list) else [kinds])]
-    return {kind for kind in types if isinstance(kind, str)}
+    kinds: list[object] = []
+    for branch in branches:
+        kind = _mapping(branch).get("type")
+        kinds += kind if isinstance(kind, list) else [kind]
+    return {kind for kind in kinds if isinstance(kind, str)}
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from trtllm_bls.errors import CheckpointError, TokenizerError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_WEIGHTS = ("*.safetensors", "*.bin")
+_NO_WEIGHTS = ("adapter_", "training_args")  # files of weights' endings that begin so
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")  # any of them is enough
 
 
@@ -28,8 +28,8 @@ def check_checkpoint(directory: Path) -> None:
     mend = "it must be a Hugging Face checkpoint"
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; {mend}")
-    found = [file for pattern in _WEIGHTS for file in sorted(directory.glob(pattern))]
-    weights = [each for each in found if not each.name.startswith(("adapter_", "training_args"))]
+    files = [*sorted(directory.glob("*.safetensors")), *sorted(directory.glob("*.bin"))]
+    weights = [file for file in files if not file.name.startswith(_NO_WEIGHTS)]
     adapter = directory / "adapter_config.json"
     if adapter.is_file():
         how = "merge it into its base model (peft: merge_and_unload, save_pretrained)"
@@ -38,21 +38,26 @@ def check_checkpoint(directory: Path) -> None:
         raise CheckpointError(f"{directory} holds an adapter, which would be ignored: {how}")
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json; {mend}")
-    files = (*weights, *sorted(directory.glob("*.json")), directory / "tokenizer.model")
+    files = [*weights, *sorted(directory.glob("*.json")), directory / "tokenizer.model"]
     for file in filter(Path.is_file, files):
-        with file.open("rb") as opened:
-            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+        with file.open("rb") as stream:
+            if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 what = f"{file.name} is a git-LFS pointer, not the file: run `git lfs pull`"
                 raise CheckpointError(f"{directory}: {what}")
     if not weights:
         raise CheckpointError(f"{directory} has no weights (*.safetensors or *.bin)")
     # Added tokens are not counted: published checkpoints have a few more of them than embeddings,
     # and a request that uses one is refused by the engine.
-    size = _vocab_size(_json(directory / "config.json"))
-    vocabulary = (_json(directory / "tokenizer.json").get("model") or {}).get("vocab") or ()
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    if size and ids and max(ids) >= size:
-        what = f"its tokenizer has ids up to {max(ids)}, its model {size} embeddings"
+    try:
+        size = _vocab_size(_json(directory / "config.json"))
+        vocabulary = (_json(directory / "tokenizer.json").get("model") or {}).get("vocab") or ()
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        largest = int(max(ids, default=0))
+    except (ValueError, TypeError, AttributeError) as error:
+        what = f"config.json or tokenizer.json is not a model's ({one_line(error)})"
+        raise CheckpointError(f"{directory}: {what}; {mend}") from error
+    if size and largest >= size:
+        what = f"its tokenizer has ids up to {largest}, its model {size} embeddings"
         mend = "use the tokenizer that the model was trained with"
         raise CheckpointError(f"{directory}: {what}: {mend}")
 
@@ -89,9 +94,10 @@ def _json(file: Path) -> dict[str, Any]:
 def generation_eos(path: Path) -> tuple[int, ...]:
     """The end ids that generation_config.json names; raises ``TokenizerError``."""
     with _readable(path, "generation_config.json") as config:
-        named = config.get("eos_token_id")
-        listed = [] if named is None else named if isinstance(named, list) else [named]
-        return tuple(int(token_id) for token_id in listed)
+        ids = config.get("eos_token_id")
+        if ids is None:
+            return ()
+        return tuple(map(int, ids if isinstance(ids, list) else [ids]))
 
 
 def config_vocab_size(path: Path) -> int:

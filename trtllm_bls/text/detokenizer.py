@@ -101,8 +101,8 @@ def byte_level(token: str) -> bytes:
 
 
 def _sentencepiece(space: str, token: str) -> bytes:
-    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
-    return token.replace(space, " ").encode() if found is None else bytes([int(found[1], 16)])
+    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
+    return bytes.fromhex(byte[1]) if byte else token.replace(space, " ").encode()
 
 
 class ByteTable(dict[int, bytes]):
@@ -133,8 +133,8 @@ class ByteTable(dict[int, bytes]):
         token = None if token_id in self._skipped else self._token(token_id)
         if token is None:  # not kept, since there is no bound on ids outside the vocabulary
             return b""
-        found = self[token_id] = self._to_bytes(token)
-        return found
+        data = self[token_id] = self._to_bytes(token)
+        return data
 
 
 class ByteTableDetokenizer:
@@ -147,7 +147,6 @@ class ByteTableDetokenizer:
         self._strip = table.strip  # spaces to drop before the text has begun
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids make certain; a character comes with the id that ends it."""
         if self._strip:
             return "".join([self._feed_beginning(token_id) for token_id in token_ids])
         if len(token_ids) == 1:
@@ -156,15 +155,15 @@ class ByteTableDetokenizer:
         return self._decode(b"".join([bytes_of[token_id] for token_id in token_ids]))
 
     def feed_one(self, token_id: int) -> tuple[str, bytes]:
-        """The same of one id, and its bytes, of which the beginning of a text may lose spaces."""
-        before, begins = self._held, self._strip
+        """At the beginning of a text, the bytes may lose spaces."""
+        before, is_beginning = self._held, self._strip
         text = self.feed((token_id,))
-        if not begins or _REPLACEMENT in text:
+        if not is_beginning or _REPLACEMENT in text:
             return text, self._bytes_of[token_id]
         return text, (text.encode() + self._held)[len(before) :]
 
     def flush(self) -> str:
-        """The text held back: U+FFFD for a character that was never finished."""
+        """U+FFFD stands for a character that was never finished."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, final: bool = False) -> str:
@@ -207,7 +206,6 @@ class WindowDetokenizer:
         self._shown_text = ""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids make certain; a character comes with the id that ends it."""
         certain = ""
         for token_id in token_ids:
             skipped = self._skips and token_id in self._vocabulary.special_ids
@@ -228,12 +226,11 @@ class WindowDetokenizer:
         return certain
 
     def feed_one(self, token_id: int) -> tuple[str, bytes]:
-        """The same of one id, and the text's bytes; those of half a character are unknown."""
+        """The bytes of half a character are unknown."""
         text = self.feed((token_id,))
         return text, text.encode()
 
     def flush(self) -> str:
-        """The text held back, as it stands."""
         text = self._decode(self._ids)[len(self._shown_text) :]
         self._ids, self._shown, self._shown_text = [], 0, ""
         return text
@@ -265,8 +262,7 @@ def choose_detokenizer(
     table = _table(vocabulary, skip_special_tokens, vocabulary.decoder)
     if table is not None:
         make = partial(ByteTableDetokenizer, table)
-        excused = table.byte_fallback
-        difference = _first_difference(make, vocabulary, skip_special_tokens, excused)
+        difference = _first_difference(make, vocabulary, skip_special_tokens, table.byte_fallback)
         if difference is None:
             return make
         logger.warning(

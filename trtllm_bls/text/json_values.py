@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from contextlib import suppress
 from typing import Any
 
 from trtllm_bls.errors import structure_problem
@@ -12,24 +14,21 @@ from trtllm_bls.errors import structure_problem
 def json_value(text: str) -> Any:
     """What a JSON text within a body or an answer says; ``None`` where it is none, is too deep, or
     has a number or half a character that other readers of JSON refuse."""
-    try:
-        halved = _HALF.search(text) and JsonStrings().feed(text, end=True) != text
-        if not halved and structure_problem(text.encode()) is None:
+    with suppress(ValueError):  # also of what cannot be encoded
+        is_halved = _HALF.search(text) and JsonStrings().feed(text, end=True) != text
+        if not is_halved and structure_problem(text.encode()) is None:
             return json.loads(text, parse_constant=_finite, parse_float=_finite)
-    except ValueError:  # also of what cannot be encoded
-        pass
     return None
 
 
 def _finite(text: str) -> float:
     value = float(text)
-    if value - value != 0:
+    if not math.isfinite(value):
         raise ValueError(text)
     return value
 
 
 def dumped(value: object) -> str:
-    """``value`` as JSON."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
@@ -48,24 +47,24 @@ class JsonStrings:
     half of a character U+FFFD. Everything else stays, and so does all that is valid."""
 
     def __init__(self) -> None:
-        self._held, self._inside = "", False
+        self._cut, self._inside = "", False
 
     def feed(self, text: str, end: bool = False) -> str:
         """The text, as far as it is certain; ``end``: there is no more."""
-        text, self._held = self._held + SURROGATES.sub("\ufffd", text), ""
-        found, at = list[str](), 0
+        text, self._cut = self._cut + SURROGATES.sub("\ufffd", text), ""
+        parts, at = list[str](), 0
         while at < len(text):
             if self._inside and not end and _CUT.fullmatch(text, at):
-                self._held = text[at:]
+                self._cut = text[at:]
                 break
-            piece = (_INSIDE if self._inside else _OUTSIDE).match(text, at)
-            assert piece is not None
-            at, part = piece.end(), piece[0]
+            match = (_INSIDE if self._inside else _OUTSIDE).match(text, at)
+            assert match is not None
+            at, part = match.end(), match[0]
             if part == '"':
                 self._inside = not self._inside
             elif self._inside and part < " ":
                 part = dumped(part)[1:-1]
-            elif self._inside and piece[1]:
+            elif self._inside and match[1]:
                 part = r"\ufffd"
-            found.append(part)
-        return "".join(found)
+            parts.append(part)
+        return "".join(parts)

@@ -70,9 +70,9 @@ class PromptMaker:
         """Tokenise, as a batch, requests that ``make`` will soon be called for; on any thread."""
         short = [request for request in requests if request.text and not self.is_long(request)]
         for adds in (True, False):
-            found = [request for request in short if self._adds_special(request) is adds]
-            texts = [request.text or "" for request in found]
-            for request, ids in zip(found, self.tokenizer.encode_all(texts, adds), strict=True):
+            batch = [request for request in short if self._adds_special(request) is adds]
+            texts = [request.text or "" for request in batch]
+            for request, ids in zip(batch, self.tokenizer.encode_all(texts, adds), strict=True):
                 request.text_ids = ids
 
     def make(
@@ -88,7 +88,7 @@ class PromptMaker:
         """
         tokenizer, min_tokens = self.tokenizer, request.sampling.min_tokens
 
-        def each(words: Iterable[_W]) -> Iterator[_W]:
+        def giving_way(words: Iterable[_W]) -> Iterator[_W]:
             for word in words:
                 yield word
                 give_way()
@@ -109,17 +109,17 @@ class PromptMaker:
         bad_sequences: tuple[TokenIds, ...] = ()
         bias = request.token_bias
         if request.stop_words and not min_tokens:
-            stops = tuple(map(tokenizer.stop_ids, each(request.stop_words)))
+            stops = tuple(map(tokenizer.stop_ids, giving_way(request.stop_words)))
         if request.bad_words:
-            variants = map(tokenizer.word_variants, each(dict.fromkeys(request.bad_words)))
+            variants = map(tokenizer.word_variants, giving_way(dict.fromkeys(request.bad_words)))
             bad_sequences = tuple(chain.from_iterable(variants))
         if request.embedding_bias:
-            pairs = each(request.embedding_bias)
-            found = [(token, by) for word, by in pairs for token in tokenizer.word_ids(word)]
-            bias = (*found, *bias)
+            pairs = giving_way(request.embedding_bias)
+            by_word = [(token, by) for word, by in pairs for token in tokenizer.word_ids(word)]
+            bias = (*by_word, *bias)
         if (stops or len(end_ids) > 1) and not min_tokens:
-            known = (*filter(None, stops), *((token,) for token in end_ids[1:]))
-            engine_stops = tuple(dict.fromkeys(known))
+            sequences = (*filter(None, stops), *((token,) for token in end_ids[1:]))
+            engine_stops = tuple(dict.fromkeys(sequences))
         ids = self._ids(request, max_prompt_tokens)
         extras = request.extras
         if request.prompt_table_extra_id is not None:
@@ -131,9 +131,8 @@ class PromptMaker:
             extras = {**extras, "prompt_table_extra_ids": rows}
         speculation = request.speculation
         if request.prediction:
-            if len(request.prediction) > MAX_PREDICTION_CHARS:
-                number = f"{len(request.prediction)} characters"
-                problem = f"{number}; at most {MAX_PREDICTION_CHARS} are allowed"
+            if (length := len(request.prediction)) > MAX_PREDICTION_CHARS:
+                problem = f"{length} characters; at most {MAX_PREDICTION_CHARS} are allowed"
                 raise InvalidRequest("prediction", problem)
             predicted = tokenizer.encode(request.prediction, False, "prediction")
             speculation = replace(speculation, prediction=tuple(predicted))
@@ -162,40 +161,40 @@ class PromptMaker:
         return Prompt(asked, end_ids, stops)
 
     def _adds_special(self, request: TextRequest) -> bool:
-        asked = request.add_special_tokens
-        return self.add_special_tokens if asked is None else asked
+        adds = request.add_special_tokens
+        return self.add_special_tokens if adds is None else adds
 
     def _ids(self, request: TextRequest, most: int | None) -> PromptIds:
-        given, messages = request.prompt_ids, request.messages
+        messages, tokenizer = request.messages, self.tokenizer
         ids: PromptIds
-        if given is not None:
-            field, ids, nothing = "prompt_ids", given, "is empty; send at least one token"
+        if request.prompt_ids is not None:
+            field, ids = "prompt_ids", request.prompt_ids
+            problem = "is empty; send at least one token"
         elif (request.text is None) == (messages is None):
             raise InvalidRequest("text_input", "send either text_input or messages, exactly one")
         else:
-            field, nothing = "text_input", "the tokenizer makes no token of it"
+            field, problem = "text_input", "the tokenizer makes no token of it"
             text = request.text or ""
             if messages is not None:
                 field, tools = "messages", request.chat.tools
-                text = self.tokenizer.render_chat(
-                    _parsed(field, messages, '[{"role": "user", "content": "..."}]'),
-                    request.chat,
-                    None if tools is None else _parsed("tools", tools, "a list of functions"),
-                )
+                conversation = _parsed(field, messages, '[{"role": "user", "content": "..."}]')
+                functions = None
+                if tools is not None:
+                    functions = _parsed("tools", tools, "a list of functions")
+                text = tokenizer.render_chat(conversation, request.chat, functions)
             if not text:
                 raise InvalidRequest(field, "is empty; send at least one character")
             if messages is not None:
-                ids = self.tokenizer.encode_chat(text)
+                ids = tokenizer.encode_chat(text)
             else:
-                ids = request.text_ids or self.tokenizer.encode(
-                    text, self._adds_special(request), field
-                )
+                adds = self._adds_special(request)
+                ids = request.text_ids or tokenizer.encode(text, adds, field)
         if not ids:
-            raise InvalidRequest(field, nothing)
+            raise InvalidRequest(field, problem)
         if most is not None and len(ids) > most:
             raise PromptTooLong(field, len(ids), most)
-        size = self.tokenizer.model_vocab_size
-        wrong = next((token for token in given or () if not 0 <= token < size), None)
+        size = tokenizer.model_vocab_size
+        wrong = next((token for token in request.prompt_ids or () if not 0 <= token < size), None)
         if wrong is not None:
             raise InvalidRequest(field, f"{wrong} is not a token id; they are 0 to {size - 1}")
         return ids

@@ -75,14 +75,14 @@ class StopMatcher:
         """Take the next text. While not ``armed``, a stop that completes in it does not count."""
         if not self._held and self._first_characters.isdisjoint(text):
             return Cut(text)  # nearly always: no stop begins here
-        known, ends = self._held + text, []
+        known, spans = self._held + text, []  # of stops: end, begin
         for stop in self._stops if armed else ():
             # What completed before, while it did not count, is not found again.
             begin = known.find(stop, max(0, len(self._held) - len(stop) + 1))
             if begin >= 0:
-                ends.append((begin + len(stop), begin))
-        if ends:
-            end, begin = min(ends)
+                spans.append((begin + len(stop), begin))
+        if spans:
+            end, begin = min(spans)
             self._held = ""
             return Cut(known[: end if self._include else begin], known[begin:end])
         certain = max(0, len(known) - self._longest + 1)
@@ -163,8 +163,8 @@ class StoppingCriteria:
             if self._stops:
                 self._ids.append(token)
             for length in self._lengths.get(token, ()):
-                if self.may_end and (found := tuple(self._ids[-length:])) in self._stops:
-                    self.stop_sequence = found
+                if self.may_end and (ending := tuple(self._ids[-length:])) in self._stops:
+                    self.stop_sequence = ending
                     return ids[: position + 1], FinishReason.STOP
             if self.generated >= self.max_tokens:
                 return ids[: position + 1], FinishReason.LENGTH

@@ -90,9 +90,9 @@ class ChatGuard:
             return value
         if GUARD in value:
             raise InvalidRequest(field, f"holds U+{ord(GUARD):04X}, which is not a character")
-        while found := self._written.search(value):
-            if len(found[0]) == 1:
-                raise InvalidRequest(field, f"spells the control token {found[0]}")
+        while match := self._written.search(value):
+            if len(match[0]) == 1:
+                raise InvalidRequest(field, f"spells the control token {match[0]}")
             value = self._written.sub(lambda match: match[0][0] + GUARD + match[0][1:], value)
         self._check_normalized(field, value)
         return value
@@ -103,17 +103,19 @@ class ChatGuard:
 
         A template writes them one after the other, some without the white space around.
         """
-        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-        apart = [text for text in texts if isinstance(text, str)]
-        if any(map(self._written.search, ("".join(apart), "".join(map(str.strip, apart))))):
-            apart = [apart[0], *(GUARD + text for text in apart[1:])]
-        for joined in ("".join(apart), "".join(map(str.strip, apart))):
-            self._check_normalized("messages", joined)
-        following = iter(apart)
-        for index, (part, text) in enumerate(zip(parts, texts, strict=True)):
+        texts: dict[int, str] = {}
+        for index, part in enumerate(parts):
+            text = part.get("text") if isinstance(part, dict) else part
             if isinstance(text, str):
-                text = next(following)
-                parts[index] = {**part, "text": text} if isinstance(part, dict) else text
+                texts[index] = text
+        if any(map(self._written.search, _joined(texts.values()))):
+            for index in list(texts)[1:]:
+                texts[index] = GUARD + texts[index]
+        for joined in _joined(texts.values()):
+            self._check_normalized("messages", joined)
+        for index, text in texts.items():
+            part = parts[index]
+            parts[index] = {**part, "text": text} if isinstance(part, dict) else text
         return parts
 
     def _check_normalized(self, field: str, text: str) -> None:
@@ -123,6 +125,11 @@ class ChatGuard:
         if hidden := self._normalized.search(self._normalize(text)):
             problem = f"spells the control token {hidden[0]} in other characters"
             raise InvalidRequest(field, problem)
+
+
+def _joined(texts: Collection[str]) -> tuple[str, str]:
+    """The texts one after the other, with the white space around each and without it."""
+    return "".join(texts), "".join(map(str.strip, texts))
 
 
 def _check_messages(messages: object, tokens: Collection[str]) -> None:
@@ -144,8 +151,8 @@ def _check_messages(messages: object, tokens: Collection[str]) -> None:
         if not re.fullmatch(r"[\w-]+", role) or len(role) > _MAX_ROLE:
             problem = f"the role of message {index} is {role!r}; use letters, digits, _ and -"
             raise InvalidRequest("messages", problem)
-        if found := next((token for token in tokens if role in token), None):
-            problem = f"the role {role!r} of message {index} is part of the control token {found}"
+        if token := next((token for token in tokens if role in token), None):
+            problem = f"the role {role!r} of message {index} is part of the control token {token}"
             raise InvalidRequest("messages", problem)
 
 
@@ -173,9 +180,9 @@ def _calls_in_form(
         content = message.get("content") or ""
         if content and without_content:
             yield {key: value for key, value in message.items() if key != "tool_calls"}
-        shown = None if without_content else content
-        formed = [_call_in_form(call, as_text) for call in calls]
-        yield {**message, "content": shown, "tool_calls": formed}
+        calls = [_call_in_form(call, as_text) for call in calls]
+        content = None if without_content else content
+        yield {**message, "content": content, "tool_calls": calls}
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -202,14 +209,16 @@ def _one_call_a_turn(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[
             yield message
             continue
         ids = [str(call.get("id")) if isinstance(call, Mapping) else "" for call in calls]
-        places = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # the first
+        places: dict[str, int] = {}  # of the first call with an id
+        for place, call_id in enumerate(ids):
+            places.setdefault(call_id, place)
         results: list[list[Any]] = [[] for _ in calls]
         while rest and rest[0]["role"] == "tool":
             result = rest.popleft()
             results[places.get(str(result.get("tool_call_id")), -1)].append(result)
-        for call, own in zip(calls, results, strict=True):
+        for call, results_of_call in zip(calls, results, strict=True):
             yield {**message, "tool_calls": [call]}
-            yield from own
+            yield from results_of_call
             message = {"role": "assistant", "content": ""}
 
 
@@ -217,25 +226,40 @@ def _call_in_form(call: Any, as_text: bool) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
-    given = arguments = function["arguments"]
+    arguments = function["arguments"]
     with suppress(ValueError, RecursionError):
-        if as_text and not isinstance(given, str):
-            arguments = json.dumps(given, ensure_ascii=False)
-        elif isinstance(given, str) and not as_text:
-            parsed = json.loads(given)
-            arguments = parsed if isinstance(parsed, dict) else given
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str) and not as_text:
+            parsed = json.loads(arguments)
+            arguments = parsed if isinstance(parsed, dict) else arguments
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-_CALL_ID = "probecal0"  # some templates want ids of nine characters
+def _calls_and_results(calls: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An assistant's turn with calls of these names and arguments, and a result of each.
+
+    All results have the first name, so that a template that shows it has shown no other call.
+    """
+    tool_calls, results = [], []
+    for index, (name, arguments) in enumerate(calls.items()):
+        call_id = f"probecal{index}"  # some templates want ids of nine characters
+        function = {"name": name, "arguments": arguments}
+        tool_calls.append({"id": call_id, "type": "function", "function": function})
+        result = {"role": "tool", "name": next(iter(calls)), "tool_call_id": call_id}
+        results.append({**result, "content": "b"})
+    return [{"role": "assistant", "content": "", "tool_calls": tool_calls}, *results]
+
+
 _VALUES = {"number": 0, "integer": 0, "boolean": True, "array": [], "object": {}, "null": None}
 
 
 def _usual_value(schema: Mapping[str, Any]) -> Any:
     """One of the JSON values that a schema allows, as far as its type tells."""
+    if schema.get("enum"):
+        return next(iter(schema["enum"]))
     kind = schema.get("type")
-    value = _VALUES.get(kind, "a") if isinstance(kind, str) else "a"
-    return next(iter(schema.get("enum") or ()), value)
+    return _VALUES.get(kind, "a") if isinstance(kind, str) else "a"
 
 
 def _written_by(template: str, token: str) -> bool:
@@ -259,11 +283,10 @@ def _alternatives(tokens: list[str]) -> str:
     rest = [token for token in tokens if token]
     if not rest:
         return ""
-    groups = itertools.groupby(rest, key=lambda token: token[0])
-    found = "|".join(
-        re.escape(first) + _alternatives([token[1:] for token in group]) for first, group in groups
-    )
-    return f"(?:{found}){'?' if len(rest) < len(tokens) else ''}"
+    patterns = []
+    for first, group in itertools.groupby(rest, key=lambda token: token[0]):
+        patterns.append(re.escape(first) + _alternatives([token[1:] for token in group]))
+    return f"(?:{'|'.join(patterns)}){'?' if len(rest) < len(tokens) else ''}"
 
 
 # --- fastokens ------------------------------------------------------------------------------
@@ -293,7 +316,7 @@ class FastEncoder:
         if backend.truncation or backend.padding or getattr(backend.model, "dropout", None):
             raise ValueError("the ids are cut, filled or varied")
         added = list(backend.get_added_tokens_decoder().values())
-        if not _found_alike(added):
+        if not _is_order_irrelevant(added):
             raise ValueError("it may find other added tokens in a text")
         self._fast = FastTokenizer.from_json_str(backend.to_str())
         self._begin = array("i", backend.encode("").ids)
@@ -311,7 +334,7 @@ class FastEncoder:
         return [array("i", begin + data[a:b]) for a, b in itertools.pairwise(places)]
 
 
-def _found_alike(added: Collection[Any]) -> bool:
+def _is_order_irrelevant(added: Collection[Any]) -> bool:
     """Whether a text has the same added tokens however they are looked for.
 
     ``tokenizers`` looks for normalized ones in what the others leave, and only when it has found a
@@ -321,11 +344,12 @@ def _found_alike(added: Collection[Any]) -> bool:
     strips = any(token.lstrip or token.rstrip for token in added)
     if strips and any(token.content.strip() != token.content for token in added):
         return False
-    first, last = ([t.content for t in added if t.normalized is late] for late in (False, True))
+    first = [token.content for token in added if not token.normalized]
+    last = [token.content for token in added if token.normalized]
     begins = {text[:end] for text in first for end in range(1, len(text) + 1)}
-    cut = any(text[begin:] in begins for text in last for begin in range(1, len(text)))
+    overlap = any(text[begin:] in begins for text in last for begin in range(1, len(text)))
     whole_words = any(token.single_word for token in added)
-    return not (whole_words or cut or any(map(_any_of(first).search, last)))
+    return not (whole_words or overlap or any(map(_any_of(first).search, last)))
 
 
 def _probes(backend: Any, added: Collection[Any]) -> Iterator[str]:
@@ -371,9 +395,7 @@ class TemplateWatch:
         self._lock = threading.Lock()
         # By thread: its CPU time at which it is ended, and the process's memory at the first look.
         self._running: dict[int, tuple[float, int]] = {}
-        self._looking = (
-            False  # a thread does, until nothing runs: processes that fork want no other
-        )
+        self._looking = False  # a thread, until nothing runs: processes that fork want no other
 
     def __enter__(self) -> None:
         with self._lock:
@@ -385,7 +407,7 @@ class TemplateWatch:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self._leave()
-        except TemplateTooCostly:  # it came here
+        except TemplateTooCostly:  # raised on the way out of the template
             self._leave()
             raise
 
@@ -393,7 +415,7 @@ class TemplateWatch:
         thread = threading.get_ident()
         with self._lock:
             self._running.pop(thread, None)
-        # One that is on its way would come outside of the template.
+        # An exception that is still on its way would be raised outside of the template.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
     def _look(self) -> None:
@@ -408,7 +430,7 @@ class TemplateWatch:
                     self._running[thread] = last, before or memory
                     used = time.clock_gettime(time.pthread_getcpuclockid(thread))
                     if used > last or (before and memory > before + TemplateTooCostly.memory):
-                        # It is lost where it comes in a callback of the garbage collector.
+                        # An exception in a callback of the garbage collector is lost.
                         self._running[thread] = used + self._AGAIN_S, memory
                         raising = ctypes.c_ulong(thread), ctypes.py_object(TemplateTooCostly)
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(*raising)
@@ -426,7 +448,7 @@ class Tokenizer:
     how many logits the model has, which may be more (padded embeddings); from ``first_table_id`` on
     an id stands for a row of a prompt embedding table. ``eos_id`` and ``pad_id`` are ``None`` where
     the directory names none (``pad_id`` falls back to ``eos_id``); ``end_ids`` are all ids that end
-    a sequence, ``eos_id`` first.
+    a sequence, ``eos_id`` first. ``hf`` is the tokenizer of ``transformers``.
     """
 
     def __init__(
@@ -435,7 +457,7 @@ class Tokenizer:
         generation_eos: tuple[int, ...] = (),
         config_vocab_size: int = 0,
     ) -> None:
-        self._hf = hf
+        self.hf = hf
         self._backend = getattr(hf, "backend_tokenizer", None)  # tokenizers in Python have none
         if self._backend is not None:
             # The first encode drops the file's settings for truncation and padding. Doing it here
@@ -444,29 +466,25 @@ class Tokenizer:
             # Start the library's threads now, before this process is pinned to a core.
             self._backend.encode_batch_fast([""])
         self._fast: FastEncoder | None = None
-        if self._backend is not None:
-            try:
-                self._fast = FastEncoder(self._backend)
-            except ImportError:
-                pass
-            except ValueError as error:
-                logger.info("fastokens is not used for this tokenizer: %s", error)
+        try:
+            self._fast = FastEncoder(self._backend) if self._backend is not None else None
+        except ImportError:
+            pass
+        except ValueError as error:
+            logger.info("fastokens is not used for this tokenizer: %s", error)
         self._warned_of_bos = False
         self._bos_id: int | None = hf.bos_token_id  # which transformers looks up anew each time
         self.vocab_size = len(hf)
         self.model_vocab_size = max(self.vocab_size, config_vocab_size)
         self.first_table_id = config_vocab_size or self.vocab_size
         self.added_ids: frozenset[int] = frozenset(hf.added_tokens_decoder)
-        self.special_ids: frozenset[int] = frozenset(
-            token_id for token_id, token in hf.added_tokens_decoder.items() if token.special
-        )
+        added = hf.added_tokens_decoder.items()
+        self.special_ids = frozenset(token_id for token_id, token in added if token.special)
         own_eos = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys(own_eos + generation_eos))
         self.eos_id = self.end_ids[0] if self.end_ids else None
         self.pad_id: int | None = self.eos_id if hf.pad_token_id is None else int(hf.pad_token_id)
-        self._make: dict[bool, Callable[[], Detokenizer]] = {
-            skip: choose_detokenizer(self, skip) for skip in (True, False)
-        }
+        self._make = {skip: choose_detokenizer(self, skip) for skip in (True, False)}
         word = self.encode_word("a")
         # These stand for all texts that may come before a word.
         self._texts_before = (word,) if self.eos_id is None else (word, (*word, self.eos_id))
@@ -499,8 +517,8 @@ class Tokenizer:
         if not self._warned_of_bos:
             self._warned_of_bos = True
             logger.warning("a prompt begins with the begin-of-sequence token itself; kept one")
-        begins = next((n for n, token in enumerate(token_ids) if token != bos), len(token_ids))
-        return token_ids[begins - 1 :]
+        begin = next((n for n, token in enumerate(token_ids) if token != bos), len(token_ids))
+        return token_ids[begin - 1 :]
 
     def encode_word(self, text: str, field: str = "stop_words") -> tuple[int, ...]:
         """The ids of ``text`` alone, without special tokens; none for an empty word."""
@@ -530,24 +548,25 @@ class Tokenizer:
         """
         encode = partial(self.encode_word, field="bad_words")
         anchor = encode("\n")
-        found = []
+        encodings = []
         for text in (word, " " + word) if word else ():
-            found.append(encode(text))
+            encodings.append(encode(text))
             anchored = encode("\n" + text)
             if anchored[: len(anchor)] == anchor:  # else the border fell inside a token
-                found.append(anchored[len(anchor) :])
-        variants = [ids for ids in dict.fromkeys(found) if ids and self._ends_with(word, ids)]
-        return tuple(
-            ids
-            for ids in variants
-            if not any(ids != other and ids[-len(other) :] == other for other in variants)
-        )
+                encodings.append(anchored[len(anchor) :])
+        variants = [ids for ids in dict.fromkeys(encodings) if ids and self._ends_with(word, ids)]
+        chosen = []
+        for ids in variants:
+            others = [other for other in variants if other != ids]
+            if not any(ids[-len(other) :] == other for other in others):
+                chosen.append(ids)
+        return tuple(chosen)
 
     def _ends_with(self, word: str, token_ids: tuple[int, ...]) -> bool:
         """Whether every text that goes on with these ids ends with ``word``.
 
-        Decoders treat the first token of a text
-        differently, and some put a space after the last token of a word but not after other tokens.
+        Decoders treat the first token of a text differently, and some put a space after the last
+        token of a word but not after other tokens.
         """
         return all(self._text(token_ids, before).endswith(word) for before in self._texts_before)
 
@@ -572,20 +591,15 @@ class Tokenizer:
             for text in texts:
                 _check_unicode(text, "messages")
             how = {"add_special_tokens": add_special_tokens, "verbose": False}
-            return [self._hf.encode(text, **how) for text in texts]
+            return [self.hf.encode(text, **how) for text in texts]
         # "Fast" computes no offsets.
-        made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in made]
-
-    @property
-    def hf(self) -> Any:
-        """The tokenizer of ``transformers``."""
-        return self._hf
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     @property
     def chat_template(self) -> str | None:
         """The source of the model's chat template; of several templates, all of them."""
-        template = self._hf.chat_template
+        template = self.hf.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def render_chat(
@@ -600,18 +614,17 @@ class Tokenizer:
         Raises ``InvalidRequest`` on ``messages`` if there is no template or the template refuses
         them, and on ``chat_template_kwargs`` for names that are not variables of a template.
         """
-        if not self._hf.chat_template:
+        if not self.hf.chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send text_input")
         # Arguments of ``apply_chat_template`` could set another template.
-        own = inspect.signature(self._hf.apply_chat_template).parameters
+        own = inspect.signature(self.hf.apply_chat_template).parameters
         if wrong := sorted({"messages", *own} & options.variables.keys()):
             problem = f"{wrong[0]} cannot be set; name variables of the chat template"
             raise InvalidRequest("chat_template_kwargs", problem)
         by_assistant, everywhere = self._chat_guards
-        further: dict[str, Any] = {
-            name: everywhere.guard("chat_template_kwargs", value)
-            for name, value in options.variables.items()
-        }
+        further: dict[str, Any] = {}
+        for name, value in options.variables.items():
+            further[name] = everywhere.guard("chat_template_kwargs", value)
         if options.continue_final_message:
             further["continue_final_message"] = True
         further["add_generation_prompt"] = options.add_generation_prompt
@@ -626,10 +639,10 @@ class Tokenizer:
         conversation = []
         for message in messages:
             guard = by_assistant if message["role"] == "assistant" else everywhere
-            guarded = {
-                key: value if key == "role" else guard.guard("messages", value)
-                for key, value in message.items()
-            }
+            guarded = dict(message)
+            for key, value in message.items():
+                if key != "role":
+                    guarded[key] = guard.guard("messages", value)
             if isinstance(parts := guarded.get("content"), list):
                 guarded["content"] = guard.guard_parts(parts)
             conversation.append(guarded)
@@ -661,14 +674,14 @@ class Tokenizer:
         render = getattr(chat_template_utils, "render_jinja_template", None)
         has_null = any(message.get("content", "") is None for message in conversation)
         if render is None or not has_null:
-            hf = self._hf
+            hf = self.hf
             return str(hf.apply_chat_template(conversation, tools=tools, tokenize=False, **further))
         # The same but for what newer releases drop: null, which a template looks for.
         ((prompt,), _) = render(
             [conversation],
             tools=tools,
-            chat_template=self._hf.get_chat_template(None, tools),
-            **{**self._hf.special_tokens_map, **further},
+            chat_template=self.hf.get_chat_template(None, tools),
+            **{**self.hf.special_tokens_map, **further},
         )
         return str(prompt)
 
@@ -684,30 +697,15 @@ class Tokenizer:
     def _shows(self, count: int, form: tuple[bool, bool]) -> bool:
         """Whether the template shows so many calls of one turn, in this form."""
         names = [f"probe_name{index}" for index in range(count)]
-        arguments = {"probe_key": "probe_value"}
-        calls = [  # some templates want ids of nine characters
-            {
-                "id": f"probecal{index}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-            for index, name in enumerate(names)
-        ]
-        probe: list[dict[str, Any]] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-            *(
-                {"role": "tool", "name": names[0], "tool_call_id": call["id"], "content": "b"}
-                for call in calls
-            ),
-        ]
+        calls = {name: {"probe_key": "probe_value"} for name in names}
+        probe = [{"role": "user", "content": "a"}, *_calls_and_results(calls)]
         function = {"name": names[0], "description": "a", "parameters": {}}
         tools = [{"type": "function", "function": function}]
         with suppress(Exception), _template_watch:  # a template is a program: it may raise anything
             prompt = self._written_by_template(list(_calls_in_form(probe, form)), tools, {})
             # Arguments are shown neither escaped nor in Python's spelling.
-            otherwise = '\\"probe_key' in prompt or "'probe_key'" in prompt
-            return all(text in prompt for text in (*names, "probe_value")) and not otherwise
+            is_altered = '\\"probe_key' in prompt or "'probe_key'" in prompt
+            return all(text in prompt for text in (*names, "probe_value")) and not is_altered
         return False
 
     @cached_property
@@ -718,13 +716,10 @@ class Tokenizer:
         other added tokens that the template writes, but does not look for in a message, as some do
         for ``</think>``.
         """
-        added, template = self._hf.added_tokens_decoder.values(), str(self._hf.chat_template)
-        special = {token.content for token in added if token.special and token.content.strip()}
-        further = {
-            token.content
-            for token in added
-            if token.content.strip() and _written_by(template, token.content)
-        }
+        added, template = self.hf.added_tokens_decoder.values(), str(self.hf.chat_template)
+        visible = [token for token in added if token.content.strip()]
+        special = {token.content for token in visible if token.special}
+        further = {token.content for token in visible if _written_by(template, token.content)}
         # What the tokenizer does to a text before it looks for these tokens.
         normalizer, normalize = getattr(self._backend, "normalizer", None), None
         if normalizer is not None and any(token.normalized for token in added):
@@ -736,14 +731,11 @@ class Tokenizer:
         the template, or the tools, do not allow it."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
         with suppress(InvalidRequest, AttributeError, KeyError, TypeError):  # tools are not checked
-            for function in (tool["function"] for tool in tools):
+            for tool in tools:
+                function = tool["function"]
                 fields = (function.get("parameters") or {}).get("properties") or {}
                 arguments = {name: _usual_value(schema) for name, schema in fields.items()}
-                call = {"name": function["name"], "arguments": arguments}
-                calls = [{"id": _CALL_ID, "type": "function", "function": call}]
-                messages.append({"role": "assistant", "content": "", "tool_calls": calls})
-                result = {"role": "tool", "name": function["name"], "tool_call_id": _CALL_ID}
-                messages.append({**result, "content": "b"})
+                messages += _calls_and_results({function["name"]: arguments})
             chat = self.render_chat(messages, ChatOptions(add_generation_prompt=False))
             return tuple(self.encode_chat(chat))
         return ()
@@ -762,9 +754,9 @@ class Tokenizer:
             anchor = tuple(self._encode(before, False, "messages"))
             missing = [text for text in set(more) if text not in known]
             anchored = encode([before + text for text in missing], False)
-            for text, made in zip(missing, map(tuple, anchored), strict=True):
-                if made[: len(anchor)] == anchor:  # else the border fell inside a token
-                    known[text] = made[len(anchor) :]
+            for text, text_ids in zip(missing, map(tuple, anchored), strict=True):
+                if text_ids[: len(anchor)] == anchor:  # else the border fell inside a token
+                    known[text] = text_ids[len(anchor) :]
         if wrong := next((text for text in more if text not in known), None):
             problem = f"spell a control token before {wrong[:20]!r}, which cannot be told from text"
             raise InvalidRequest("messages", problem)
@@ -775,7 +767,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids`` as they stand; ids outside the table have none."""
         known = [token_id for token_id in token_ids if self.token(token_id) is not None]
-        text = self._hf.decode(
+        text = self.hf.decode(
             known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
@@ -791,18 +783,18 @@ class Tokenizer:
         if not 0 <= token_id <= _MAX_ID:
             return None
         find = self._tokens.get if self._backend is None else self._backend.id_to_token
-        found: str | None = find(token_id)
-        return found
+        token: str | None = find(token_id)
+        return token
 
     @cached_property
     def _tokens(self) -> dict[int, str]:
-        return {token_id: token for token, token_id in self._hf.get_vocab().items()}
+        return {token_id: token for token, token_id in self.hf.get_vocab().items()}
 
     @property
     def decoder(self) -> Mapping[str, Any] | None:
         """The decoder as tokenizer.json describes it, if the tokenizer has one."""
-        found = getattr(self._backend, "decoder", None)
-        return None if found is None else json.loads(found.__getstate__())
+        decoder = getattr(self._backend, "decoder", None)
+        return None if decoder is None else json.loads(decoder.__getstate__())
 
     @cached_property
     def fingerprint(self) -> str:
