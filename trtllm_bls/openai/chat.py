@@ -86,8 +86,8 @@ class ChatResponse(ChoicesBuilder):
         )
         super().__init__(request, model, [text], guide)
         self._begun: set[int] = set()
-        kinds = [(tool.get("type"), tool.get("custom")) for tool in request.tools or ()]
-        self._custom = {own["name"] for kind, own in kinds if kind == "custom" and own}
+        custom = [tool["custom"] for tool in request.tools or () if tool.get("type") == "custom"]
+        self._custom = {tool["name"] for tool in custom}
         self._free: dict[int, tuple[int, list[str]]] = {}  # open calls of free text, by choice
         scores = TokenScores(model.tokenizer, request.top_logprobs or 0)
         self._scores = scores if request.logprobs else None
@@ -106,18 +106,21 @@ class ChatResponse(ChoicesBuilder):
             if chunk.text:
                 yield chunk.text
         else:
-            found = parser.feed(chunk.text, end=ending is not None)
-            for delta in [*self._told(index, found, ending)] or [{}] * (logprobs is not None):
-                fields: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
+            events = parser.feed(chunk.text, end=ending is not None)
+            deltas = list(self._event_deltas(index, events, ending))
+            if not deltas and logprobs is not None:  # of tokens that have no text yet
+                deltas.append({})
+            for event_delta in deltas:
+                fields: dict[str, Any] = {"delta": event_delta, "logprobs": logprobs}
                 fields["finish_reason"] = None
-                if chunk.drafted and chunk.text in delta.values():  # uncut
+                if chunk.drafted and chunk.text in event_delta.values():  # uncut
                     fields["drafted"] = chunk.drafted
                 yield fields
                 logprobs = None
         if ending is not None:
             yield {"delta": {}, "logprobs": None, **self._finish(index, ending)}
 
-    def _told(
+    def _event_deltas(
         self, index: int, events: Sequence[ChatEvent], ending: Ending | None
     ) -> Iterator[dict[str, Any]]:
         """Each event's delta. The text of a call of free text leaves once its JSON is whole."""
@@ -142,23 +145,25 @@ class ChatResponse(ChoicesBuilder):
         annotations = list[Any]()
         calls, scores = list[dict[str, Any]](), list[Any]()
         choice: dict[str, Any] = {}
-        for told in deltas:
-            if isinstance(told, str):
-                texts["content"].append(told)
+        for fields in deltas:
+            if isinstance(fields, str):
+                texts["content"].append(fields)
                 continue
-            choice |= told
+            choice |= fields
+            delta = fields["delta"]
             for key, parts in texts.items():
-                parts.append(told["delta"].get(key, ""))
-            annotations += told["delta"].get("annotations", ())
-            for call in told["delta"].get("tool_calls", ()):
+                parts.append(delta.get(key, ""))
+            annotations += delta.get("annotations", ())
+            for call in delta.get("tool_calls", ()):
                 if "id" in call:
                     kind = call["type"]
-                    known = {"id": call["id"], "type": kind, kind: {"name": call[kind]["name"]}}
-                    calls.append(known)
-                called = calls[call["index"]]
-                kind, key = called["type"], _TEXTS[called["type"]]
-                called[kind].setdefault(key, []).append(call[kind][key])
-            scores += told["logprobs"]["content"] if told["logprobs"] else []
+                    name = call[kind]["name"]
+                    calls.append({"id": call["id"], "type": kind, kind: {"name": name}})
+                whole = calls[call["index"]]
+                kind, key = whole["type"], _TEXTS[whole["type"]]
+                whole[kind].setdefault(key, []).append(call[kind][key])
+            if fields["logprobs"]:
+                scores += fields["logprobs"]["content"]
         content, reasoning, refusal = map("".join, texts.values())
         message: dict[str, Any] = {"role": "assistant", "refusal": refusal or None}
         message["content"] = content or (None if calls else "")
@@ -206,9 +211,9 @@ def conversation_of(request: ChatRequest, reader: ContentReader) -> Conversation
     if choice == "required" and request.tools and not (tools if allowed is None else allowed):
         choice = "auto"  # all of them are tools that others run
     form = None
-    if (given := request.response_format) is not None:
-        schema = given.json_schema and given.json_schema.schema
-        form = format_guide("response_format", given.type, schema, "json_schema.schema")
+    if (demand := request.response_format) is not None:
+        schema = demand.json_schema and demand.json_schema.schema
+        form = format_guide("response_format", demand.type, schema, "json_schema.schema")
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
@@ -216,8 +221,9 @@ def conversation_of(request: ChatRequest, reader: ContentReader) -> Conversation
     if request.continue_final_message and generation_prompt:
         problem = "is only allowed when add_generation_prompt is false"
         raise invalid("continue_final_message", problem)
+    messages = enumerate(_modern(request.messages))
     return Conversation(
-        messages=[_read_message(reader, *each) for each in enumerate(_modern(request.messages))],
+        messages=[_read_message(reader, index, message) for index, message in messages],
         tools=tools,
         choice=choice,
         forced=forced,
@@ -235,7 +241,7 @@ def conversation_of(request: ChatRequest, reader: ContentReader) -> Conversation
 
 def _functions(place: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tools, or mentions of them, as functions, without those that OpenAI runs itself."""
-    found = []
+    functions = []
     for index, tool in enumerate(tools):
         kind, own = tool.get("type", "function"), f"{place}[{index}]"
         if kind == "custom":
@@ -245,29 +251,29 @@ def _functions(place: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, An
             note_once(f"the tool {kind!r}, which this server does not run: it is left out")
             continue
         checked(own, tool, Tool)
-        found.append(tool)
-    return found
+        functions.append(tool)
+    return functions
 
 
 def _modern(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The messages with all calls as those of functions, which had another form once."""
     call_id = ""
     for index, message in enumerate(messages):
-        if isinstance(called := message.get("function_call"), dict):
+        if isinstance(function := message.get("function_call"), dict):
             call_id = f"call{index:05}"  # of the length that Mistral's templates take
-            calls = [{"id": call_id, "type": "function", "function": called}]
+            calls = [{"id": call_id, "type": "function", "function": function}]
             message = {**message, "tool_calls": calls}
             del message["function_call"]
-        elif isinstance(made := message.get("tool_calls"), list):
+        elif isinstance(original := message.get("tool_calls"), list):
             place = f"messages[{index}].tool_calls"
-            calls = [_called(f"{place}[{n}]", call) for n, call in enumerate(made)]
+            calls = [_function_call(f"{place}[{n}]", call) for n, call in enumerate(original)]
             message = {**message, "tool_calls": calls}
         elif message.get("role") == "function":
             message = {**message, "role": "tool", "tool_call_id": call_id}
         yield message
 
 
-def _called(place: str, call: Any) -> Any:
+def _function_call(place: str, call: Any) -> Any:
     """A call, which of free text becomes that of a function."""
     if not isinstance(call, dict) or call.get("type") != "custom":
         return call

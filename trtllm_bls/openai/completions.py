@@ -79,8 +79,8 @@ class CompletionResponse(ChoicesBuilder):
                 yield chunk.text
             return
         if self._scores is not None:
-            found = self._logprobs.setdefault(index, CompletionLogprobs())
-            scores = found.next(self._scores.of(chunk))
+            logprobs = self._logprobs.setdefault(index, CompletionLogprobs())
+            scores = logprobs.next(self._scores.of(chunk))
         finish = self._finish(index, ending) if ending else {"finish_reason": None}
         yield {"text": chunk.text, "logprobs": scores, **finish}
 
@@ -100,5 +100,6 @@ def _prompts(prompt: str | list[Any]) -> list[dict[str, Any]]:
     prompts = checked("prompt", prompt, kind)
     if kind is _IDS:
         return [{"prompt_ids": tuple(prompts)}]
-    key, made = ("text", str) if kind is _TEXTS else ("prompt_ids", tuple)
-    return [{key: made(each)} for each in prompts]
+    if kind is _TEXTS:
+        return [{"text": text} for text in prompts]
+    return [{"prompt_ids": tuple(ids)} for ids in prompts]

@@ -83,8 +83,8 @@ class ContentReader:
                 return base64.b64decode(data, validate=True).decode()
         name = next((flat[key] for key in _NAMES if flat.get(key, "data:")[:5] != "data:"), "")
         size = f"{len(data) * 3 // 4 - data[-2:].count('=')} bytes" if data else ""
-        about = [each for each in (media_type, size, " ".join(name.split())[:200]) if each]
-        return self._left_out(place, _AFFIXES.sub("", kind), ", ".join(about))
+        about = ", ".join(filter(None, (media_type, size, " ".join(name.split())[:200])))
+        return self._left_out(place, _AFFIXES.sub("", kind), about)
 
     def _left_out(self, place: str, kind: str, about: str) -> str:
         if self.refuses:

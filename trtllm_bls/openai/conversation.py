@@ -21,13 +21,7 @@ import numpy as np
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.api_errors import invalid
 from trtllm_bls.openai.content import ContentReader
-from trtllm_bls.openai.schema import (
-    Generation,
-    StructuredOutputs,
-    Tool,
-    checked,
-    json_text,
-)
+from trtllm_bls.openai.schema import Generation, StructuredOutputs, Tool, checked, json_text
 from trtllm_bls.text.chat_formats import (
     FORCED,
     REASONING_TAGS,
@@ -158,24 +152,27 @@ class TakenConversations:
 
     def fitted(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with system texts moved to the front and turns joined where need be."""
-        found = list(messages)
-        first = [message for message in found if message["role"] == "system"]
-        if first and not (self.systems or (len(first) == 1 and found[0]["role"] == "system")):
-            text = "\n\n".join(message["content"] for message in first)
-            found = [message for message in found if message["role"] != "system"]
-            found.insert(0, {**first[0], "content": text})
-        if first and not self.system:
-            found[0] = {**found[0], "role": "user"}
+        turns = list(messages)
+        systems = [message for message in turns if message["role"] == "system"]
+        begins_alone = len(systems) == 1 and turns[0]["role"] == "system"
+        if systems and not (self.systems or begins_alone):
+            others = [message for message in turns if message["role"] != "system"]
+            turns = [_joined(systems), *others]
+        if systems and not self.system:
+            turns[0] = {**turns[0], "role": "user"}
         if self.same_roles:
-            return found
-        joined: list[dict[str, Any]] = []
-        for of_users, turns in itertools.groupby(found, lambda each: each["role"] == "user"):
-            group = list(turns)
-            if of_users:
-                text = "\n\n".join(message["content"] for message in group)
-                group = [{**group[0], "content": text}]
-            joined += group
-        return joined
+            return turns
+        merged: list[dict[str, Any]] = []
+        for of_users, run in itertools.groupby(turns, lambda turn: turn["role"] == "user"):
+            group = list(run)
+            merged += [_joined(group)] if of_users else group
+        return merged
+
+
+def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first message with the texts of all."""
+    text = "\n\n".join(message["content"] for message in messages)
+    return {**messages[0], "content": text}
 
 
 @dataclass(frozen=True)
@@ -266,7 +263,7 @@ def answer_form(
     Raises ``ApiError`` for demands that contradict each other or make no sense.
     """
     functions = [tool["function"] for tool in asked.tools]
-    schemas = {each["name"]: each.get("parameters") for each in functions}
+    schemas = {function["name"]: function.get("parameters") for function in functions}
     if asked.choice == "required":
         if asked.guide is not None:
             problem = f"demands a call, and {asked.guide.field} another form; send one"
@@ -372,7 +369,7 @@ def object_arguments(text: str) -> str:
     for mended in (text, JsonStrings().feed(text, end=True)):
         if isinstance(json_value(mended), dict):
             return mended
-    return msgspec.json.encode({"arguments": mended}).decode()
+    return json_text({"arguments": mended})
 
 
 def free_text(arguments: str) -> str:
@@ -458,7 +455,7 @@ def chat_turn(
     tools = json_text(asked.tools) if asked.tools and asked.choice != "none" else None
     options = replace(options, tools=tools)
     shared = shared_fields(request, tokenizer.model_vocab_size)
-    marked = any(each is not None and each.special for each in (calls, reasoning))
+    marked = any(markup is not None and markup.special for markup in (calls, reasoning))
     if marked and request.skip_special_tokens is None:  # the text has to keep the markers
         shared["skip_special_tokens"] = False
     text = TextRequest(
@@ -473,7 +470,7 @@ def chat_turn(
     if model.pipeline:
         return text, guide.field if guide else "", [EventParser() for _ in range(choices)]
     most = None if asked.parallel else 1
-    name = next((name for name, each in TOOL_FORMATS.items() if each is calls), "forced")
+    name = next((name for name, known in TOOL_FORMATS.items() if known is calls), "forced")
     note = partial(model.count_arguments, name)
     fields = {"opened": opened, "schemas": schemas, "most_calls": most, "note_unreadable": note}
     parsers = [ChatParser(calls, reasoning, **fields) for _ in range(choices)]

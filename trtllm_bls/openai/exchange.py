@@ -46,8 +46,9 @@ class Reply:
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        given = header(scope, b"x-request-id")
-        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        self.request_id = header(scope, b"x-request-id")
+        if not _REQUEST_ID.fullmatch(self.request_id):
+            self.request_id = uuid.uuid4().hex.encode()
         self.begun = False
         self.num_puts = 0
         self._for_anthropic = scope["path"].startswith(PATH)

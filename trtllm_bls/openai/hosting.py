@@ -42,8 +42,8 @@ def asgi_app(
     from trtllm_bls.settings.model_config import chat_pipelines
 
     log_to_stderr("openai")
-    given = {key: str(value) for key, value in parameters.items()}
-    read = read_parameters(model_repository, given)
+    texts = {name: str(value) for name, value in parameters.items()}
+    read = read_parameters(model_repository, texts)
     settings = settings or ApiSettings()
     settings = replace(
         settings,

@@ -202,8 +202,8 @@ class MessagesResponse(PartsBuilder):
 
     def _cited(self, text: str) -> Iterator[dict[str, Any]]:
         """The remarks as citations of the results of a search, which have a name and no place."""
-        for each in self._annotations:
-            known = {**each, **(each.get("url_citation") or {})}
+        for annotation in self._annotations:
+            known = {**annotation, **(annotation.get("url_citation") or {})}
             start, end = known.get("start_index"), known.get("end_index")
             names = [known.get(key) for key in ("title", "filename", "url", "file_id")]
             yield {
@@ -309,7 +309,7 @@ class _Tools:
 
     @property
     def functions(self) -> list[dict[str, Any]]:
-        return [each for name, each in self._functions.items() if name in self.visible]
+        return [tool for name, tool in self._functions.items() if name in self.visible]
 
     def add(self, place: str, tool: ClientTool) -> None:
         if tool.type not in (None, "custom"):
@@ -336,32 +336,34 @@ class _Tools:
 
     def refer(self, content: Content) -> None:
         """Offer the tools that the client has found."""
-        parts = () if isinstance(content, str) else content
-        found = (each.get("tool_name") for each in parts if each.get("type") == "tool_reference")
-        self.visible.update(filter(None, found))
+        for part in () if isinstance(content, str) else content:
+            if part.get("type") == "tool_reference" and (name := part.get("tool_name")):
+                self.visible.add(name)
 
 
 def _conversation(request: CountTokensRequest, reader: ContentReader) -> Conversation:
     transcript, tools = Transcript(), _Tools(request.tools or ())
     if system := request.system:
         if not isinstance(system, str):
-            system = [b for b in system if not str(b.get("text")).startswith(_BILLING)]
+            system = [part for part in system if not str(part.get("text")).startswith(_BILLING)]
         transcript.say("system", reader.text("system", system))
     for number, message in enumerate(request.messages):
-        content, texts = message.content, list[str]()
-        for index, given in enumerate([] if isinstance(content, str) else content):
-            place = f"messages[{number}].content[{index}]"
-            if str(given.get("type")) in _NEEDS:
-                _read_block(place, checked(place, given, Block), transcript, tools, reader)
-            elif message.role != "assistant" or "text" in given:
-                texts.append(reader.part(place, given))
-            elif isinstance(summary := given.get("content"), str):  # of what came before
+        if isinstance(message.content, str):
+            transcript.say(message.role, message.content)
+            continue
+        texts: list[str] = []
+        for index, block in enumerate(message.content):
+            place, kind = f"messages[{number}].content[{index}]", str(block.get("type"))
+            if kind in _NEEDS:
+                _read_block(place, checked(place, block, Block), transcript, tools, reader)
+            elif message.role != "assistant" or "text" in block:
+                texts.append(reader.part(place, block))
+            elif isinstance(summary := block.get("content"), str):  # of what came before
                 texts.append(summary)
             else:
-                kind = str(given.get("type"))
                 note_once(f"blocks of type {kind!r}, which hold nothing for the model: left out")
-        if isinstance(content, str) or texts:
-            transcript.say(message.role, content if isinstance(content, str) else "\n".join(texts))
+        if texts:
+            transcript.say(message.role, "\n".join(texts))
     turns = transcript.messages
     if not turns:
         raise invalid("messages", "hold nothing; send at least one block of text")

@@ -206,11 +206,11 @@ class _Tools:
                 name, free = tool.get("name"), kind == "custom"
                 if not isinstance(name, str) or not name:
                     raise invalid(f"{own}.name", "must be a string that is not empty")
-                seen, about = _seen(name, namespace), tool.get("description") or ""
+                model_name, about = _model_name(name, namespace), tool.get("description") or ""
                 parameters = FREE_TEXT if free else tool.get("parameters")
-                self.functions.append(function_tool(seen, about, parameters))
-                called = "custom_tool_call" if free else "function_call"
-                self.origins[seen] = (name, namespace, called)
+                self.functions.append(function_tool(model_name, about, parameters))
+                call_type = "custom_tool_call" if free else "function_call"
+                self.origins[model_name] = (name, namespace, call_type)
             elif not isinstance(kind, str):
                 raise invalid(f"{own}.type", "must be a string, such as function")
             elif f"{kind}_call" in _RUN and _is_local(tool) and (known := client_tool(kind, kind)):
@@ -227,7 +227,7 @@ def _is_local(tool: dict[str, Any]) -> bool:
     return not isinstance(place, dict) or place.get("type") == "local"
 
 
-def _seen(name: object, namespace: str | None) -> str:
+def _model_name(name: object, namespace: str | None) -> str:
     """The name that the model sees."""
     return f"{namespace}__{name}" if namespace else str(name)
 
@@ -287,13 +287,14 @@ class ResponsesResponse(PartsBuilder):
             self._items[-1]["status"] = "incomplete"
         if not self._is_stored:
             return None
-        body = msgspec.json.encode(self._body(status, error and _told(error)))
+        body = msgspec.json.encode(self._body(status, error and _error_object(error)))
         ids = [item["id"] for item in self._items]
         parent = self._echoed["previous_response_id"]
         return Stored(id=self._head.id, parent=parent, input=self._input, body=body, items=ids)
 
     def failed(self, error: ApiError) -> bytes:
-        return self._event("response.failed", response=self._body("failed", _told(error))) + DONE
+        response = self._body("failed", _error_object(error))
+        return self._event("response.failed", response=response) + DONE
 
     def ping(self) -> bytes:
         # OpenAI's Node package fails at a type that it does not know, as ``ping`` would be.
@@ -352,15 +353,15 @@ class ResponsesResponse(PartsBuilder):
     def _scores_of(self, chunk: TextChunk) -> Sequence[Any]:
         if self._scores is None or not chunk.tokens:
             return super()._scores_of(chunk)
-        told: list[Any] = chat_logprobs(self._scores.of(chunk))["content"]
-        return told
+        scores: list[Any] = chat_logprobs(self._scores.of(chunk))["content"]
+        return scores
 
     def _grown(self, text: str, tokens: list[Any]) -> bytes:
+        if not self._before:
+            return b""
         scores = b""
         if self._scores is not None and self._kind is Content:
             scores = b',"logprobs":' + msgspec.json.encode(tokens)
-        if not self._before:
-            return b""
         parts = (self._before, scores, next(self._numbers), msgspec.json.encode(text))
         return b'%b%b,"sequence_number":%d,"delta":%b}\n\n' % parts
 
@@ -500,7 +501,7 @@ def _content(
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _told(error: ApiError) -> dict[str, str]:
+def _error_object(error: ApiError) -> dict[str, str]:
     """The error object of a response that has failed."""
     code = error.code if error.code == "context_length_exceeded" else "server_error"
     if error.status == 429:
@@ -592,18 +593,18 @@ def with_references(
                 code="previous_response_not_found",
             )
     ids = [str(item.get("id")) for item in own_items(request) if _is_reference(item)]
-    found = store.items(owner, ids) if store and ids else {}
+    stored = store.items(owner, ids) if store and ids else {}
     items = []
     for item in own_items(request):
         if _is_reference(item):
             item_id = str(item.get("id"))
-            kept = found.get(item_id, lost)
-            if kept is None:
+            original = stored.get(item_id, lost)
+            if original is None:
                 mend = "Try again with `store` set to true" if store else "Send `store: false`"
                 problem = f"Item with id '{item_id[:200]}' not found. Items are not persisted when "
                 problem += f"`store` is set to false. {mend}, or remove this item from your input."
                 raise ApiError(404, problem, param="input")
-            item = kept
+            item = original
         items.append(item)
     request.input = items
     if earlier is not None:
@@ -642,10 +643,10 @@ def _conversation(
     items = own_items(request)
     if not (items or earlier):
         raise invalid("input", "is missing; send a text or a list of items")
-    for each in earlier:
-        _read_item("previous_response_id", each, transcript, tools, reader)
-    for index, each in enumerate(items):
-        _read_item(f"input[{index}]", each, transcript, tools, reader)
+    for item in earlier:
+        _read_item("previous_response_id", item, transcript, tools, reader)
+    for index, item in enumerate(items):
+        _read_item(f"input[{index}]", item, transcript, tools, reader)
     effort = request.reasoning.effort if request.reasoning else None
     form = (request.text or TextOptions()).format or TextFormat()
     demand = "auto" if request.tool_choice is None else request.tool_choice
@@ -658,17 +659,21 @@ def _conversation(
         if not isinstance(kind, str):
             raise invalid("tool_choice", "must have a type, such as function")
         if kind in ("function", "custom") or tools.origins.get(kind, ("",))[-1] in _RUN:
-            choice, forced = "required", _seen(demand.get("name", kind), demand.get("namespace"))
+            choice = "required"
+            forced = _model_name(demand.get("name", kind), demand.get("namespace"))
         elif kind == "allowed_tools":
             choice, named = demand.get("mode") or "auto", demand.get("tools")
             if choice not in ("auto", "required"):
                 raise invalid("tool_choice", "must have the mode auto or required")
             if not isinstance(named, list) or not all(isinstance(tool, dict) for tool in named):
                 raise invalid("tool_choice.tools", "must be a list of tools")
-            names = [(tool.get("type", "function"), tool) for tool in named]
-            allowed = {kind for kind, _ in names if tools.origins.get(kind, ("",))[-1] in _RUN}
-            ours = [tool for kind, tool in names if kind in ("function", "custom")]
-            allowed |= {_seen(tool.get("name"), tool.get("namespace")) for tool in ours}
+            allowed = set()
+            for tool in named:
+                kind = tool.get("type", "function")
+                if tools.origins.get(kind, ("",))[-1] in _RUN:
+                    allowed.add(kind)
+                elif kind in ("function", "custom"):
+                    allowed.add(_model_name(tool.get("name"), tool.get("namespace")))
     if choice == "required" and request.tools and not tools.functions:
         choice = "auto"  # all of them are tools that OpenAI runs
     return Conversation(
@@ -685,16 +690,16 @@ def _conversation(
 
 def _read_item(
     place: str,
-    given: dict[str, Any],
+    fields: dict[str, Any],
     transcript: Transcript,
     tools: _Tools,
     reader: ContentReader,
 ) -> None:
-    kind = given.get("type")
+    kind = fields.get("type")
     if isinstance(kind, str) and kind not in _NEEDS:
         note_once(f"items of type {kind!r}, which hold nothing for the model: left out")
         return
-    item: Any = checked(place, given, Item)
+    item: Any = checked(place, fields, Item)
     for field in _NEEDS[item.type]:
         if getattr(item, field) is None:
             raise invalid(f"{place}.{field}", "is missing")
@@ -704,10 +709,10 @@ def _read_item(
     elif item.type == "reasoning":
         transcript.think(reader.text(place, item.content or item.summary or ""))
     elif item.type == "function_call":
-        transcript.call(item.call_id, _seen(item.name, item.namespace), item.arguments)
+        transcript.call(item.call_id, _model_name(item.name, item.namespace), item.arguments)
     elif item.type == "custom_tool_call":
         arguments = json_text({"input": item.input})
-        transcript.call(item.call_id, _seen(item.name, item.namespace), arguments)
+        transcript.call(item.call_id, _model_name(item.name, item.namespace), arguments)
     elif item.type in _RUN:
         action = json_text(item.action or item.operation)
         transcript.call(item.call_id, item.type.removesuffix("_call"), action)
@@ -724,7 +729,7 @@ def _read_item(
     elif item.tools is not None:
         tools.add(f"{place}.tools", item.tools)
     else:
-        told = reader.text(f"{place}.output", item.output or "")
+        text = reader.text(f"{place}.output", item.output or "")
         if item.type == "apply_patch_call_output":
-            told = "\n".join(filter(None, (item.status, told)))
-        transcript.result(item.call_id or item.id, told)
+            text = "\n".join(filter(None, (item.status, text)))
+        transcript.result(item.call_id or item.id, text)

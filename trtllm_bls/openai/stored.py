@@ -154,7 +154,7 @@ class StoredResponses:
         with self._transaction() as rows:
             numbers, is_whole = self._use(rows, owner, response_id)
             texts = _texts(rows, numbers) if is_whole else []
-        return [item for input_, body in texts for item in (*input_, *body["output"])] or None
+        return _items(texts) or None
 
     def input(self, owner: str, response_id: str) -> list[dict[str, Any]] | None:
         """The items that a response was made from, as far as they are stored."""
@@ -163,11 +163,11 @@ class StoredResponses:
         if not texts:
             return None
         (*earlier, (own, _)) = texts
-        return [item for input_, body in earlier for item in (*input_, *body["output"])] + own
+        return _items(earlier) + own
 
     def items(self, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Items of responses by their ids, without those that are not there."""
-        found, seen = dict[str, dict[str, Any]](), set[int]()
+        items, seen = dict[str, dict[str, Any]](), set[int]()
         places = dict[tuple[int, str], dict[str, int]]()  # by response, whose body is read once
         with self._transaction() as rows:
             for item_id in ids:
@@ -179,11 +179,11 @@ class StoredResponses:
                 ).fetchone()
                 if row is not None:
                     places.setdefault(row[:2], {})[item_id] = row[2]
-            for (number, response_id), items in places.items():
+            for (number, response_id), own_places in places.items():
                 self._use(rows, owner, response_id, seen)
                 ((_, body),) = _texts(rows, [number])
-                found |= {item_id: body["output"][place] for item_id, place in items.items()}
-        return found
+                items |= {item_id: body["output"][place] for item_id, place in own_places.items()}
+        return items
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Remove a response; false if there is none. What follows it cannot be continued."""
@@ -248,8 +248,16 @@ def _texts(
     rows: sqlite3.Connection, numbers: Sequence[int]
 ) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
     """The input and the body of each row, the oldest first."""
-    found = []
+    texts = []
     for number in reversed(numbers):
-        texts = rows.execute("SELECT input, body FROM responses WHERE number = ?", (number,))
-        found.append(tuple(map(msgspec.json.decode, texts.fetchone())))
-    return found
+        row = rows.execute("SELECT input, body FROM responses WHERE number = ?", (number,))
+        texts.append(tuple(map(msgspec.json.decode, row.fetchone())))
+    return texts
+
+
+def _items(texts: Sequence[tuple[list[dict[str, Any]], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The items of responses in order: each one's input, then its output."""
+    items = []
+    for own_input, body in texts:
+        items += [*own_input, *body["output"]]
+    return items
