@@ -652,9 +652,10 @@ class _Generate:
                 pinging.cancel()
         if is_late:
             raise ApiError(504, "the engine gave no token before the time limit", code="timeout")
-        # On the event loop, a large response would hold up all streams.
         end = response.last_events if response.stream else response.whole
-        last = await asyncio.to_thread(end) if response.is_large else end()
+        # On the event loop, a whole answer's log-probabilities would hold up all streams.
+        is_large = response.requests[0].wants.log_probs
+        last = await asyncio.to_thread(end) if is_large else end()
         await self._api.keep(scope, response)
         await (reply.events(last, end=True) if response.stream else reply.json(last))
 
