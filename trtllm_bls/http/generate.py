@@ -21,7 +21,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import httpx
 import msgspec
@@ -51,6 +51,7 @@ from trtllm_bls.http.limits import (
     traceparent,
 )
 from trtllm_bls.http.routes import JSON_LENGTH, TRACE, judged
+from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.wire.kserve import SERVICE, ResponseStream, is_final
 
@@ -82,16 +83,6 @@ _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", 
 log = logging.getLogger(__name__)
 
 
-class Places(Protocol):
-    """How many requests a model takes: an ``Admission``, at whose places nobody waits here."""
-
-    def check_room(self) -> None: ...
-
-    def take(self, sequences: int) -> Any: ...
-
-    def leave(self, place: Any) -> None: ...
-
-
 class TritonHttp:
     """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it.
 
@@ -100,10 +91,10 @@ class TritonHttp:
     judges the ``authorization`` of requests that need a key. ``opens_control``: the control APIs
     are answered.
 
-    ``places``: those that ``tensorrt_llm_bls`` in Triton has. Triton needs seconds to refuse many
-    requests at once, so one that has no place is refused before it is sent there. Clients of gRPC
-    and of other workers take places too, so Triton may have fewer, and never has more.
-    ``on_refused`` counts a refusal.
+    ``places``: those that ``tensorrt_llm_bls`` in Triton has; nobody waits for one here. Triton
+    needs seconds to refuse many requests at once, so one that has no place is refused before it is
+    sent there. Clients of gRPC and of other workers take places too, so Triton may have fewer, and
+    never has more. ``on_refused`` counts a refusal.
     """
 
     def __init__(
@@ -113,7 +104,7 @@ class TritonHttp:
         tls: ssl.SSLContext | None = None,
         bodies: BodyReader | None = None,
         is_allowed: Callable[[bytes], object] | None = None,
-        places: Places | None = None,
+        places: Admission | None = None,
         on_refused: Callable[[Overloaded], None] = lambda error: None,
         opens_control: bool = False,
     ) -> None:
@@ -207,7 +198,7 @@ class TritonHttp:
                     len(body), infer_request, body, model, declared, version, traceparent(scope)
                 )
                 exchange = _Exchange()
-                if places is not None:  # others may have taken the last one meanwhile
+                if places is not None:  # others may have taken the last place meanwhile
                     exchange = _Exchange(partial(places.leave, places.take(1)))
             except Overloaded as error:
                 self._on_refused(error)
