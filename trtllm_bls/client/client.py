@@ -162,15 +162,15 @@ def infer_request(
     batch dimension holds for every row of the batch. Raises ``InvalidRequest`` for a name the model
     does not have and a value that does not fit its type or shape.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
+    values = {name: value for name, value in fields.items() if value is not None}
     for tensor in model.inputs:
-        if tensor.required and tensor.name not in given:
+        if tensor.required and tensor.name not in values:
             raise InvalidRequest(tensor.name, f"{model.name} needs it and it was not given")
-    unknown = next((name for name in given if name not in model.input_named), None)
+    unknown = next((name for name in values if name not in model.input_named), None)
     if unknown is not None:
         hint = nearest(unknown, model.input_named)
         raise InvalidRequest(unknown, f"{model.name} has no such input; {hint}".rstrip("; "))
-    arrays = {name: _array(model.input_named[name], value) for name, value in given.items()}
+    arrays = {name: _array(model.input_named[name], value) for name, value in values.items()}
     rows = max((len(array) for array in arrays.values()), default=1)
     inputs = []
     for name, array in arrays.items():
@@ -212,7 +212,7 @@ def _array(tensor: Tensor, value: Any) -> NDArray[Any]:
     elif array.ndim == rank:
         array = array[np.newaxis]
     fits = array.ndim == rank + 1 and all(
-        wanted in (-1, size) for wanted, size in zip(tensor.dims, array.shape[1:], strict=True)
+        dim in (-1, size) for dim, size in zip(tensor.dims, array.shape[1:], strict=True)
     )
     if not fits or len(array) == 0:
         raise _misfit(tensor, value)
@@ -258,7 +258,7 @@ class Reader(Arrivals[Event]):
     ) -> None:
         """``translate(None)`` is the error for a call that ended before its request was sent."""
         super().__init__()
-        self._taken: deque[Event] = deque()
+        self._events: deque[Event] = deque()
         self._caught_up = asyncio.Event()
         self._call = call
         self._translate = translate
@@ -268,11 +268,11 @@ class Reader(Arrivals[Event]):
 
     async def next(self) -> Event | None:
         """The next event; ``None`` after the last. Raises the error that ended the stream."""
-        if not self._taken:
+        if not self._events:
             await self.wait()
-            self._taken.extend(self.take())
+            self._events.extend(self.take())
             self._caught_up.set()
-        return self._taken.popleft() if self._taken else None
+        return self._events.popleft() if self._events else None
 
     def cancel(self) -> bool:
         """Cancel the request on the server unless it is answered; returns whether it was."""
@@ -466,15 +466,15 @@ class Tls:
     server_name: str | None = None
 
     @classmethod
-    def of_options(cls, given: Mapping[str, Any]) -> Tls | None:
+    def of_options(cls, options: Mapping[str, Any]) -> Tls | None:
         """What a command's options say (``command_options.TlsConnection``); ``None`` = no TLS."""
         named = {
-            "root_certificates": given["tls_ca"],
-            "private_key": given["tls_key"],
-            "certificate_chain": given["tls_cert"],
-            "server_name": given["tls_server_name"],
+            "root_certificates": options["tls_ca"],
+            "private_key": options["tls_key"],
+            "certificate_chain": options["tls_cert"],
+            "server_name": options["tls_server_name"],
         }
-        return cls(**named) if given["tls"] or any(named.values()) else None
+        return cls(**named) if options["tls"] or any(named.values()) else None
 
     def credentials(self) -> grpc.ChannelCredentials:
         """What the files hold, for gRPC. Raises ``SettingsError`` for one that cannot be read."""

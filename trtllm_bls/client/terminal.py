@@ -185,17 +185,19 @@ async def open_client(
 
 def tensor_options(model: Model, inputs: Mapping[str, str]) -> Callable[[Command], Command]:
     """One option per input, by wire name, with its help; type and flag follow."""
-    found = []
+    decorators = []
     for name, text in inputs.items():
         tensor = model.input_named[name]
         flag = "--" + tensor.key.replace("_", "-")
         kind = {"FP32": click.FLOAT, "STRING": click.STRING}.get(tensor.dtype, click.INT)
         several = tensor.dtype == "STRING" and not tensor.single
         if tensor.dtype == "BOOL":
-            found.append(click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text))
+            decorators.append(
+                click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
+            )
         else:
-            found.append(click.option(flag, name, type=kind, multiple=several, help=text))
-    return options(*found)
+            decorators.append(click.option(flag, name, type=kind, multiple=several, help=text))
+    return options(*decorators)
 
 
 # For every input that has no flag; ``assignments`` reads it.
@@ -210,16 +212,16 @@ other_inputs_option = click.option(
 
 def assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
     """The values of a repeated ``option`` NAME=VALUE by name: JSON, or else the text itself."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint=option)
         try:
-            found[name] = json.loads(value)
+            values[name] = json.loads(value)
         except json.JSONDecodeError:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 @contextlib.contextmanager
@@ -312,22 +314,22 @@ class ClientReply:
 
     def lines(self) -> list[str]:
         """The same, to be read."""
-        found = self.figures()
+        figures = self.figures()
         # Every text takes a token at least; an answer cut short comes without a count.
         tokens, count = self.completion_tokens, len(self.arrivals)
-        came = f"at least {count}" if tokens is None else str(tokens)
-        each = " in each answer" if (tokens or 0) > self.max_tokens else ""
-        asked = "" if self.prompt_tokens is None else f", {self.prompt_tokens} in the prompt"
+        generated = f"at least {count}" if tokens is None else str(tokens)
+        scope = " in each answer" if (tokens or 0) > self.max_tokens else ""
+        prompt = "" if self.prompt_tokens is None else f", {self.prompt_tokens} in the prompt"
         lines = [
-            f"ended: {found['ended']}",
-            f"tokens: {came} of {self.max_tokens} asked for{each}{asked}",
-            f"responses with text: {count} in {found['duration_ms'] / 1000:.2f} s",
+            f"ended: {figures['ended']}",
+            f"tokens: {generated} of {self.max_tokens} asked for{scope}{prompt}",
+            f"responses with text: {count} in {figures['duration_ms'] / 1000:.2f} s",
         ]
         if count:
-            lines.append(f"first text: {found['ttft_ms']:.1f} ms after sending")
+            lines.append(f"first text: {figures['ttft_ms']:.1f} ms after sending")
         if count > 1:
-            p50, p99 = found["gap_p50_ms"], found["gap_p99_ms"]
+            p50, p99 = figures["gap_p50_ms"], figures["gap_p99_ms"]
             lines.append(f"between responses: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
-        if (speed := found["tokens_per_s"]) is not None:
+        if (speed := figures["tokens_per_s"]) is not None:
             lines.append(f"speed: {speed:.1f} tokens/s from sending to the last text")
         return lines

@@ -76,7 +76,7 @@ Messages = Sequence[Mapping[str, str]]
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="Key of an OpenAI API.", show_envvar=True)
 @click.option("--plain", is_flag=True, help="Show answers as they come, without Markdown.")
 @connection_options()
-def main(**given: Any) -> None:
+def main(**options: Any) -> None:
     """Chat with a model in the terminal.
 
     --url is HOST:PORT of Triton's gRPC port, or http://HOST:PORT/v1 of an OpenAI API. Without a
@@ -90,8 +90,8 @@ def main(**given: Any) -> None:
     """
 
     async def talk() -> Exit:
-        async with server_at(given["url"], given["model"], given) as server:
-            return await TerminalChat(server, given).talk()
+        async with server_at(options["url"], options["model"], options) as server:
+            return await TerminalChat(server, options).talk()
 
     # Not ``asyncio.run``: with its handler of Ctrl-C, ``input`` would go on.
     with contextlib.closing(asyncio.new_event_loop()) as loop:
@@ -101,16 +101,16 @@ def main(**given: Any) -> None:
 class TerminalChat:
     """What was said so far, and the loop that asks for more."""
 
-    def __init__(self, server: Server, given: Mapping[str, Any]) -> None:
+    def __init__(self, server: Server, options: Mapping[str, Any]) -> None:
         self._server = server
-        self._max_tokens = given["max_tokens"]
+        self._max_tokens = options["max_tokens"]
         names = ("temperature", *_FIELDS)
-        self._fields = {name: given[name] for name in names if given[name] is not None}
-        self._system: str | None = given["system"]
+        self._fields = {name: options[name] for name in names if options[name] is not None}
+        self._system: str | None = options["system"]
         self._turns: list[dict[str, str]] = []
         self._replies: list[ClientReply] = []
         self._console = Console(highlight=False)
-        self._renders = self._console.is_terminal and not given["plain"]
+        self._renders = self._console.is_terminal and not options["plain"]
 
     async def talk(self) -> Exit:
         """Until the user leaves. Without a terminal, the first failure ends it."""
@@ -155,9 +155,9 @@ class TerminalChat:
 
     async def _read(self, reply: ClientReply) -> None:
         """Fill ``reply`` and show it, until it ends or this task is cancelled."""
-        asked = self._server.ask(self._messages, self._max_tokens, self._fields)
+        answer = self._server.ask(self._messages, self._max_tokens, self._fields)
         with self._display(reply) as show, suppress(asyncio.CancelledError):
-            async with aclosing(asked) as events:
+            async with aclosing(answer) as events:
                 async for event in events:
                     reply.add(event)
                     show(event.text)
@@ -239,19 +239,19 @@ def _markdown(text: str) -> Markdown:
     A paragraph with indented lines is code without a fence, and shown as it is.
     """
     shown = Markdown(text)
-    kept: list[Any] = []
+    tokens: list[Any] = []
     for token in shown.parsed:
         if (
             token.type == "inline"
-            and kept[-1].type == "paragraph_open"
+            and tokens[-1].type == "paragraph_open"
             and _INDENTED(token.content)
         ):
-            kept[-1] = replace(token, type="code_block", tag="code", children=None)
-        elif token.type != "paragraph_close" or kept[-1].type != "code_block":
-            kept.append(token)
+            tokens[-1] = replace(token, type="code_block", tag="code", children=None)
+        elif token.type != "paragraph_close" or tokens[-1].type != "code_block":
+            tokens.append(token)
         for part in token.children or ():
             part.type = part.type.replace("softbreak", "hardbreak")
-    shown.parsed = kept
+    shown.parsed = tokens
     return shown
 
 
@@ -280,11 +280,11 @@ class TritonTextModel:
         self, messages: Messages, max_tokens: int, fields: Mapping[str, Any]
     ) -> AsyncGenerator[Event, None]:
         conversation = json.dumps(messages, ensure_ascii=False)
-        given: dict[str, Any] = {"messages": conversation, "max_tokens": max_tokens}
-        given |= {"return_num_input_tokens": True, "return_num_output_tokens": True, **fields}
+        tensors: dict[str, Any] = {"messages": conversation, "max_tokens": max_tokens}
+        tensors |= {"return_num_input_tokens": True, "return_num_output_tokens": True, **fields}
         if fields.get("temperature") and not fields.keys() & {"top_k", "top_p"}:
-            given["top_p"] = 1.0  # a temperature alone stays greedy there
-        async with self.client.stream(self.model, **given) as stream:
+            tensors["top_p"] = 1.0  # a temperature alone stays greedy there
+        async with self.client.stream(self.model, **tensors) as stream:
             async for event in stream:
                 yield event
 
@@ -321,7 +321,10 @@ class OpenAIModel:
             # Not httpx's ``aiter_lines``: it also splits at U+2028, which JSON may hold as it is.
             async for part in response.aiter_bytes():
                 *blocks, incomplete = (incomplete + part).replace(b"\r\n", b"\n").split(b"\n\n")
-                for data in (block[5:] for block in blocks if block.startswith(b"data:")):
+                for block in blocks:
+                    if not block.startswith(b"data:"):
+                        continue
+                    data = block[5:]
                     if data.strip() == b"[DONE]":
                         if ended:
                             return
@@ -387,7 +390,9 @@ Server = TritonTextModel | OpenAIModel
 
 
 @asynccontextmanager
-async def server_at(url: str, model: str | None, given: Mapping[str, Any]) -> AsyncIterator[Server]:
+async def server_at(
+    url: str, model: str | None, options: Mapping[str, Any]
+) -> AsyncIterator[Server]:
     """The server at ``url``, with the API key, the TLS and the retries that a command was given.
 
     ``host:port`` is Triton's gRPC, ``http://HOST:PORT/v1`` an OpenAI API's base. The default of
@@ -395,7 +400,7 @@ async def server_at(url: str, model: str | None, given: Mapping[str, Any]) -> As
     ``TrtllmBlsError`` where that already shows what is wrong. For use in one event loop.
     """
     if "://" not in url:
-        async with open_client(url, given) as client:
+        async with open_client(url, options) as client:
             served = TritonTextModel(client, model or BLS.name)
             if not client.retries:  # else the first request may wait for the server
                 await client.model_ready(served.model, _READY_S)
@@ -403,8 +408,8 @@ async def server_at(url: str, model: str | None, given: Mapping[str, Any]) -> As
         return
     # A compressed stream would arrive in larger pieces.
     headers = {"accept-encoding": "identity", "content-type": "application/json"}
-    if given["api_key"]:
-        headers["authorization"] = f"Bearer {given['api_key']}"
+    if options["api_key"]:
+        headers["authorization"] = f"Bearer {options['api_key']}"
     try:
         base = httpx.URL(url)
         usable = base.scheme in ("http", "https") and base.host and (base.port or 0) < 65536

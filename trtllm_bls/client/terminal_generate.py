@@ -82,7 +82,7 @@ _FAILED = {Exit.DEADLINE: "deadline", Exit.UNREACHABLE: "connection lost"}
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per event, then a summary.")
 @click.option("-q", "--quiet", is_flag=True, help="No summary.")
 @connection_options()
-def main(**given: Any) -> None:
+def main(**options: Any) -> None:
     """Send a prompt and show the answer as it arrives.
 
     The prompt is the argument, or --file, or standard input. Text goes to standard output, the
@@ -96,24 +96,24 @@ def main(**given: Any) -> None:
       git diff | trtllm-bls generate --json -o 200 | jq -r .text
       trtllm-bls generate "Count to a thousand:" -o 1000 --stop-after-ms 500
     """
-    run(lambda: asyncio.run(_ask(given, _fields(given))))
+    run(lambda: asyncio.run(_ask(options, _fields(options))))
 
 
-async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
+async def _ask(options: dict[str, Any], fields: dict[str, Any]) -> Exit:
     several = any((fields.get(name) or 1) > 1 for name in ("beam_width", "num_return_sequences"))
-    whole = given["overwrite_output_text"]
+    whole = options["overwrite_output_text"]
     display: JsonDisplay | TextDisplay = TextDisplay(several=several, whole=whole)
-    if given["as_json"]:
+    if options["as_json"]:
         display = JsonDisplay()
-    elif given["echo"] and fields["stream"]:
+    elif options["echo"] and fields["stream"]:
         click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
-    how = {"deadline_s": given["timeout"], "request_id": given["request_id"]}
-    stop_after_ms = given["stop_after_ms"]
+    how = {"deadline_s": options["timeout"], "request_id": options["request_id"]}
+    stop_after_ms = options["stop_after_ms"]
     reply, failure = ClientReply(fields["max_tokens"]), None
     try:
         async with (
-            open_client(given["url"], given) as client,
-            client.stream(given["model_name"], **how, **fields) as stream,
+            open_client(options["url"], options) as client,
+            client.stream(options["model_name"], **how, **fields) as stream,
         ):
             reply.sent = time.perf_counter()
             with interruptible(stream) as interrupted:
@@ -130,33 +130,33 @@ async def _ask(given: dict[str, Any], fields: dict[str, Any]) -> Exit:
         failure = error
         reply.ended_here = _FAILED.get(Exit.of(error), "error")
     display.end(reply, failure)
-    if not given["quiet"] and (failure is None or reply.arrivals):
+    if not options["quiet"] and (failure is None or reply.arrivals):
         click.echo("\n".join(reply.lines()), err=True)
     if failure is not None:
         return complain(failure)
     return Exit.INTERRUPTED if reply.ended_here == "interrupted" else Exit.FINISHED
 
 
-def _fields(given: dict[str, Any]) -> dict[str, Any]:
+def _fields(options: dict[str, Any]) -> dict[str, Any]:
     """The request by wire name; what the user did not say is not in it."""
-    prompt = _prompt(given)
-    fields = {name: given[name] for name in TEXT_INPUTS if given[name] not in (None, ())}
-    fields |= {"max_tokens": given["max_tokens"], "stream": given["stream"]}
-    if given["chat"] or given["system"] is not None:
-        system = [{"role": "system", "content": given["system"]}] if given["system"] else []
+    prompt = _prompt(options)
+    fields = {name: options[name] for name in TEXT_INPUTS if options[name] not in (None, ())}
+    fields |= {"max_tokens": options["max_tokens"], "stream": options["stream"]}
+    if options["chat"] or options["system"] is not None:
+        system = [{"role": "system", "content": options["system"]}] if options["system"] else []
         turns = [*system, {"role": "user", "content": prompt}]
         fields["messages"] = json.dumps(turns, ensure_ascii=False)
     else:
         fields["text_input"] = prompt
-    if given["echo"]:
+    if options["echo"]:
         fields["exclude_input_in_output"] = False
-    if given["counts"]:
+    if options["counts"]:
         fields |= {"return_num_input_tokens": True, "return_num_output_tokens": True}
-    return fields | assignments("--set", given["other_inputs"])
+    return fields | assignments("--set", options["other_inputs"])
 
 
-def _prompt(given: dict[str, Any]) -> str:
-    sources = [given[name] for name in ("prompt", "prompt_option", "file")]
+def _prompt(options: dict[str, Any]) -> str:
+    sources = [options[name] for name in ("prompt", "prompt_option", "file")]
     named = [source for source in sources if source is not None]
     if len(named) > 1:
         raise click.UsageError("Give the prompt once: as argument, with --prompt or with --file.")
@@ -211,11 +211,11 @@ class JsonDisplay:
 
     def event(self, event: Event, at_ms: float) -> None:
         """Show the event; ``at_ms`` is its arrival after sending."""
-        told = {name: value for name, value in vars(event).items() if name != "received_at"}
-        texts = told.pop("texts")
-        beams = {"texts": texts} if len(texts) > 1 else {}
-        told["outputs"] = {name: _plain(array) for name, array in event.outputs.items()}
-        self._line(type="event", at_ms=round(at_ms, 3), text=event.text, **beams, **told)
+        members = {name: value for name, value in vars(event).items() if name != "received_at"}
+        if len(event.texts) <= 1:
+            del members["texts"]
+        members["outputs"] = {name: _plain(array) for name, array in event.outputs.items()}
+        self._line(type="event", at_ms=round(at_ms, 3), text=event.text, **members)
 
     def end(self, reply: ClientReply, failure: TrtllmBlsError | None) -> None:
         self._line(type="summary", **reply.figures(), error=failure and str(failure))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 _AS_FOR_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
-# Inputs that are sent only when given, with the help of their options.
+# Inputs that are sent only when options, with the help of their options.
 _OPTIONAL = {
     **{name: TEXT_INPUTS[name] for name in _AS_FOR_TEXT},
     "lora_task_id": "Adapter to use; with --lora-path it is sent along.",
@@ -106,7 +107,7 @@ _LOOKAHEAD = [
 )
 @click.option("-C", "--grpc-compression-algorithm", type=click.Choice(["gzip", "deflate"]))
 @connection_options("-p")
-def main(**given: Any) -> None:
+def main(**options: Any) -> None:
     """Send token ids (or text, with a tokenizer) to the engine model and print the ids.
 
     \b
@@ -118,51 +119,51 @@ def main(**given: Any) -> None:
       client/inflight_batcher_llm_client.py --input-tokens-csv in.csv -S \\
           --stop-after-ms 200 --request-output-len 500
     """
-    if given["check_output"] and not given["output_tokens_csv"]:
+    if options["check_output"] and not options["output_tokens_csv"]:
         raise click.UsageError("--check-output needs --output-tokens-csv.")
-    if given["requested_outputs"] and "output_ids" not in given["requested_outputs"]:
+    if options["requested_outputs"] and "output_ids" not in options["requested_outputs"]:
         raise click.UsageError("--requested-outputs must have output_ids.")
-    if given["input_tokens_csv"] is None and given["tokenizer_dir"] is None:
+    if options["input_tokens_csv"] is None and options["tokenizer_dir"] is None:
         raise click.UsageError("Give --input-tokens-csv, or --tokenizer-dir to encode --text.")
-    run(lambda: asyncio.run(_ask(given)))
+    run(lambda: asyncio.run(_ask(options)))
 
 
-async def _ask(given: dict[str, Any]) -> Exit:
-    tokenizer = None if given["input_tokens_csv"] else load_tokenizer(given["tokenizer_dir"])
+async def _ask(options: dict[str, Any]) -> Exit:
+    tokenizer = None if options["input_tokens_csv"] else load_tokenizer(options["tokenizer_dir"])
     prompt = (
-        _first_row(given["input_tokens_csv"])
+        _first_row(options["input_tokens_csv"])
         if tokenizer is None
-        else list(tokenizer.encode(given["text"], True))
+        else list(tokenizer.encode(options["text"], True))
     )
-    fields = _fields(given, prompt, tokenizer)
+    fields = _fields(options, prompt, tokenizer)
     click.echo(f"Input sequence: {prompt[:_PRINTED_IDS]}")
-    if given["verbose"]:
+    if options["verbose"]:
         click.echo("\n".join(f"{name}: {value}" for name, value in fields.items()), err=True)
     answer = TokenAnswer(
         prompt,
-        streaming=given["streaming"],
-        beam_width=given["beam_width"],
-        excluded=bool(given["exclude_input_in_output"]),
+        streaming=options["streaming"],
+        beam_width=options["beam_width"],
+        excluded=bool(options["exclude_input_in_output"]),
     )
-    outputs = given["requested_outputs"]
+    outputs = options["requested_outputs"]
     if outputs:  # ids are padded to this length
         outputs = tuple(dict.fromkeys((*outputs, "sequence_length")))
-    model = replace(ENGINE, name=given["model_name"])
-    how = {"deadline_s": given["stream_timeout"], "request_id": given["request_id"]}
+    model = replace(ENGINE, name=options["model_name"])
+    how = {"deadline_s": options["stream_timeout"], "request_id": options["request_id"]}
     async with (
-        open_client(given["url"], given, given["grpc_compression_algorithm"]) as client,
+        open_client(options["url"], options, options["grpc_compression_algorithm"]) as client,
         client.stream(model, **how, outputs=outputs, **fields) as stream,
     ):
         with interruptible(stream) as interrupted:
-            await _receive(client, stream, model, given, answer)
+            await _receive(client, stream, model, options, answer)
     _show(answer, tokenizer, prompt)
     if stream.cancelled and interrupted.is_set():
         return Exit.INTERRUPTED
-    return _verdict(given, answer)
+    return _verdict(options, answer)
 
 
 async def _receive(
-    client: Client, stream: Stream, model: Model, given: dict[str, Any], answer: TokenAnswer
+    client: Client, stream: Stream, model: Model, options: dict[str, Any], answer: TokenAnswer
 ) -> None:
     """Show new ids as they come; stop the request after ``--stop-after-ms`` if it still runs."""
     stops: list[asyncio.Task[None]] = []
@@ -175,19 +176,19 @@ async def _receive(
             complain(error)
 
     def stop() -> None:
-        if given["cancels"]:
+        if options["cancels"]:
             stream.cancel()
         else:
             stops.append(asyncio.create_task(send_stop()))
 
-    delay = given["stop_after_ms"] / 1000
+    delay = options["stop_after_ms"] / 1000
     timer = asyncio.get_running_loop().call_later(delay, stop) if delay else None
     try:
         async for event in stream:
-            came = answer.add(event)
-            if given["streaming"]:
-                click.echo("".join(f"{ids}\n" for ids in came.values() if ids), nl=False)
-            elif came:
+            new_ids = answer.add(event)
+            if options["streaming"]:
+                click.echo("".join(f"{ids}\n" for ids in new_ids.values() if ids), nl=False)
+            elif new_ids:
                 click.echo("Got completed request")
     finally:
         if timer:
@@ -198,53 +199,51 @@ async def _receive(
 
 
 def _fields(
-    given: dict[str, Any], prompt: list[int], tokenizer: Tokenizer | None
+    options: dict[str, Any], prompt: list[int], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """The request by wire name."""
-    end_id, pad_id = given["end_id"], given["pad_id"]
+    end_id, pad_id = options["end_id"], options["pad_id"]
     if tokenizer is not None:
         end_id = -1 if tokenizer.eos_id is None else tokenizer.eos_id
         pad_id = end_id if tokenizer.pad_id is None else tokenizer.pad_id
-    named = (
+    names = (
         *("request_output_len", "beam_width", "temperature", "streaming"),
-        *("runtime_top_k", "runtime_top_p"),
+        *("runtime_top_k", "runtime_top_p", "num_return_sequences", *_OPTIONAL),
     )
-    optional = ("num_return_sequences", *_OPTIONAL)
     fields: dict[str, Any] = {
         "input_ids": prompt,
         "input_lengths": len(prompt),
         "end_id": end_id,
         "pad_id": pad_id,
-        **{name: given[name] for name in named},
-        **{name: given[name] for name in optional if given[name] is not None},
+        **{name: options[name] for name in names if options[name] is not None},
     }
-    if given["draft_tokens_csv"]:
-        fields["draft_input_ids"] = _first_row(given["draft_tokens_csv"])
-    if given["prompt_embedding_table_path"] is not None:
-        tables = _numpy_file(given["prompt_embedding_table_path"], np.float16)
+    if options["draft_tokens_csv"]:
+        fields["draft_input_ids"] = _first_row(options["draft_tokens_csv"])
+    if options["prompt_embedding_table_path"] is not None:
+        tables = _numpy_file(options["prompt_embedding_table_path"], np.float16)
         if tables.ndim != 3:
             problem = f"{tables.shape} is no [task, row, size]"
             raise SettingsError(f"--prompt-embedding-table-path: {problem}")
-        if not 0 <= given["prompt_task_id"] < len(tables):
+        if not 0 <= options["prompt_task_id"] < len(tables):
             raise SettingsError(f"--prompt-task-id: the file has tasks 0 to {len(tables) - 1}")
-        table = tables[given["prompt_task_id"]]
+        table = tables[options["prompt_task_id"]]
         fields |= {"prompt_embedding_table": table, "prompt_vocab_size": len(table)}
-        extra_id, vocab_size = given["prompt_table_extra_id"], given["vocab_size"]
+        extra_id, vocab_size = options["prompt_table_extra_id"], options["vocab_size"]
         if extra_id is not None:
             if vocab_size is None:
                 raise SettingsError("--prompt-table-extra-id: give --vocab-size too")
             extra_ids = [extra_id if token >= vocab_size else 0 for token in prompt]
             fields["prompt_table_extra_ids"] = extra_ids
-    if folder := given["lora_path"]:
+    if folder := options["lora_path"]:
         fields["lora_weights"] = _numpy_file(folder / "model.lora_weights.npy", np.float16)
         fields["lora_config"] = _numpy_file(folder / "model.lora_config.npy", np.int32)
-    if given["lookahead_config"]:
+    if options["lookahead_config"]:
         try:
-            fields |= zip(_LOOKAHEAD, json.loads(given["lookahead_config"]), strict=True)
+            fields |= zip(_LOOKAHEAD, json.loads(options["lookahead_config"]), strict=True)
         except (ValueError, TypeError) as error:
-            problem = f"{given['lookahead_config']!r} is not [W,N,G]"
+            problem = f"{options['lookahead_config']!r} is not [W,N,G]"
             raise SettingsError(f"--lookahead-config: {problem}") from error
-    return fields | assignments("--set", given["other_inputs"])
+    return fields | assignments("--set", options["other_inputs"])
 
 
 def _first_row(path: Path) -> list[int]:
@@ -280,17 +279,19 @@ def _show(answer: TokenAnswer, tokenizer: Tokenizer | None, prompt: list[int]) -
             click.echo(f"{name} {list(values.shape)}: {shown}")
 
 
-def _verdict(given: dict[str, Any], answer: TokenAnswer) -> Exit:
-    missing = [name for name in given["requested_outputs"] if name not in answer.outputs]
+def _verdict(options: dict[str, Any], answer: TokenAnswer) -> Exit:
+    missing = [name for name in options["requested_outputs"] if name not in answer.outputs]
     if missing:
         raise EngineError(f"the answer lacks requested outputs: {', '.join(missing)}")
     generated = list(answer.generated.values())
-    if given["stop_after_ms"] and any(len(ids) >= given["request_output_len"] for ids in generated):
+    if options["stop_after_ms"] and any(
+        len(ids) >= options["request_output_len"] for ids in generated
+    ):
         raise EngineError("the request ran to its full length although it was to be stopped")
-    if given["check_output"]:
-        expected = _first_row(given["output_tokens_csv"])
+    if options["check_output"]:
+        expected = _first_row(options["output_tokens_csv"])
         actual = next(iter(answer.sequences.values()), [])
-        passed = agrees(actual, expected, given["correctness_threshold"])
+        passed = agrees(actual, expected, options["correctness_threshold"])
         click.echo("PASS!" if passed else "FAIL!")
         return Exit.FINISHED if passed else Exit.FAILED
     return Exit.FINISHED
@@ -321,8 +322,8 @@ class TokenAnswer:
     def add(self, event: Event) -> Mapping[SequenceKey, list[int]]:
         """Take one response in; the ids it brought, by sequence and beam."""
         counts = {name: getattr(event, name) for name in ("num_input_tokens", "num_output_tokens")}
-        told = {name: np.array(count) for name, count in counts.items() if count is not None}
-        for name, values in {**event.outputs, **told}.items():
+        known = {name: np.array(count) for name, count in counts.items() if count is not None}
+        for name, values in {**event.outputs, **known}.items():
             if name == "generation_logits" and name in self.outputs:
                 values = np.concatenate([self.outputs[name], values], axis=1)
             self.outputs[name] = values
@@ -330,16 +331,16 @@ class TokenAnswer:
             return {}
         beams = event.outputs["output_ids"][0].tolist()
         lengths = event.outputs["sequence_length"].reshape(-1).tolist()
-        came: dict[SequenceKey, list[int]] = {}
+        new_ids: dict[SequenceKey, list[int]] = {}
         for beam, (padded, length) in enumerate(zip(beams, lengths, strict=True)):
             key = (event.sequence_index, beam)
             ids = padded[:length]
             if self._brings_prompt and ids[: len(self._prompt)] == self._prompt:
                 ids = ids[len(self._prompt) :]
-            came[key] = ids
+            new_ids[key] = ids
             before = self._generated.get(key, []) if self._appends else []
             self._generated[key] = before + ids
-        return came
+        return new_ids
 
     @property
     def generated(self) -> Mapping[SequenceKey, list[int]]:
@@ -356,5 +357,5 @@ def agrees(actual: Sequence[int], expected: Sequence[int], threshold: float) -> 
     """Whether ids match: at 1.0 all of them, else a share of positions above ``threshold``."""
     if threshold >= 1:
         return list(actual) == list(expected)
-    same = sum(one == other for one, other in zip(actual, expected, strict=False))
+    same: int = sum(map(operator.eq, actual, expected))
     return same / max(len(actual), len(expected), 1) > threshold

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import httpx
 import msgspec
@@ -51,6 +51,7 @@ from trtllm_bls.http.limits import (
     traceparent,
 )
 from trtllm_bls.http.routes import JSON_LENGTH, TRACE, judged
+from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.wire.kserve import SERVICE, ResponseStream, is_final
 
@@ -82,16 +83,6 @@ _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", 
 log = logging.getLogger(__name__)
 
 
-class Places(Protocol):
-    """How many requests a model takes: an ``Admission``, at whose places nobody waits here."""
-
-    def check_room(self) -> None: ...
-
-    def take(self, sequences: int) -> Any: ...
-
-    def leave(self, place: Any) -> None: ...
-
-
 class TritonHttp:
     """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it.
 
@@ -100,10 +91,10 @@ class TritonHttp:
     judges the ``authorization`` of requests that need a key. ``opens_control``: the control APIs
     are answered.
 
-    ``places``: those that ``tensorrt_llm_bls`` in Triton has. Triton needs seconds to refuse many
-    requests at once, so one that has no place is refused before it is sent there. Clients of gRPC
-    and of other workers take places too, so Triton may have fewer, and never has more.
-    ``on_refused`` counts a refusal.
+    ``places``: those that ``tensorrt_llm_bls`` in Triton has; nobody waits for one here. Triton
+    needs seconds to refuse many requests at once, so one that has no place is refused before it is
+    sent there. Clients of gRPC and of other workers take places too, so Triton may have fewer, and
+    never has more. ``on_refused`` counts a refusal.
     """
 
     def __init__(
@@ -113,7 +104,7 @@ class TritonHttp:
         tls: ssl.SSLContext | None = None,
         bodies: BodyReader | None = None,
         is_allowed: Callable[[bytes], object] | None = None,
-        places: Places | None = None,
+        places: Admission | None = None,
         on_refused: Callable[[Overloaded], None] = lambda error: None,
         opens_control: bool = False,
     ) -> None:
@@ -156,8 +147,8 @@ class TritonHttp:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["raw_path"], scope["method"]
-        asks = self._is_allowed
-        has_key = asks is None or bool(asks(header(scope, b"authorization")))
+        is_allowed = self._is_allowed
+        has_key = is_allowed is None or bool(is_allowed(header(scope, b"authorization")))
         route, match = judged(method, path, has_key, self._opens_control)
         length = header(scope, b"content-length")
         if not route.body and (length.strip(b"0") or header(scope, b"transfer-encoding")):
@@ -174,15 +165,14 @@ class TritonHttp:
             await self._forward(httpx.Request(method, url, headers=headers), receive, send)
             return
         async with self._tensors.read(scope, receive, route.body) as body:
-            told = header(scope, JSON_LENGTH) if JSON_LENGTH in route.headers else b""
-            most = self._bodies.max_bytes
+            json_length = header(scope, JSON_LENGTH) if JSON_LENGTH in route.headers else b""
             if body or not route.control:
                 kind = InferBody if JSON_LENGTH in route.headers else dict
                 json_size, body = await self._tensors.in_turn(
-                    len(body), rewritten, body, told, kind, most
+                    len(body), rewritten, body, json_length, kind, self._bodies.max_bytes
                 )
-                headers[b"content-type"] = OCTETS if told else JSON
-                if told:
+                headers[b"content-type"] = OCTETS if json_length else JSON
+                if json_length:
                     headers[JSON_LENGTH] = b"%d" % json_size
             request = httpx.Request(method, url, headers=headers, content=body)
             await self._forward(request, receive, send)
@@ -208,7 +198,7 @@ class TritonHttp:
                     len(body), infer_request, body, model, declared, version, traceparent(scope)
                 )
                 exchange = _Exchange()
-                if places is not None:  # others may have taken the last one meanwhile
+                if places is not None:  # others may have taken the last place meanwhile
                     exchange = _Exchange(partial(places.leave, places.take(1)))
             except Overloaded as error:
                 self._on_refused(error)
@@ -222,9 +212,9 @@ class TritonHttp:
         """What the model declares, by name. Raises ``GrpcError``."""
 
         async def ask() -> dict[str, Any]:
-            asked = service_pb2.ModelMetadataRequest(name=model, version=version)
+            request = service_pb2.ModelMetadataRequest(name=model, version=version)
             method = SERVICE + "ModelMetadata"
-            answer = await channel.unary(method, asked.SerializeToString(), _TIMEOUT_SECONDS)
+            answer = await channel.unary(method, request.SerializeToString(), _TIMEOUT_SECONDS)
             inputs = service_pb2.ModelMetadataResponse.FromString(answer).inputs
             return {tensor.name: tensor for tensor in inputs}
 
@@ -259,12 +249,12 @@ class TritonHttp:
             log.warning("Triton's HTTP port does not answer: %r", error)
             raise Refused(503, "the server does not answer; try again", RETRY) from error
         try:
-            told = [(key.lower(), value) for key, value in response.headers.raw]
-            kept = [(key, value) for key, value in told if key in _ANSWERED]
+            pairs = [(key.lower(), value) for key, value in response.headers.raw]
+            headers = [(key, value) for key, value in pairs if key in _ANSWERED]
             status = response.status_code
-            await send({"type": "http.response.start", "status": status, "headers": kept})
-            async for piece in response.aiter_raw():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            async for chunk in response.aiter_raw():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except httpx.HTTPError as error:  # the client sees that its connection breaks
             log.warning("Triton's HTTP port ended within its answer: %r", error)
@@ -458,20 +448,20 @@ class InferBody(msgspec.Struct, omit_defaults=True, kw_only=True):
     outputs: Annotated[list[InferOutput], msgspec.Meta(max_length=_MOST_PARAMETERS)] = []
 
 
-def rewritten(body: bytes, told: bytes, kind: type[Any], most: int) -> tuple[int, bytes]:
+def rewritten(body: bytes, json_length: bytes, kind: type[Any], most: int) -> tuple[int, bytes]:
     """``body`` with its JSON of at most ``most`` bytes, a ``kind``, written anew; that JSON's size.
 
-    ``told``: how long the client says that the JSON is, before binary tensors; empty: it is all.
+    ``json_length``: as the client names it, of the JSON before binary tensors; empty: it is all.
     Raises ``Refused`` for what Triton 24.10 does not bear: JSON so deep that its parser ends the
     process, more parameters than it reads in time, a classification of text, which divides by zero,
     and a batch without rows, which it drops.
     """
-    size = int(told) if told.isdigit() and len(told) < 10 else -1
-    if told and not 0 <= size <= len(body):
+    size = int(json_length) if json_length.isdigit() and len(json_length) < 10 else -1
+    if json_length and not 0 <= size <= len(body):
         named = "Inference-Header-Content-Length"
         raise Refused(400, f"{named}: send the bytes of JSON, of {len(body)} in the body")
-    text, rest = (body[:size], body[size:]) if told else (body, b"")
-    if told and not size:  # one binary tensor, and no JSON
+    text, rest = (body[:size], body[size:]) if json_length else (body, b"")
+    if json_length and not size:  # one binary tensor, and no JSON
         return 0, body
     if len(text) > most:
         limit = f"{most} bytes (--max-body-bytes)"
@@ -481,14 +471,14 @@ def rewritten(body: bytes, told: bytes, kind: type[Any], most: int) -> tuple[int
         read = msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
         raise Refused(400, f"the body is not JSON that this path takes: {error}") from None
-    for output in read.outputs if isinstance(read, InferBody) else ():
-        if "classification" in output.parameters:
-            problem = "classification is not served; read the tensor itself"
-            raise Refused(400, f"outputs: {printable(output.name, 80)}: {problem}")
-    if isinstance(read, InferBody) and all(each.shape[:1] == [0] for each in read.inputs):
-        raise Refused(
-            400, "inputs: they have no rows, which Triton never answers; send at least one"
-        )
+    if isinstance(read, InferBody):
+        for output in read.outputs:
+            if "classification" in output.parameters:
+                problem = "classification is not served; read the tensor itself"
+                raise Refused(400, f"outputs: {printable(output.name, 80)}: {problem}")
+        if all(tensor.shape[:1] == [0] for tensor in read.inputs):
+            problem = "they have no rows, which Triton never answers; send at least one"
+            raise Refused(400, f"inputs: {problem}")
     written = msgspec.json.encode(read)
     return len(written), written + rest
 
@@ -518,11 +508,11 @@ def infer_request(
     if not isinstance(members, _Members):
         raise Refused(400, "the body must be a JSON object")
     request = service_pb2.ModelInferRequest(model_name=model, model_version=version)
-    given = set()
+    keys = set()
     for key, value in _flat(members):
-        if key in given:
+        if key in keys:
             raise wrong(key, "is sent twice; send it once")
-        given.add(key)
+        keys.add(key)
         if key in inputs:
             _add_input(request, inputs[key], value)
         elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
@@ -587,8 +577,8 @@ def _add_input(request: Any, declared: Any, value: Any) -> None:
 def _values(value: Any) -> Iterator[Any]:
     """Those of a list and of the lists in it, in order; what else ``value`` is, is one."""
     if isinstance(value, list) and not isinstance(value, _Members):
-        for each in value:
-            yield from _values(each)
+        for item in value:
+            yield from _values(item)
     else:
         yield value
 
@@ -601,11 +591,11 @@ def _packed(declared: Any, values: Sequence[Any]) -> bytes:
     if datatype == "BOOL" and kinds <= {bool}:
         return bytes(values)
     if "INT" in datatype and kinds <= {int}:
-        held = np.iinfo(_numpy_type(datatype))
+        limits = np.iinfo(_numpy_type(datatype))
         for value in (min(values), max(values)) if values else ():
-            if not held.min <= value <= held.max:  # Triton would cut it to other digits
+            if not limits.min <= value <= limits.max:  # Triton would cut it to other digits
                 raise wrong(name, f"{printable(str(value), 40)} does not fit {datatype}")
-        return np.array(values, held.dtype).tobytes()
+        return np.array(values, limits.dtype).tobytes()
     if datatype in ("FP32", "FP64") and kinds <= {int, float}:
         with suppress(OverflowError):
             return np.array(values, _numpy_type(datatype)).tobytes()

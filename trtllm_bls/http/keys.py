@@ -26,16 +26,16 @@ def read_keys(file: Path | None) -> tuple[bytes, ...]:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             raise SettingsError(f"--api-keys-file {file}: cannot be read: {error}") from error
-        found = [line for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
+        file_keys = [line for line in lines if line.strip() and not line.startswith("#")]
+        if not file_keys:
             raise SettingsError(f"--api-keys-file {file}: holds no key; write one on each line")
-        keys += found
+        keys += file_keys
     return tuple(sha256(key.strip().encode()).digest() for key in keys if key.strip())
 
 
 def key_of(keys: tuple[bytes, ...], authorization: bytes) -> bytes | None:
     """Which of ``keys`` the header's value has, compared in constant time."""
     scheme, _, key = authorization.partition(b" ")
-    given = sha256(key.strip()).digest()
-    matches = [hmac.compare_digest(given, known) for known in keys]
-    return given if scheme.lower() == b"bearer" and any(matches) else None
+    digest = sha256(key.strip()).digest()
+    matches = [hmac.compare_digest(digest, known) for known in keys]
+    return digest if scheme.lower() == b"bearer" and any(matches) else None

@@ -85,7 +85,7 @@ def judged(
     """The row that answers a request, and its match of ``path``. Raises ``Refused``."""
     matches = ((row, row.pattern.fullmatch(path)) for row in ROUTES)
     rows = [(row, match) for row, match in matches if match is not None]
-    found = next(((row, match) for row, match in rows if row.method == method), None)
+    found = next((item for item in rows if item[0].method == method), None)
     if not has_key and not (found and found[0].keyless):
         problem = "no valid API key; send Authorization: Bearer KEY"
         raise Refused(401, problem, {"www-authenticate": "Bearer"})

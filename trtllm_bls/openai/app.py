@@ -255,7 +255,7 @@ class Health:
         except TrtllmBlsError as error:
             self._problem = " ".join(str(error).split())
         else:
-            if not any(each and each.finish_reason is FinishReason.TIMEOUT for each in endings):
+            if not any(end and end.finish_reason is FinishReason.TIMEOUT for end in endings):
                 self.proven()
                 return
             self._problem = f"the engine gave no token within {_LIMIT_S:g} s"
@@ -268,27 +268,24 @@ class _Api:
     def __init__(self, backend: Deployment, settings: ApiSettings) -> None:
         self.backend = backend
         self.settings = settings
-        parsers = settings.tool_parser, settings.reasoning_parser
-        ids = backend.tokenizer.end_ids
-        self.health = Health(backend.orchestrator, ids[0] if ids else 0)
-        known = (settings.model_names[0], backend.engine.name, __version__)
-        digest = hashlib.sha256("\n".join((*known, backend.tokenizer.fingerprint)).encode())
-        formats = ChatFormats.of(backend.tokenizer, *parsers)
-        metrics = self._metrics = backend.reports.metrics
+        tokenizer, metrics = backend.tokenizer, backend.reports.metrics
+        self.health = Health(backend.orchestrator, next(iter(tokenizer.end_ids), 0))
+        identity = settings.model_names[0], backend.engine.name, __version__, tokenizer.fingerprint
+        digest = hashlib.sha256("\n".join(identity).encode())
+        fingerprint = f"fp_{digest.hexdigest()[:10]}"
+        formats = ChatFormats.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
+        self._metrics = metrics
         reader = ContentReader(
             settings.unreadable == "refuse",
             lambda kind: metrics.record(UNREADABLE_CONTENT, (kind,), 1),
         )
-        fingerprint = f"fp_{digest.hexdigest()[:10]}"
         self.served = ChatModel(
-            *(backend.tokenizer, formats, fingerprint, reader),
+            *(tokenizer, formats, fingerprint, reader),
             lambda name: metrics.record(UNREADABLE_ARGUMENTS, (name,), 1),
         )
+        self.pipeline = ChatModel(tokenizer, ChatFormats(), fingerprint, reader, pipeline=True)
         self._created = int(time.time())
         self.names = (*settings.model_names, *settings.loras, *settings.pipelines)
-        self.pipeline = ChatModel(
-            backend.tokenizer, ChatFormats(), fingerprint, reader, pipeline=True
-        )
         pipelines = settings.pipelines
         if twice := {*pipelines} & {*settings.model_names, *settings.loras}:
             problem = f"{min(twice)} is a pipeline of this server, too"
@@ -433,15 +430,24 @@ class _Api:
         return _Reply(await self._in_thread(request, self._detokenized))
 
     async def count_input(self, request: Request) -> Response:
-        count = partial(
-            self._num_tokens, ResponsesRequest, ResponsesResponse, _owner(request.scope)
-        )
-        told = await self._in_thread(request, count, "input")
-        return _Reply({**told, "object": "response.input_tokens"})
+        count = await self._count(request, ResponsesRequest, ResponsesResponse)
+        return _Reply({**count, "object": "response.input_tokens"})
 
     async def count_messages(self, request: Request) -> Response:
-        count = partial(self._num_tokens, CountTokensRequest, MessagesResponse, "")
-        return _Reply(await self._in_thread(request, count, "messages"))
+        return _Reply(await self._count(request, CountTokensRequest, MessagesResponse))
+
+    async def _count(
+        self, request: Request, kind: type[Generation], builder: type[ResponseBuilder]
+    ) -> dict[str, object]:
+        owner = _owner(request.scope)
+
+        def count(body: bytes) -> dict[str, object]:
+            generation = decode(body, kind)
+            referred = self.referred(generation, owner)
+            text = self.response(builder, generation, **referred).requests[0]
+            return {"input_tokens": len(self.backend.orchestrator.prompt_ids(text))}
+
+        return await self._in_thread(request, count, builder.prompt_field)
 
     async def stored_response(self, request: Request) -> Response:
         if request.query_params.get("stream") == "true":
@@ -453,16 +459,18 @@ class _Api:
         return _Reply(await self._of_store(request, StoredResponses.body))
 
     async def stored_input(self, request: Request) -> Response:
-        items, asked = await self._of_store(request, StoredResponses.input), request.query_params
-        limit = asked.get("limit", "20")
+        items = await self._of_store(request, StoredResponses.input)
+        query = request.query_params
+        limit = query.get("limit", "20")
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= 100):
             raise invalid("limit", "must be a number from 1 to 100")
-        if asked.get("order", "desc") == "desc":
+        if query.get("order", "desc") == "desc":
             items = items[::-1]
         ids = [item["id"] for item in items]
-        start = ids.index(asked["after"]) + 1 if asked.get("after") in ids else 0
-        page, own = items[start : start + int(limit)], ids[start : start + int(limit)] or [None]
-        told = {"object": "list", "data": page, "first_id": own[0], "last_id": own[-1]}
+        start = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
+        page = items[start : start + int(limit)]
+        first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        told = {"object": "list", "data": page, "first_id": first_id, "last_id": last_id}
         return _Reply({**told, "has_more": start + len(page) < len(items)})
 
     async def cancel(self, request: Request) -> Response:
@@ -472,10 +480,10 @@ class _Api:
     async def _of_store(self, request: Request, method: Callable[..., Any]) -> Any:
         """What a method of the store says of the response that the path names."""
         own_id, owner = request.path_params["id"], _owner(request.scope)
-        found = self.store and await asyncio.to_thread(method, self.store, owner, own_id)
-        if not found:
+        stored = self.store and await asyncio.to_thread(method, self.store, owner, own_id)
+        if not stored:
             raise ApiError(404, f"Response with id '{own_id[:200]}' not found.")
-        return found
+        return stored
 
     def referred(self, request: Generation, owner: str, socket: str = "") -> dict[str, Any]:
         """What ``request`` refers to, as arguments of what builds its response.
@@ -533,15 +541,10 @@ class _Api:
         else:
             raise invalid("prompt", "is missing; send prompt or messages")
         ids = self.backend.orchestrator.prompt_ids(text)
-        strings = [tokenizer.token(each) for each in ids] if request.return_token_strs else None
+        strings = (
+            [tokenizer.token(token_id) for token_id in ids] if request.return_token_strs else None
+        )
         return {"count": len(ids), "tokens": tuple(ids), "token_strs": strings}
-
-    def _num_tokens(
-        self, kind: type[Generation], builder: type[ResponseBuilder], owner: str, body: bytes
-    ) -> dict[str, object]:
-        request = decode(body, kind)
-        text = self.response(builder, request, **self.referred(request, owner)).requests[0]
-        return {"input_tokens": len(self.backend.orchestrator.prompt_ids(text))}
 
     def _detokenized(self, body: bytes) -> dict[str, object]:
         request = decode(body, DetokenizeRequest)
@@ -570,8 +573,8 @@ class _Api:
             adapter = {"lora_name": np.array([request.model.encode()], np.object_)}
             if task_id:
                 adapter = {"lora_task_id": np.array([int(task_id)], np.uint64)}
-            for each in response.requests:
-                each.extras = {**each.extras, **adapter}
+            for text_request in response.requests:
+                text_request.extras = {**text_request.extras, **adapter}
         return response
 
 
@@ -649,9 +652,10 @@ class _Generate:
                 pinging.cancel()
         if is_late:
             raise ApiError(504, "the engine gave no token before the time limit", code="timeout")
-        # On the event loop, a large response would hold up all streams.
         end = response.last_events if response.stream else response.whole
-        last = await asyncio.to_thread(end) if response.is_large else end()
+        # On the event loop, a whole answer's log-probabilities would hold up all streams.
+        is_large = response.requests[0].wants.log_probs
+        last = await asyncio.to_thread(end) if is_large else end()
         await self._api.keep(scope, response)
         await (reply.events(last, end=True) if response.stream else reply.json(last))
 
@@ -672,21 +676,20 @@ class _Generate:
         # The log can be searched for a response's x-request-id. Clients may repeat theirs, which an
         # engine must not see.
         owner = "" if self._api.settings.share_kv_cache else _owner(scope)
-        for each in response.requests:
-            each.request_id = f"{reply.request_id.decode()}-{each.request_id[:8]}"
-            each.api, each.tenant = response.object, tenant
+        for text in response.requests:
+            text.request_id = f"{reply.request_id.decode()}-{text.request_id[:8]}"
+            text.api, text.tenant, text.traceparent = response.object, tenant, trace
             if request.cache_salt:  # refused by an engine that has none
                 salt = _salt(owner, request.cache_salt) if owner else request.cache_salt
-                each.extras = {**each.extras, "cache_salt": np.array([salt.encode()], np.object_)}
+                text.extras = {**text.extras, "cache_salt": np.array([salt.encode()], np.object_)}
             elif owner:
-                each.cache_salt = KEY_SALT + _salt(owner, "")
-            each.traceparent = trace
+                text.cache_salt = KEY_SALT + _salt(owner, "")
         return response
 
 
-def _salt(owner: str, asked: str) -> str:
+def _salt(owner: str, cache_salt: str) -> str:
     """The salt of one key, which no other key has, and from which the key is not known."""
-    return hashlib.sha256(f"{owner} {asked}".encode()).hexdigest()
+    return hashlib.sha256(f"{owner} {cache_salt}".encode()).hexdigest()
 
 
 def _owner(scope: Scope) -> str:
@@ -714,8 +717,8 @@ class _Keys:
         if scope["type"] == "lifespan" or not scope["path"].startswith(_BEHIND_KEYS):
             await self._app(scope, receive, send)
             return
-        given = header(scope, b"authorization") or b"Bearer " + header(scope, b"x-api-key")
-        if key := key_of(self._api.settings.keys, given):
+        credentials = header(scope, b"authorization") or b"Bearer " + header(scope, b"x-api-key")
+        if key := key_of(self._api.settings.keys, credentials):
             scope["tenant"] = key.hex()  # a copy would keep what ``Reply`` removes from it
             await self._app(scope, receive, send)
             return

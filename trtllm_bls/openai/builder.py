@@ -110,11 +110,6 @@ class ResponseBuilder(ABC):
     def add(self, index: int, chunk: TextChunk) -> bytes:
         """Add a choice's chunk; the events to send now, which may be none."""
 
-    @property
-    def is_large(self) -> bool:
-        """Whether the end of the response takes so long that a thread should make it."""
-        return self.requests[0].wants.log_probs
-
     @abstractmethod
     def last_events(self) -> bytes:
         """What ends a stream; any thread may call it."""
@@ -157,8 +152,8 @@ class Frames:
 
     def text(self, index: int, text: str) -> bytes:
         """An event whose choice has new text and nothing else."""
-        told = (self._start, index, self._field, msgspec.json.encode(text), self._after_text)
-        return b'%b{"index":%d,%b%b%b' % told
+        parts = (self._start, index, self._field, msgspec.json.encode(text), self._after_text)
+        return b'%b{"index":%d,%b%b%b' % parts
 
     def choice(self, index: int, **fields: object) -> bytes:
         """Any other event of one choice."""
@@ -259,17 +254,17 @@ class PartsBuilder(ResponseBuilder):
     """A response of one choice whose parts are opened, grow, and are closed, one after another."""
 
     def __init__(
-        self, request: Generation, model: ChatModel, asked: Conversation, **fields: Any
+        self, request: Generation, model: ChatModel, conversation: Conversation, **fields: Any
     ) -> None:
         fields["fits_max_tokens"] = True
-        text, guide, (self._parser,) = chat_turn(request, model, asked, **fields)
+        text, guide, (self._parser,) = chat_turn(request, model, conversation, **fields)
         super().__init__(request, model, [text], guide)
         self._items: list[dict[str, Any]] = []  # the parts so far, as the API shows them
         self._kind: type[Opening] | None = None  # of the last part, while it is open
         self._texts: list[str] = []  # of the open part; of a call, its arguments
         self._begin = 0  # of the open part, in characters of the answer
         self._tokens = TokenSpans()
-        self._told: list[Any] = []  # of the open part's tokens
+        self._scores_of_part: list[Any] = []  # of the open part's tokens
         self.reasoning_tokens = 0
         self._before = self._after = b""  # the constant bytes of the open part's deltas
         self._begun = False
@@ -293,7 +288,7 @@ class PartsBuilder(ResponseBuilder):
                 if isinstance(event, Text):
                     tokens = self._tokens.take(self._begin, event.span[1])
                 self._texts.append(event.text)
-                self._told += tokens
+                self._scores_of_part += tokens
                 events.append(self._grown(event.text, tokens))
         if ending is not None:
             self.count_cached(ending)
@@ -314,10 +309,10 @@ class PartsBuilder(ResponseBuilder):
     def _close(self) -> bytes:
         if self._kind is None:
             return b""
-        text, kind, tokens = "".join(self._texts), self._kind, self._told
+        text, kind, tokens = "".join(self._texts), self._kind, self._scores_of_part
         if kind is not ToolCall:  # tokens whose text left before them
             tokens += self._tokens.take(self._begin, self._begin + len(text))
-        self._texts, self._told = [], []
+        self._texts, self._scores_of_part = [], []
         self.reasoning_tokens += len(tokens) if kind is Reasoning else 0
         events = self._closed(self._items[-1], text, tokens)
         self._kind = None
@@ -362,21 +357,21 @@ class TokenSpans:
         self._end = 0  # characters of the answer that tokens have so far
         self._waiting: deque[tuple[int, int, Any]] = deque()
 
-    def add(self, tokens: Sequence[TokenText], told: Sequence[Any]) -> None:
+    def add(self, tokens: Sequence[TokenText], scores: Sequence[Any]) -> None:
         """The next tokens, and what is told of each."""
-        for token, each in zip(tokens, told, strict=True):
+        for token, score in zip(tokens, scores, strict=True):
             begin, self._end = self._end, self._end + len(self._decoder.decode(token.data))
             # One that ends within a character is of that character.
-            self._waiting.append((begin, max(begin + 1, self._end), each))
+            self._waiting.append((begin, max(begin + 1, self._end), score))
 
     def take(self, begin: int, end: int) -> list[Any]:
         """What is told of the tokens of these characters; nothing of those before is needed."""
-        taken = []
+        scores = []
         while self._waiting and self._waiting[0][0] < end:
-            _, last, each = self._waiting.popleft()
+            _, last, score = self._waiting.popleft()
             if last > begin:
-                taken.append(each)
-        return taken
+                scores.append(score)
+        return scores
 
 
 def spelled(data: bytes) -> str:
@@ -405,7 +400,7 @@ class TokenScores:
         tokens = chunk.tokens or ()
         rows: list[Array | None] = list(chunk.generation_logits or ())
         echoed = len(tokens) - len(rows) if rows else sum(t.log_prob is None for t in tokens)
-        found = []
+        scores = []
         for index, token in enumerate(tokens):
             row = None
             if index >= echoed:
@@ -414,9 +409,12 @@ class TokenScores:
                 row = chunk.context_logits[index - 1]
                 log_probs = _log_softmax(row)
                 token = token._replace(log_prob=float(log_probs[token.token_id]))
-            told = [(self._bytes(other), log_prob) for other, log_prob in token.top_log_probs]
-            found.append((token, told if row is None else self._best(row)))
-        return found
+            if row is None:
+                best = [(self._bytes(other), log_prob) for other, log_prob in token.top_log_probs]
+            else:
+                best = self._best(row)
+            scores.append((token, best))
+        return scores
 
     def _best(self, row: Array) -> list[tuple[bytes, float]]:
         if not self._alternatives:

@@ -168,7 +168,7 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
 def _responses(
     answer: dict[str, Any], *statuses: int, error: dict[str, Any] = _ERROR
 ) -> dict[str, Any]:
-    failures = {str(each): {"description": _WHY[each], **_json(error)} for each in statuses}
+    failures = {str(status): {"description": _WHY[status], **_json(error)} for status in statuses}
     return {"200": {"description": "The answer", **_json(answer)}, **failures}
 
 

@@ -30,25 +30,25 @@ _ENDED = ""  # the name of what workers that have ended counted
 
 def samples(metrics: RequestMetrics, model: str) -> Samples:
     """Those of one process, which may be added to those of another."""
-    found: Samples = {metric.name: {} for metric in METRICS}
+    values: Samples = {metric.name: {} for metric in METRICS}
     for (metric, labels), value in list(metrics.numbers.items()):
-        found[metric.name][_sample(metric, "", labels, model)] = value
+        values[metric.name][_sample(metric, "", labels, model)] = value
     for (metric, labels), (*counts, total) in list(metrics.histograms.items()):
-        own = found[metric.name]
+        own = values[metric.name]
         ends = [*(f"{bound:g}" for bound in metric.buckets), "+Inf"]
         for end, count in zip(ends, accumulate(counts), strict=True):
             own[_sample(metric, "_bucket", labels, model, end)] = count
         own[_sample(metric, "_sum", labels, model)] = total
         own[_sample(metric, "_count", labels, model)] = sum(counts)
-    return found
+    return values
 
 
-def written(found: Samples) -> str:
+def written(values: Samples) -> str:
     """The text format: the samples after each metric's HELP and TYPE."""
     lines = []
     for metric in METRICS:
         lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.kind}"]
-        lines += [f"{key} {value:.17g}" for key, value in found[metric.name].items()]
+        lines += [f"{key} {value:.17g}" for key, value in values[metric.name].items()]
     return "\n".join([*lines, ""])
 
 
@@ -58,10 +58,10 @@ def triton_metrics(url: str) -> str:
     Our models' metrics, which Triton shows too, count requests of other ports.
     """
     try:
-        told = httpx.get(url, timeout=_TRITON_S, trust_env=False).text
+        text = httpx.get(url, timeout=_TRITON_S, trust_env=False).text
     except httpx.HTTPError:
         return ""
-    return "".join(line for line in told.splitlines(keepends=True) if _OF_TRITON.match(line))
+    return "".join(line for line in text.splitlines(keepends=True) if _OF_TRITON.match(line))
 
 
 class SharedSamples:
@@ -75,7 +75,7 @@ class SharedSamples:
         self._file = os.memfd_create("trtllm-bls-samples")
         os.pwrite(self._file, _PLACE.pack(_PLACE.size, 0), 0)
 
-    def put(self, found: Samples) -> Samples:
+    def put(self, values: Samples) -> Samples:
         """Replace this process's samples; the sum over all, of gauges over those that run."""
         pid = os.getpid()
         fcntl.lockf(self._file, fcntl.LOCK_EX)
@@ -84,7 +84,7 @@ class SharedSamples:
             kept: dict[str, Samples] = {}
             if length:
                 kept = msgspec.json.decode(os.pread(self._file, length, start))
-            kept[f"{pid}-{start_of(pid)}"] = found
+            kept[f"{pid}-{start_of(pid)}"] = values
             ended = [name for name in kept if not _runs(name)]
             kept[_ENDED] = _sum((kept.pop(name) for name in ended), gauges=False)
             text = msgspec.json.encode(kept)
@@ -102,13 +102,13 @@ def _runs(name: str) -> bool:
     return name != _ENDED and start_of(int(pid)) == int(start)
 
 
-def _sum(several: Iterable[Samples], *, gauges: bool = True) -> Samples:
+def _sum(processes: Iterable[Samples], *, gauges: bool = True) -> Samples:
     total: Samples = {metric.name: {} for metric in METRICS}
-    for found in several:
+    for process in processes:
         for metric in METRICS:
             if gauges or metric.kind != "gauge":
                 own = total[metric.name]
-                for sample, value in found[metric.name].items():
+                for sample, value in process[metric.name].items():
                     own[sample] = own.get(sample, 0) + value
     return total
 

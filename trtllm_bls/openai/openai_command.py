@@ -38,12 +38,15 @@ DECLARED = {
     key: row for key, row in parameters_in(BlsParameters).items() if key not in _INSIDE_TRITON
 }
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
+# Options that ``ApiSettings`` has as they are.
+_OF_API = (
+    *("max_body_bytes", "allowed_origins", "tool_parser", "reasoning_parser", "unreadable"),
+    *("store_bytes", "store_hours", "store_dir", "lost_items", "share_kv_cache"),
+)
 # The options that ``serve`` has too.
 AS_OF_SERVE = (
-    *("host", "expose", "api_keys_file", "tool_parser", "reasoning_parser", "unreadable"),
-    *("store_bytes", "store_hours", "store_dir", "lost_items", "share_kv_cache"),
-    *("exit_timeout", *_TLS),
-    *("allowed_hosts", "allowed_origins", "max_body_bytes", "loras", "served_model_names"),
+    *("host", "expose", "api_keys_file", "exit_timeout", *_TLS),
+    *("allowed_hosts", "loras", "served_model_names", *_OF_API),
 )
 
 
@@ -114,19 +117,15 @@ def main(context: click.Context, /, **options: Any) -> None:
     from trtllm_bls.settings.model_config import chat_pipelines
 
     own_name = parameters.tokenizer_dir.name if parameters else ""
-    same = (
-        *("max_body_bytes", "allowed_origins", "tool_parser", "reasoning_parser", "unreadable"),
-        *("store_bytes", "store_hours", "store_dir", "lost_items", "share_kv_cache"),
-    )
     api = ApiSettings(
         model_names=options["served_model_names"] or (own_name,),
         keys=keys,
-        loras=dict(each.partition("=")[::2] for each in options["loras"]),
+        loras=dict(lora.partition("=")[::2] for lora in options["loras"]),
         allowed_hosts=options["allowed_hosts"] if is_loopback(options["host"]) else None,
         status_dir=parameters.status_dir if parameters else "",
         triton_metrics=front.metrics if front else "",
         pipelines=chat_pipelines(repository) if repository and parameters else (),
-        **{name: options[name] for name in same},
+        **{name: options[name] for name in _OF_API},
     )
     listening = {name: options[name] for name in ("host", "port", "exit_timeout", *_TLS)}
     serve(parameters, api, front, workers=workers, why=why, **listening)

@@ -120,8 +120,8 @@ def serve(
             sockets += accepting(listen(host, port, "--port"))
         if front is not None:
             sockets += accepting(listen(host, front.port, "--http-port"))
-        for each in sockets:
-            stack.enter_context(each)
+        for listening in sockets:
+            stack.enter_context(listening)
         # Lines that ``serve`` reads have Triton's form.
         as_json = front is None and parameters is not None and parameters.log_format == "json"
         log_to_stderr("openai", as_json=as_json)
@@ -141,7 +141,6 @@ def serve(
         )
         if _SUPERVISES:
             options["timeout_worker_healthcheck"] = _HUNG_S
-        asks = tls_client_ca is not None
         # The tokenizer library's threads would be missing in the workers: they start their own.
         parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true")
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -151,8 +150,8 @@ def serve(
                 workers=workers,
                 ssl_certfile=tls_cert,
                 ssl_keyfile=tls_key,
-                ssl_ca_certs=str(tls_client_ca) if asks else None,
-                ssl_cert_reqs=ssl.CERT_REQUIRED if asks else ssl.CERT_NONE,
+                ssl_ca_certs=str(tls_client_ca) if tls_client_ca else None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if tls_client_ca else ssl.CERT_NONE,
                 **options,
             )
             config.load()
@@ -251,11 +250,11 @@ def make_app(
             finally:
                 await triton.close()
         else:
-            of_triton = scope["server"][1] == front.port
-            if of_triton and scope["type"] == "websocket":
+            is_for_triton = scope["server"][1] == front.port
+            if is_for_triton and scope["type"] == "websocket":
                 await send({"type": "websocket.close"})
                 return
-            await (guarded if of_triton else app)(scope, receive, send)
+            await (guarded if is_for_triton else app)(scope, receive, send)
 
     return by_port
 
