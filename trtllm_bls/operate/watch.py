@@ -131,8 +131,8 @@ class Watch:
     @property
     def processes(self) -> dict[str, int]:
         """The number of running processes by name; a model's processes have the model's name."""
-        found = self._processes.running if self._processes else {}
-        return {name.removeprefix("model "): count for name, count in found.items()}
+        running = self._processes.running if self._processes else {}
+        return {name.removeprefix("model "): count for name, count in running.items()}
 
     def close(self) -> None:
         """Stop watching."""
@@ -251,13 +251,13 @@ class Watch:
 
 def engine_load(metrics: str) -> RequestCounts | None:
     """The requests that run and wait by the engines' own figures in Triton's ``metrics``."""
-    told: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for kind, number in _REQUESTS.findall(metrics):
-        told[kind] = told.get(kind, 0) + float(number)
-    if "scheduled" not in told:
+        counts[kind] = counts.get(kind, 0) + float(number)
+    if "scheduled" not in counts:
         return None
-    running = told["scheduled"]
-    return running, told.get("waiting", max(told.get("active", 0) - running, 0))
+    running = counts["scheduled"]
+    return running, counts.get("waiting", max(counts.get("active", 0) - running, 0))
 
 
 class ProblemLog:
@@ -343,12 +343,13 @@ class HealthState:
     def answer(self, probe: str) -> tuple[HTTPStatus, dict[str, object]]:
         """The status and the body with which to answer a probe."""
         reasons, since, watch = self.problems()[probe], self._not_ready_since, self._watch
-        told = {"ok": not reasons, "reasons": reasons, "restarts": self.restarts}
+        body = {"ok": not reasons, "reasons": reasons, "restarts": self.restarts}
         if probe == "ready":
-            told |= {} if since is None else {"not_ready_seconds": int(time.monotonic() - since)}
+            if since is not None:
+                body["not_ready_seconds"] = int(time.monotonic() - since)
             if watch is not None and watch.engines:
-                told["engines"] = {name: ill or "ok" for name, ill in watch.engines.items()}
-        return HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, told
+                body["engines"] = {name: ill or "ok" for name, ill in watch.engines.items()}
+        return HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, body
 
     def metrics(self) -> str:
         """The text of ``/metrics``."""
@@ -365,8 +366,8 @@ class HealthState:
             *({"": number} if engine else {} for number in engine or load),
             {name: int(not problem) for name, problem in engines.items()},
         )
-        told = zip(SERVER_METRICS, values, strict=True)
-        return "".join(metric.text(of_metric) for metric, of_metric in told)
+        rows = zip(SERVER_METRICS, values, strict=True)
+        return "".join(metric.text(samples) for metric, samples in rows)
 
 
 class HealthEndpoint(ThreadingHTTPServer):
