@@ -419,18 +419,18 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with an object as JSON, or with a text as Prometheus reads it."""
         path, state, allowed = self.path.partition("?")[0], self.server.state, self.server.allowed
-        asked = (self.headers.get("Host", ""), self.headers.get("Origin", ""))
-        status, kind, told = HTTPStatus.OK, "application/json", dict[str, object]()
-        if allowed is not None and (refused := browser_problem(*asked, *allowed)):
-            status, told = HTTPStatus(refused[0]), {"error": refused[1]}
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin", "")
+        status, kind, answer = HTTPStatus.OK, "application/json", dict[str, object]()
+        if allowed is not None and (problem := browser_problem(host, origin, *allowed)):
+            status, answer = HTTPStatus(problem[0]), {"error": problem[1]}
         elif path == "/metrics":
             kind = "text/plain; version=0.0.4; charset=utf-8"
         elif path in ("/health/startup", "/health/live", "/health/ready"):
-            status, told = state.answer(path.rpartition("/")[2])
+            status, answer = state.answer(path.rpartition("/")[2])
         else:
             status = HTTPStatus.NOT_FOUND
-            told = {"error": "use /health/startup, live or ready, or /metrics"}
-        body = (json.dumps(told) if told else state.metrics()).encode()
+            answer = {"error": "use /health/startup, live or ready, or /metrics"}
+        body = (json.dumps(answer) if answer else state.metrics()).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
