@@ -232,9 +232,6 @@ class ServerProcesses:
         """The name of each process by its pid."""
         return {process.pid: name for process, name in self._names.items()}
 
-    def __contains__(self, pid: int) -> bool:
-        return pid in self.pids
-
     def without_descriptors(self) -> tuple[str, ...]:
         """One line for each process that can open no further file or connection."""
         problems = []

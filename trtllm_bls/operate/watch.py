@@ -189,8 +189,8 @@ class Watch:
             seen.engine = next(filter(None, ill), None)
             loops = {status.pid: status.loop_at for status in statuses}
             seen.loop_at = min(loops.values(), default=None)
-            own = (loops[pid] for pid in loops if pid in self._processes)
-            seen.server_loop_at = min(own, default=None)
+            own = loops.keys() & self._processes.pids.keys()
+            seen.server_loop_at = min((loops[pid] for pid in own), default=None)
             seen.missed_turns = max((status.missed_turns for status in statuses), default=0)
             seen.shared_memory = free_shared_memory()
         self.verdict = evaluate(seen, now, self._stall_s)
