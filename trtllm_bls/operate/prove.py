@@ -140,10 +140,10 @@ async def _prove(target: Target, options: dict[str, Any]) -> Report:
         ("load", partial(_load, target, options["beside"], options["seconds"], report.load)),
     ]
     for number, (name, step) in enumerate(steps, 1):
-        left = options["minutes"] * 60 - (time.monotonic() - began)
+        remaining = options["minutes"] * 60 - (time.monotonic() - began)
         click.echo(f"[{number}/{len(steps)}] {name}", err=True)
         try:
-            report.sections[name] = await asyncio.wait_for(step(), max(0.0, left))
+            report.sections[name] = await asyncio.wait_for(step(), max(0.0, remaining))
         except asyncio.TimeoutError:
             report.sections[name] = [(name, "not finished: out of time")]
         except Exception as error:  # its text may have paths
@@ -398,24 +398,24 @@ async def _ends(target: Target) -> list[tuple[str, str]]:
         name = await _model_of(http, target.openai)
         text = (await client.generate(text_input=_PROMPTS[0], max_tokens=64, end_id=-1)).text
 
-        async def seen(wanted: bool) -> bool:
+        async def becomes(busy: bool) -> bool:
             """Whether the engine runs something, or nothing, soon; it tells once a second."""
             limit = time.monotonic() + _FREED_SECONDS
-            while bool(await _running(http, target)) != wanted and time.monotonic() < limit:
+            while bool(await _running(http, target)) != busy and time.monotonic() < limit:
                 await asyncio.sleep(0.1)
             return time.monotonic() < limit
 
         async def cancelled() -> bool:
             async with client.stream(**long, stream=True) as stream:
                 await stream.__anext__()
-                return await seen(True)
+                return await becomes(busy=True)
 
         async def left() -> bool:
             body = {"model": name, "prompt": _PROMPTS[0], "max_tokens": _LONG, "stream": True}
             body["ignore_eos"] = True
             async with http.stream("POST", f"{target.openai}/v1/completions", json=body) as answer:
                 await answer.aiter_lines().__anext__()
-                return await seen(True)
+                return await becomes(busy=True)
 
         async def stopped() -> bool:
             await client.generate(**long, stop_words=[text[-8:]])
@@ -428,9 +428,9 @@ async def _ends(target: Target) -> list[tuple[str, str]]:
                 rows.append((way, f"not seen: {_LONG} tokens ended within a second"))
                 continue
             began = time.monotonic()
-            freed = await seen(False)
-            taken = f"the engine ran nothing {time.monotonic() - began:.1f} s later"
-            rows.append((way, taken if freed else "FAILED: it still ran"))
+            freed = await becomes(busy=False)
+            result = f"the engine ran nothing {time.monotonic() - began:.1f} s later"
+            rows.append((way, result if freed else "FAILED: it still ran"))
     return rows
 
 
