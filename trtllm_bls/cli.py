@@ -54,8 +54,8 @@ def show_error(console: Console, error: TrtllmBlsError) -> None:
     console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
-    if asked:
+def _print_version(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:
+    if is_set:
         click.echo(f"trtllm-bls, version {version_text()}")
         ctx.exit()
 

@@ -73,9 +73,9 @@ def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Inst
         places.append(Path(wheel.origin).parent / "tritonserver")
     for place in places:
         path = place.expanduser().resolve()
-        found = Installation(path.parents[1] if path.is_file() else path)
-        if found.binary.is_file() and found.backends.is_dir():
-            return found
+        server = Installation(path.parents[1] if path.is_file() else path)
+        if server.binary.is_file() and server.backends.is_dir():
+            return server
     if explicit is not None:
         raise SetupError(
             f"--server {explicit}: no tritonserver there; "
@@ -124,8 +124,8 @@ def embedded_numpy() -> str | None:
 
     Models run this interpreter isolated: neither PYTHONPATH nor the user's site-packages count.
     """
-    asked = "import importlib.metadata as m; print(m.version('numpy'))"
-    command = [sys.executable, "-I", "-c", asked]
+    program = "import importlib.metadata as m; print(m.version('numpy'))"
+    command = [sys.executable, "-I", "-c", program]
     probe = subprocess.run(command, capture_output=True, text=True, check=False)
     return probe.stdout.strip() or None
 
@@ -195,8 +195,8 @@ def check_server(server: Installation, environment: dict[str, str]) -> None:
     """There is a stub for this Python, and all libraries of stub and server can be found."""
     stub = server.stub(PYTHON)
     if not stub.is_file():
-        found = server.root.glob("python_backend_stubs/*")
-        stubs = sorted((each.name for each in found), key=Version)
+        directories = server.root.glob("python_backend_stubs/*")
+        stubs = sorted((directory.name for directory in directories), key=Version)
         raise SetupError(
             f"this server has no Python backend for Python {PYTHON}; install trtllm-bls with the "
             f"Python of its container: {' or '.join(stubs) or 'it is another'}"
@@ -208,11 +208,11 @@ def check_server(server: Installation, environment: dict[str, str]) -> None:
 def check_libraries(binary: Path, libraries: Mapping[str, str]) -> None:
     """Every library was found, and a stub's libpython is of the version that runs us."""
     for name in libraries:
-        wanted = re.match(r"libpython(3\.\d+)\.so", name)
-        if wanted and wanted[1] != PYTHON:
+        library = re.match(r"libpython(3\.\d+)\.so", name)
+        if library and library[1] != PYTHON:
             raise SetupError(
-                f"this server's models run on Python {wanted[1]}, this is {PYTHON}: "
-                f"install and start trtllm-bls with python{wanted[1]}"
+                f"this server's models run on Python {library[1]}, this is {PYTHON}: "
+                f"install and start trtllm-bls with python{library[1]}"
             )
     missing = sorted(name for name, path in libraries.items() if path == "not found")
     if missing:

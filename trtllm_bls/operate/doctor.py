@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import click
 import grpc
@@ -94,8 +94,8 @@ def installed(package: str) -> str | None:
 
 
 def serve_ports() -> dict[str, int]:
-    """The ports that ``serve`` takes unless told otherwise, by option."""
-    names = [each.name for each in fields(ServeSettings) if each.name.endswith("_port")]
+    """The default ports of ``serve``, by option."""
+    names = [field.name for field in fields(ServeSettings) if field.name.endswith("_port")]
     ports = {option(name): getattr(ServeSettings, name) for name in names}
     return {flag: port for flag, port in ports.items() if port is not None}
 
@@ -141,15 +141,15 @@ class Subject:
             except SettingsError as error:
                 self.unreadable.append(error)
         self.cpp_models = [n for n, c in self.configs.items() if c.backend == CPP_BACKEND]
-        text = self.values(BLS.name)
-        self.target = text.get("tensorrt_llm_model_name") or ENGINE.name
-        self.draft = text.get("tensorrt_llm_draft_model_name", "")  # empty where there is none
+        values = self.values(BLS.name)
+        self.target = values.get("tensorrt_llm_model_name") or ENGINE.name
+        self.draft = values.get("tensorrt_llm_draft_model_name", "")  # empty where there is none
         self.tokenizer = self.tokenizer_dir or self.directory(BLS.name, "tokenizer_dir")
         directories = {}
         for name in self.cpp_models:
-            named = self.values(name).get("gpt_model_path")
-            if named and "${" not in named:
-                directories[name] = Path(named)
+            model_path = self.values(name).get("gpt_model_path")
+            if model_path and "${" not in model_path:
+                directories[name] = Path(model_path)
         if self.engine_dir:
             directories[self.target] = self.engine_dir
         if self.draft_engine_dir:
@@ -169,10 +169,10 @@ class Subject:
 
     def directory(self, model: str, key: str) -> Path | None:
         """A directory that a model's parameter names; ``None`` where it names none."""
-        named = self.values(model).get(key, "")
-        if not named or "${" in named:
+        path = self.values(model).get(key, "")
+        if not path or "${" in path:
             return None
-        return Path(os.path.abspath((self.repository or Path()) / named))
+        return Path(os.path.abspath((self.repository or Path()) / path))
 
     @property
     def llm_api_models(self) -> list[str]:
@@ -182,15 +182,15 @@ class Subject:
     @property
     def pipelines(self) -> dict[str, dict[str, Any]]:
         """The parameters that pipelines declare in so many words, by model."""
-        found: dict[str, dict[str, Any]] = {}
+        pipelines: dict[str, dict[str, Any]] = {}
         for name in self.configs:
             assert self.repository is not None
             for file in sorted((self.repository / name).glob("*/model.py")):
                 with suppress(OSError, ValueError, SyntaxError):  # the file's own checks tell
                     declared = _declared_parameters(file.read_text(encoding="utf-8"))
                     if declared is not None:
-                        found[name] = declared
-        return found
+                        pipelines[name] = declared
+        return pipelines
 
     @property
     def known_models(self) -> dict[str, Model]:
@@ -200,19 +200,21 @@ class Subject:
             logits = self.engines[engine].logits if engine in self.engines else "FP32"
             return cpp.models_for(self.release or cpp_backend.LAST, logits)
 
-        # As the ensemble hands it on.
-        text = of_release(self.target) if self.cpp_models else {each.name: each for each in MODELS}
-        found = {}
+        # The ensemble hands on the tensors of the target's release.
+        ours = {model.name: model for model in MODELS}
+        if self.cpp_models:
+            ours = of_release(self.target)
+        known = {}
         for name, config in self.configs.items():
             if config.backend == CPP_BACKEND:
-                found[name] = of_release(name)[ENGINE.name]
+                known[name] = of_release(name)[ENGINE.name]
             elif self.values(name).get("tensors") == "llmapi":
-                found[name] = replace(LLMAPI, name=BLS.name)  # whose parameters it has
+                known[name] = replace(LLMAPI, name=BLS.name)  # whose parameters it has
             elif name in self.llm_api_models:
-                found[name] = ENGINE
-            elif name in text and (config.backend == "python" or config.platform == "ensemble"):
-                found[name] = text[name]
-        return found
+                known[name] = ENGINE
+            elif name in ours and (config.backend == "python" or config.platform == "ensemble"):
+                known[name] = ours[name]
+        return known
 
     @property
     def tokens(self) -> Tokenizer | None:
@@ -240,15 +242,20 @@ def _declared_parameters(program: str) -> dict[str, Any] | None:
     the program is read and not run."""
     if "trtllm_bls.pipeline" not in program:
         return None
-    classes = [each for each in ast.parse(program).body if isinstance(each, ast.ClassDef)]
-    lines = [line for each in classes if each.name == "TritonPythonModel" for line in each.body]
-    for line in lines:
-        targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
-        names = [each.id for each in targets if isinstance(each, ast.Name)]
-        if "parameters" in names and isinstance(line, (ast.Assign, ast.AnnAssign)) and line.value:
-            value = ast.literal_eval(line.value)
-            return value if isinstance(value, dict) else None
-    bases = [ast.unparse(base) for each in classes for base in each.bases]
+    bases: list[str] = []
+    for definition in ast.parse(program).body:
+        if not isinstance(definition, ast.ClassDef):
+            continue
+        bases += map(ast.unparse, definition.bases)
+        if definition.name != "TritonPythonModel":
+            continue
+        for line in definition.body:
+            if not isinstance(line, (ast.Assign, ast.AnnAssign)) or line.value is None:
+                continue
+            targets = line.targets if isinstance(line, ast.Assign) else [line.target]
+            if "parameters" in map(ast.unparse, targets):
+                value = ast.literal_eval(line.value)
+                return value if isinstance(value, dict) else None
     return {} if bases == ["StreamingModel"] else None  # others may declare some
 
 
@@ -313,15 +320,16 @@ def examine(
     subject: Subject, checks: Sequence[Check] | None = None
 ) -> Iterator[tuple[str, Finding]]:
     """Every finding with its check's name. What a check raises is its last finding."""
-    for each in CHECKS if checks is None else checks:
-        if not each.applies(subject):
+    for check in CHECKS if checks is None else checks:
+        if not check.applies(subject):
             continue
-        found: list[Finding] = []
+        findings: list[Finding] = []
         try:
-            found.extend(each.run(subject) or ())
+            findings.extend(check.run(subject) or ())
         except TrtllmBlsError as error:
-            found.append(Finding.of(error))
-        yield from ((each.name, one) for one in found or [Finding("ok", each.title)])
+            findings.append(Finding.of(error))
+        for finding in findings or [Finding("ok", check.title)]:
+            yield check.name, finding
 
 
 def preflight(before: str, subject: Subject, warn: Callable[[str], object]) -> None:
@@ -329,10 +337,10 @@ def preflight(before: str, subject: Subject, warn: Callable[[str], object]) -> N
 
     Raises ``SetupError`` with the first error.
     """
-    chosen = [each for each in CHECKS if each.before == before]
-    found = [finding for _, finding in examine(subject, chosen) if finding.level != "ok"]
-    errors = [finding for finding in found if finding.level == "error"]
-    for finding in found:
+    checks = [check for check in CHECKS if check.before == before]
+    problems = [finding for _, finding in examine(subject, checks) if finding.level != "ok"]
+    errors = [finding for finding in problems if finding.level == "error"]
+    for finding in problems:
         if finding not in errors[:1]:
             warn(str(finding))
     if errors:
@@ -416,11 +424,13 @@ def packages(subject: Subject) -> Findings:
                 yield fault(f"no {requirement.name}", f"pip install '{requirement}'")
             elif not requirement.specifier.contains(version, prereleases=True):
                 what = f"{requirement.name} {version}, {needs} needs {requirement.specifier}"
-                mend = "an environment of its own, or take a newer container"
-                mend = f"install trtllm-bls into {mend}"
+                mend = (
+                    "install trtllm-bls into an environment of its own, or take a newer container"
+                )
                 if needs == "httpcore":  # which the Containerfile adds beside the image's h11
-                    another = "--build-arg HTTPCORE=1.0.9 of the Containerfile"
-                    mend = f"install another httpcore: {another}"
+                    mend = (
+                        "install another httpcore: --build-arg HTTPCORE=1.0.9 of the Containerfile"
+                    )
                 yield fault(what, mend)
 
 
@@ -481,11 +491,12 @@ def readable(subject: Subject) -> Findings:
 def placeholders(subject: Subject) -> Findings:
     """A parameter that still holds one counts as not set, or as that very text."""
     for model, config in subject.configs.items():
-        fields_of_it = {"name": config.name, "backend": config.backend, "platform": config.platform}
-        left = [k for k, v in (subject.values(model) | fields_of_it).items() if "${" in v]
-        if left:
+        values = subject.values(model)
+        values |= {key: getattr(config, key) for key in ("name", "backend", "platform")}
+        unfilled = [key for key, value in values.items() if "${" in value]
+        if unfilled:
             mend = "fill them in or remove them; trtllm-bls configure --from does"
-            yield fault(f"{model}: placeholders in {', '.join(left)}", mend)
+            yield fault(f"{model}: placeholders in {', '.join(unfilled)}", mend)
 
 
 @check("every parameter is known and has a value that can be read", lambda s: s.configs)
@@ -554,7 +565,8 @@ def layout(subject: Subject) -> Findings:
             refusals(config, directory),
             ensemble_refusals(model, subject.configs, subject.repository),
         )
-        yield from (Finding.of(SettingsError(f"{model}: {each}")) for each in problems)
+        for problem in problems:
+            yield Finding.of(SettingsError(f"{model}: {problem}"))
 
 
 @check("every model is as this package and its engine need it", lambda s: s.configs)
@@ -562,15 +574,15 @@ def fitness(subject: Subject) -> Findings:
     assert subject.repository is not None
     for model, config in subject.configs.items():
         versions = served_versions(config, subject.repository / model)
-        for code in [d / "model.py" for d in versions if (d / "model.py").is_file()]:
-            for name in names_gone(code):
+        programs = [version / "model.py" for version in versions]
+        for program in filter(Path.is_file, programs):
+            for name in names_gone(program):
                 what = f"{model}: its model.py imports {name}, which this version does not have"
                 yield fault(what, f"run trtllm-bls upgrade {subject.repository}")
         engine = subject.engines.get(model)
         most = engine.max_batch_size if engine else None
-        has_batch = (
-            model in subject.known_models and subject.values(model).get("tensors") != "llmapi"
-        )
+        known = subject.known_models.get(model)
+        has_batch = known and subject.values(model).get("tensors") != "llmapi"
         if has_batch and config.max_batch_size < 1:
             mend = f"every tensor has a batch dimension; set {most or 1} or so"
             yield fault(f"{model}: max_batch_size is {config.max_batch_size}", mend)
@@ -581,16 +593,15 @@ def fitness(subject: Subject) -> Findings:
 
 @check("every model that another one calls is there", lambda s: s.configs)
 def wiring(subject: Subject) -> Findings:
-    called, told = dict[str, list[str]](), subject.values(BLS.name)
-    if BLS.name in subject.configs and not told.get("engine"):
-        called[BLS.name] = [subject.target, subject.draft]
-    if told.get("draft_source") == "model" and not subject.draft:
+    values = subject.values(BLS.name)
+    if values.get("draft_source") == "model" and not subject.draft:
         what = f"{BLS.name}: draft_source is model, tensorrt_llm_draft_model_name is empty"
         yield fault(what, "name the draft model, or set draft_source to off")
-    for model, others in called.items():
-        for name in filter(None, others):
-            if name not in subject.configs and "${" not in name:
-                yield fault(f"{model}: calls {name}, which is not there", "add it")
+    if BLS.name not in subject.configs or values.get("engine"):
+        return
+    for name in filter(None, (subject.target, subject.draft)):
+        if name not in subject.configs and "${" not in name:
+            yield fault(f"{BLS.name}: calls {name}, which is not there", "add it")
 
 
 @check("every tensor is declared", lambda s: s.known_models)
@@ -619,10 +630,9 @@ def demanded_parameters(subject: Subject) -> Findings:
         for name, value in needed.items():
             if not values.get(name):
                 yield fault(f"{model}: {name} is missing", f"set {name}={value}")
-        absent = []
-        for name, key in cpp_backend.keys_of(release).items():
-            if key.is_demanded(release) and name not in {*values, *needed}:
-                absent.append(name)
+        keys = cpp_backend.keys_of(release)
+        demanded = [name for name, key in keys.items() if key.is_demanded(release)]
+        absent = [name for name in demanded if name not in values | needed]
         if absent:
             what = f"{model}: no {', '.join(absent)}"
             yield fault(what, "add them, with an empty value where nothing is meant")
@@ -653,8 +663,8 @@ def decoupled(subject: Subject) -> Findings:
     """An orchestrator that streams needs an engine that does; other models answer once."""
     policies = {n: c.model_transaction_policy.decoupled for n, c in subject.configs.items()}
     for model, streams in policies.items():
-        told = subject.values(model).get("decoupled")
-        if told is not None and is_true(told) != streams:
+        parameter = subject.values(model).get("decoupled")
+        if parameter is not None and is_true(parameter) != streams:
             what = f"{model}: is {'' if streams else 'not '}decoupled, whatever its parameter says"
             yield fault(what, "only model_transaction_policy counts; set it, or none")
         if streams and model in (PREPROCESSING.name, POSTPROCESSING.name):
@@ -695,14 +705,14 @@ def engine_files(subject: Subject) -> Findings:
     for model, engine in subject.engines.items():
         for file in sorted(engine.path.glob("rank*.engine")):
             with file.open("rb") as opened:
-                begins = opened.read(16)
-            if begins.startswith(b"version https://"):
+                head = opened.read(16)
+            if head.startswith(b"version https://"):
                 yield fault(f"{model}: {file} is a pointer of Git LFS", "run git lfs pull")
-            elif not begins:
+            elif not head:
                 yield fault(f"{model}: {file} is empty", "copy it again")
-        told = subject.values(model).get("max_tokens_in_paged_kv_cache", "")
-        if told.isdecimal() and 0 < int(told) < (engine.max_sequence_tokens or 0):
-            what = f"{model}: max_tokens_in_paged_kv_cache is {told}, its longest sequence has"
+        room = subject.values(model).get("max_tokens_in_paged_kv_cache", "")
+        if room.isdecimal() and 0 < int(room) < (engine.max_sequence_tokens or 0):
+            what = f"{model}: max_tokens_in_paged_kv_cache is {room}, its longest sequence has"
             yield fault(f"{what} {engine.max_sequence_tokens} tokens", "raise it, or leave it out")
 
 
@@ -996,7 +1006,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "error": "red"}
 @options_of(Subject)
 @options_of(TlsConnection)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object in place of lines.")
-def command(as_json: bool, **given: Any) -> None:
+def command(as_json: bool, **options: Any) -> None:
     """Look for what would go wrong: in a repository, at a server, on this machine.
 
     Exit code 0: no errors; 1: errors; 2: wrong options.
@@ -1008,17 +1018,19 @@ def command(as_json: bool, **given: Any) -> None:
       trtllm-bls doctor --url localhost:8001 --json
       trtllm-bls doctor --url gpu-host:8001 --tls
     """
-    named = {name: value for name, value in given.items() if not name.startswith("tls")}
-    findings = list(examine(Subject(**named, tls=Tls.of_options(given))))
-    count = {level: sum(f.level == level for _, f in findings) for level in _STYLES}
+    tls = Tls.of_options(options)
+    named = {name: value for name, value in options.items() if not name.startswith("tls")}
+    findings = list(examine(Subject(**named, tls=tls)))
+    levels = [finding.level for _, finding in findings]
+    count = {level: levels.count(level) for level in get_args(Level)}
     if as_json:
-        found = [{"check": name, **vars(finding)} for name, finding in findings]
-        click.echo(json.dumps({"findings": found, "count": count}, indent=1, ensure_ascii=False))
+        rows = [{"check": name, **vars(finding)} for name, finding in findings]
+        click.echo(json.dumps({"findings": rows, "count": count}, indent=1, ensure_ascii=False))
     else:
         console = Console(highlight=False)
-        for name, f in findings:
-            level = (f"{f.level:<5} ", _STYLES[f.level])
-            console.print(Text.assemble(level, f"{name}: {f}"), soft_wrap=True)
+        for name, finding in findings:
+            level = (f"{finding.level:<5} ", _STYLES[finding.level])
+            console.print(Text.assemble(level, f"{name}: {finding}"), soft_wrap=True)
         click.echo(f"{count['error']} errors, {count['warn']} warnings")
     sys.exit(1 if count["error"] else 0)
 
@@ -1027,7 +1039,7 @@ def command(as_json: bool, **given: Any) -> None:
 @click.option("--engine", default="embedded", help="embedded, llm_api or trtllm://HOST:PORT.")
 @click.option("--model", "model_dir", required=True, type=_PATH, help="Directory of the model.")
 @click.option("--model-yaml", type=_PATH, help="Arguments of the LLM API.")
-def conformance(engine: str, **given: Any) -> None:
+def conformance(engine: str, **options: Any) -> None:
     """Send an engine requests whose answers are known, and print a report for an issue.
 
     The engine runs in this process, without Triton. Exit code 1: a check failed.
@@ -1042,13 +1054,13 @@ def conformance(engine: str, **given: Any) -> None:
 
     check_ours(ENGINE.name, "engine", engine)
     packages = ("trtllm-bls", "tensorrt-llm", "torch", "transformers")
-    versions = [f"{name} {found}" for name in packages if (found := installed(name))]
+    versions = [f"{name} {version}" for name in packages if (version := installed(name))]
     click.echo(f"{', '.join(versions)}; {engine}\n\n| check | result |\n| --- | --- |")
     results = []
 
     async def run() -> None:
-        load = partial(_loaded, given["model_dir"])
-        opened = local_engine(engine, EngineParameters(engine=engine, **given), load)
+        load = partial(_loaded, options["model_dir"])
+        opened = local_engine(engine, EngineParameters(engine=engine, **options), load)
         ids = tuple(load().encode("The capital of France is Paris. The capital of Japan is", True))
         try:
             async for name, result in ask(opened, ids, load().decode, load().eos_id or 0):

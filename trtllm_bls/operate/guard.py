@@ -44,13 +44,7 @@ STOP, KILL = b"s", b"k"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(
-    workdir: str,
-    shared_memory: str,
-    mark: str,
-    drain: float,
-    grace: float,
-) -> int:
+def main(workdir: str, shared_memory: str, mark: str, drain: float, grace: float) -> int:
     """Run the server to its end.
 
     After a request to stop, running requests have ``drain`` seconds, and the server is killed after
@@ -71,12 +65,12 @@ def main(
     if not order.endswith(b"\n"):  # the launcher has died, or needs no server
         remove_traces(Path(workdir), shared_memory)
         return 0
-    told = json.loads(order)
+    job = json.loads(order)
     devnull = os.open(os.devnull, os.O_RDWR)
     started, before = time.time(), _environments()
     server = subprocess.Popen(
-        told["command"],
-        env=told["environment"],
+        job["command"],
+        env=job["environment"],
         stdin=devnull,
         start_new_session=True,
         preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
@@ -84,14 +78,13 @@ def main(
     # Only the server and its stubs may hold the log pipe: its end is how the launcher knows.
     for descriptor in (0, 1, 2):
         os.dup2(devnull, descriptor)
-    code = _watch(server, control, wake, told["status"], drain, grace)
+    code = _watch(server, control, wake, job["status"], drain, grace)
     _kill_children()
-    for made in _environments() - before:
+    latest = started + _BACKEND_STARTS_S  # a later directory is not this server's
+    for directory in _environments() - before:
         with suppress(OSError):
-            if (
-                made.stat().st_mtime < started + _BACKEND_STARTS_S
-            ):  # a later one is not this server's
-                made.rmdir()
+            if directory.stat().st_mtime < latest:
+                directory.rmdir()
     launcher = select.poll()
     launcher.register(control, 0)  # reports the end of file alone
     launcher_died = bool(launcher.poll(0))
@@ -127,17 +120,17 @@ def _watch(
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
-    begun, told = math.inf, False
+    begun, terminated = math.inf, False
     while server.poll() is None:
-        now, left = time.monotonic(), None
+        now, timeout = time.monotonic(), None
         if now >= begun + grace:
             server.kill()
         elif now >= begun:
-            if not told and (files.handed_over or now >= begun + drain / 2):
+            if not terminated and (files.handed_over or now >= begun + drain / 2):
                 server.terminate()
-                told = True
-            left = begun + grace - now if told else POLL_SECONDS
-        ready = dict(poll.poll(None if left is None else left * 1000))
+                terminated = True
+            timeout = begun + grace - now if terminated else POLL_SECONDS
+        ready = dict(poll.poll(None if timeout is None else timeout * 1000))
         commands = b""
         if control in ready:
             received = os.read(control, 64)
@@ -178,18 +171,18 @@ def _kill_children() -> None:
 
 def marked(mark: str) -> list[int]:
     """The processes, except this one, whose environment has ``mark`` (``NAME=value``)."""
-    found = _processes("environ", lambda variables: os.fsencode(mark) in variables.split(b"\0"))
-    return [process for process in found if process != os.getpid()]
+    pids = _processes("environ", lambda variables: os.fsencode(mark) in variables.split(b"\0"))
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def _processes(file: str, matches: Callable[[bytes], bool]) -> list[int]:
     """The processes whose ``file`` in /proc has such content."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob(f"[0-9]*/{file}"):
         with suppress(OSError):  # it has ended, or belongs to another user
             if matches(entry.read_bytes()):
-                found.append(int(entry.parent.name))
-    return found
+                pids.append(int(entry.parent.name))
+    return pids
 
 
 def remove_traces(workdir: Path | None, shared_memory: str) -> None:

@@ -97,15 +97,12 @@ def evaluate(observed: Observed, now: float, stall_s: float = 30.0) -> Verdict:
     One without file descriptors has also failed after twice ``stall_s``: it neither accepts nor
     refuses connections.
     """
-    silent, stuck, server_stuck, exhausted = (
-        0.0 if moment is None else now - moment
-        for moment in (
-            observed.progress_at,
-            observed.loop_at,
-            observed.server_loop_at,
-            observed.descriptors_at,
-        )
-    )
+
+    def since(moment: float | None) -> float:
+        return 0.0 if moment is None else now - moment
+
+    silent, stuck = since(observed.progress_at), since(observed.loop_at)
+    server_stuck, exhausted = since(observed.server_loop_at), since(observed.descriptors_at)
     reasons = [*observed.processes, *observed.descriptors]
     reasons += [f"model {model} is not ready" for model in observed.models]
     reasons += [observed.engine] if observed.engine else []
@@ -160,12 +157,12 @@ class Probe(Client):
 
     async def models_not_ready(self, models: Iterable[str], timeout: float) -> tuple[str, ...]:
         """Those of ``models`` that are not ready. Raises ``ConnectionFailed`` without an answer."""
-        asked = list(models)
+        names = list(models)
         try:
-            answers = await asyncio.gather(*(self.model_ready(model, timeout) for model in asked))
+            answers = await asyncio.gather(*(self.model_ready(name, timeout) for name in names))
         except errors.DeadlineExceeded as error:
             raise errors.ConnectionFailed(f"{self.url}: {error}") from error
-        return tuple(model for model, ready in zip(asked, answers, strict=True) if not ready)
+        return tuple(name for name, ready in zip(names, answers, strict=True) if not ready)
 
     async def canary(self, timeout: float) -> Canary:
         """Ask for one token; raises nothing."""
@@ -212,7 +209,7 @@ class ServerProcesses:
         A process counts as stopped when two calls in a row find it so: a single look may fall into
         the moment between a SIGSTOP and the SIGCONT that follows it.
         """
-        found, running = [], dict.fromkeys(self.running, 0)
+        problems, running = [], dict.fromkeys(self.running, 0)
         before, self._stopped = self._stopped, set()
         for process, name in self._names.items():
             state = psutil.STATUS_DEAD
@@ -220,33 +217,31 @@ class ServerProcesses:
                 if process.is_running():
                     state = process.status()
             if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
-                found.append(f"the process of {name} is dead")
+                problems.append(f"the process of {name} is dead")
             elif state != psutil.STATUS_STOPPED:
                 running[name] += 1
             else:
                 self._stopped.add(process)
                 if process in before:
-                    found.append(f"the process of {name} is stopped")
+                    problems.append(f"the process of {name} is stopped")
         self.running = running
-        return tuple(found)
+        return tuple(problems)
 
     @property
     def pids(self) -> dict[int, str]:
         """The name of each process by its pid."""
         return {process.pid: name for process, name in self._names.items()}
 
-    def __contains__(self, pid: int) -> bool:
-        return pid in self.pids
-
     def without_descriptors(self) -> tuple[str, ...]:
         """One line for each process that can open no further file or connection."""
-        found = []
+        problems = []
         for process, name in self._names.items():
             with suppress(psutil.Error):
                 used, limit = process.num_fds(), process.rlimit(psutil.RLIMIT_NOFILE)[0]
                 if used >= limit >= 0:  # -1: without a limit
-                    found.append(f"the process of {name} has used its {limit} file descriptors")
-        return tuple(found)
+                    what = f"has used its {limit} file descriptors"
+                    problems.append(f"the process of {name} {what}")
+        return tuple(problems)
 
 
 def server_process(port: int) -> psutil.Process | None:

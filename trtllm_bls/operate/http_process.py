@@ -231,10 +231,8 @@ class HttpProcess:
     def _next_problem(self) -> str | None:
         """Wait until it ends, and return how; ``None`` if it was told to end."""
         stopped: set[psutil.Process] = set()
-        files, stall_s = (
-            StatusDirectory(self._server.status_dir),
-            self._server.settings.stall_timeout,
-        )
+        files = StatusDirectory(self._server.status_dir)
+        stall_s = self._server.settings.stall_timeout
         while not self._closing.wait(_LOOK_S):
             # A single look may fall into the moment between a SIGSTOP and its SIGCONT.
             pid, before, stopped, workers = self._process.pid, stopped, set(), list[int]()

@@ -59,19 +59,16 @@ def choose(settings: ServeSettings, behind_http: bool = False) -> Ports:
     """
     host, plain_host = settings.host, settings.plain_host
     http_port, http_host = "http_port", plain_host
-    with ExitStack() as held:  # keeps all sockets open, so that no port is chosen twice
+    with ExitStack() as sockets:  # all are open at once, so that no port is chosen twice
         if behind_http:
-            held.enter_context(listen(host, settings.http_port, "--http-port"))
+            sockets.enter_context(listen(host, settings.http_port, "--http-port"))
             http_port = "triton_http_port"
             http_host = "127.0.0.1" if settings.triton_http_port is None else host
         chosen = []
-        for field, at in (
-            (http_port, http_host),
-            ("grpc_port", host),
-            ("metrics_port", plain_host),
-        ):
-            listening = listen(at, getattr(settings, field) or 0, option(field))
-            chosen.append(int(held.enter_context(listening).getsockname()[1]))
+        hosts = {http_port: http_host, "grpc_port": host, "metrics_port": plain_host}
+        for field, address in hosts.items():
+            listener = listen(address, getattr(settings, field) or 0, option(field))
+            chosen.append(int(sockets.enter_context(listener).getsockname()[1]))
     return Ports(host, http_host, plain_host, *chosen)
 
 

@@ -194,11 +194,11 @@ def server_environment(
         environment[variable] = os.pathsep.join(filter(None, (first, inherited.get(variable))))
     environment[parameters.GRPC_URL] = ports.grpc_url
     environment[parameters.MAX_STREAMS] = str(settings.max_streams)
-    given = {f"{each.model}.{each.parameter}": each.value for each in settings.overrides}
-    if (directory := given.pop("tensorrt_llm_bls.status_dir", None)) is not None:
+    overrides = {f"{row.model}.{row.parameter}": row.value for row in settings.overrides}
+    if (directory := overrides.pop("tensorrt_llm_bls.status_dir", None)) is not None:
         environment[parameters.STATUS_DIR] = directory  # which the launcher makes, and reads itself
-    environment[parameters.GIVEN] = ",".join(given)
-    elsewhere = settings.engine_is_elsewhere or "tensorrt_llm_bls.engine_url" in given
+    environment[parameters.GIVEN] = ",".join(overrides)
+    elsewhere = settings.engine_is_elsewhere or "tensorrt_llm_bls.engine_url" in overrides
     if settings.tls_cert is not None and not elsewhere:
         # The models reach the server at an address, which its certificate need not name.
         environment[parameters.ENGINE_TLS_PIN] = os.path.abspath(settings.tls_cert)
@@ -282,7 +282,7 @@ def model_names(repository: Path) -> tuple[str, ...]:
         raise SetupError(f"--model-repository {repository}: no such directory")
     names = []
     for directory in filter(Path.is_dir, repository.iterdir()):
-        versions = (each for each in directory.iterdir() if each.name.isdecimal() and each.is_dir())
+        versions = (path for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
         if (directory / "config.pbtxt").is_file() or any(versions):
             names.append(directory.name)
     if not names:
@@ -363,33 +363,39 @@ def _changes(
                 changes.append(("--decoupled", repeated))
     overrides = settings.overrides
     if with_draft:
-        named = Override(BLS, "tensorrt_llm_draft_model_name", _DRAFT)
-        overrides = (Override(_DRAFT, "is_draft", "true"), named, *overrides)
-    return [*changes, *((f"--set {each.model}.{each.parameter}", each) for each in overrides)]
+        name_of_draft = Override(BLS, "tensorrt_llm_draft_model_name", _DRAFT)
+        overrides = (Override(_DRAFT, "is_draft", "true"), name_of_draft, *overrides)
+    for override in overrides:
+        changes.append((f"--set {override.model}.{override.parameter}", override))
+    return changes
 
 
 def instances_of(repository: Path, settings: ServeSettings) -> tuple[int | None, str]:
     """The processes of ``tensorrt_llm_bls``, and why if that was left to us. ``None``: as it is."""
-    asked = settings.bls_instances
-    if asked != "auto" and (asked is not None or repository != REPOSITORY):
-        return asked, ""
-    given = {each.parameter: each.value for each in settings.overrides if each.model == BLS}
-    affinity, memory = (
-        given.get(key, parameter(repository, BLS, key))
-        for key in ("engine_affinity", "draft_memory_tokens")
-    )
-    return auto_processes(
-        settings.max_streams, parameters.is_true(affinity) or memory not in ("", "0")
-    )
+    count = settings.bls_instances
+    if count != "auto" and (count is not None or repository != REPOSITORY):
+        return count, ""
+    overrides = _bls_overrides(settings)
+
+    def value(key: str) -> str:
+        return overrides.get(key, parameter(repository, BLS, key))
+
+    has_affinity = parameters.is_true(value("engine_affinity"))
+    has_memory = value("draft_memory_tokens") not in ("", "0")
+    return auto_processes(settings.max_streams, has_affinity or has_memory)
+
+
+def _bls_overrides(settings: ServeSettings) -> dict[str, str]:
+    """The parameters of ``tensorrt_llm_bls`` that ``--set`` gave."""
+    return {row.parameter: row.value for row in settings.overrides if row.model == BLS}
 
 
 def log_format(settings: ServeSettings) -> str:
     """The form of log lines, as ``tensorrt_llm_bls`` will read it; empty where nothing says."""
     key = "log_format"
-    given = {each.parameter: each.value for each in settings.overrides if each.model == BLS}
     variable = parameters.parameters_of(BLS)[key].env
-    named = given.get(key) or os.environ.get(variable)
-    return named or parameter(model_repository(settings), BLS, key)
+    value = _bls_overrides(settings).get(key) or os.environ.get(variable)
+    return value or parameter(model_repository(settings), BLS, key)
 
 
 def parameter(repository: Path, model: str, key: str) -> str:
@@ -432,11 +438,9 @@ def _rewrite(file: Path, option: str, change: Override) -> None:
 
 def sends_only(repository: Path) -> bool:
     """Whether no Python model calls another inside the server: all are this package's."""
-    return all(
-        _our_model(repository / name, "")
-        for name in model_names(repository)
-        if any((repository / name).glob("*/*.py"))
-    )
+    directories = [repository / name for name in model_names(repository)]
+    python_models = [directory for directory in directories if any(directory.glob("*/*.py"))]
+    return all(_our_model(directory, "") for directory in python_models)
 
 
 def _our_model(directory: Path, platform: str) -> str | None:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -140,10 +140,10 @@ async def _prove(target: Target, options: dict[str, Any]) -> Report:
         ("load", partial(_load, target, options["beside"], options["seconds"], report.load)),
     ]
     for number, (name, step) in enumerate(steps, 1):
-        left = options["minutes"] * 60 - (time.monotonic() - began)
+        remaining = options["minutes"] * 60 - (time.monotonic() - began)
         click.echo(f"[{number}/{len(steps)}] {name}", err=True)
         try:
-            report.sections[name] = await asyncio.wait_for(step(), max(0.0, left))
+            report.sections[name] = await asyncio.wait_for(step(), max(0.0, remaining))
         except asyncio.TimeoutError:
             report.sections[name] = [(name, "not finished: out of time")]
         except Exception as error:  # its text may have paths
@@ -158,22 +158,22 @@ async def _prove(target: Target, options: dict[str, Any]) -> Report:
 @contextmanager
 def _target(options: dict[str, Any]) -> Iterator[Target]:
     """The server that runs, or one that is served for as long as it is needed."""
-    repository, told = options["model_repository"], dict[str, str]()
+    repository, parameters = options["model_repository"], dict[str, str]()
     with suppress(SettingsError, TypeError):
-        told = values_of(read_config(repository / BLS.name / "config.pbtxt"))
+        parameters = values_of(read_config(repository / BLS.name / "config.pbtxt"))
     tokenizer = options["tokenizer_dir"] or options["model"]
-    if tokenizer is None and told.get("tokenizer_dir"):
-        tokenizer = repository / told["tokenizer_dir"]
-    engine = told.get("tensorrt_llm_model_name") or ENGINE.name
+    if tokenizer is None and parameters.get("tokenizer_dir"):
+        tokenizer = repository / parameters["tokenizer_dir"]
+    engine = parameters.get("tensorrt_llm_model_name") or ENGINE.name
     common: dict[str, Any] = {"tokenizer": tokenizer or DEMO / "target", "engine_model": engine}
     if options["url"]:
         if tokenizer is None:
             raise SettingsError("--tokenizer-dir: name the tokenizer of the server at --url")
         host = options["url"].rpartition(":")[0]
-        default = {"http": f"{host}:8000", "openai": f"{host}:9000", "metrics": f"{host}:8002"}
-        urls: dict[str, Any] = {
-            name: options[f"{name}_url"] or f"http://{at}" for name, at in default.items()
-        }
+        default_ports = {"http": 8000, "openai": 9000, "metrics": 8002}
+        urls: dict[str, Any] = {}
+        for name, port in default_ports.items():
+            urls[name] = options[f"{name}_url"] or f"http://{host}:{port}"
         process = _process_at(options["url"])
         yield Target(grpc=options["url"], process=process, **common, **urls)
         return
@@ -188,22 +188,24 @@ def _target(options: dict[str, Any]) -> Iterator[Target]:
         serve = subprocess.Popen(words, stdout=log, stderr=log)
         try:
             _wait_until_ready(serve, f"http://127.0.0.1:{ports['health']}/health/ready", log)
-            here: dict[str, Any] = {
-                n: f"http://127.0.0.1:{ports[n]}" for n in ("http", "openai", "metrics")
-            }
-            process = psutil.Process(serve.pid)
-            yield Target(grpc=f"127.0.0.1:{ports['grpc']}", process=process, **common, **here)
+            yield Target(
+                grpc=f"127.0.0.1:{ports['grpc']}",
+                http=f"http://127.0.0.1:{ports['http']}",
+                openai=f"http://127.0.0.1:{ports['openai']}",
+                metrics=f"http://127.0.0.1:{ports['metrics']}",
+                process=psutil.Process(serve.pid),
+                **common,
+            )
         finally:
             serve.terminate()
             serve.wait()
 
 
 def _free_ports(*names: str) -> dict[str, int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in names]
-    ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
-    for each in sockets:
-        each.close()
-    return ports
+    address = "127.0.0.1", 0
+    with ExitStack() as sockets:  # all are open at once, so that no port is chosen twice
+        listening = {name: sockets.enter_context(socket.create_server(address)) for name in names}
+        return {name: listener.getsockname()[1] for name, listener in listening.items()}
 
 
 def _wait_until_ready(serve: subprocess.Popen[bytes], url: str, log: Any) -> None:
@@ -220,27 +222,26 @@ def _wait_until_ready(serve: subprocess.Popen[bytes], url: str, log: Any) -> Non
 
 def machine(target: Target) -> dict[str, str]:
     """What the figures depend on, without a name of the machine or a path."""
-    found = {"trtllm-bls": version_text(), "python": platform.python_version()}
-    found |= {name: version for name in _PACKAGES if (version := installed(name))}
+    facts = {"trtllm-bls": version_text(), "python": platform.python_version()}
+    facts |= {name: version for name in _PACKAGES if (version := installed(name))}
     with suppress(OSError, httpx.HTTPError, ValueError, KeyError):
-        found["triton"] = httpx.get(f"{target.http}/v2", trust_env=False).json()["version"]
-    found["processor"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+        facts["triton"] = httpx.get(f"{target.http}/v2", trust_env=False).json()["version"]
+    facts["processor"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     with suppress(OSError, IndexError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        found["processor"] += ", " + re.findall(r"model name\s*: (.*)", text)[0]
-    found["memory"] = f"{psutil.virtual_memory().total >> 30} GiB"
+        facts["processor"] += ", " + re.findall(r"model name\s*: (.*)", text)[0]
+    facts["memory"] = f"{psutil.virtual_memory().total >> 30} GiB"
     with suppress(OSError, subprocess.SubprocessError):
-        asked = "--query-gpu=name,driver_version,memory.total"
-        words = ["nvidia-smi", asked, "--format=csv,noheader"]
-        told = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
-        found["gpu"] = "; ".join(told.stdout.strip().splitlines())
+        query = "--query-gpu=name,driver_version,memory.total"
+        words = ["nvidia-smi", query, "--format=csv,noheader"]
+        table = subprocess.check_output(words, stderr=subprocess.PIPE, text=True, timeout=20)
+        facts["gpu"] = "; ".join(table.strip().splitlines())
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
         with suppress(OSError):
             digest.update((target.tokenizer / name).read_bytes())
-    return found | {
-        "model": f"sha256 of its configuration and tokenizer: {digest.hexdigest()[:16]}"
-    }
+    facts["model"] = f"sha256 of its configuration and tokenizer: {digest.hexdigest()[:16]}"
+    return facts
 
 
 # --- the checks --------------------------------------------------------------------------------
@@ -273,14 +274,11 @@ async def _has_model(target: Target, name: str) -> bool:
         return await client.model_ready(name, 10.0)
 
 
-def _headers() -> dict[str, str]:
-    key = os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
 def _http() -> httpx.AsyncClient:
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(headers=_headers(), timeout=120, limits=limits, trust_env=False)
+    return httpx.AsyncClient(headers=headers, timeout=120, limits=limits, trust_env=False)
 
 
 async def _generate(http: httpx.AsyncClient, url: str, prompt: str) -> str:
@@ -341,14 +339,14 @@ async def _text(target: Target) -> list[tuple[str, str]]:
         name = await _model_of(http, target.openai)
 
         async def streamed(prompt: str) -> str:
-            asked: dict[str, Any] = {"text_input": prompt, "max_tokens": _TOKENS, "stream": True}
-            async with client.stream(**asked) as stream:
+            request = client.stream(text_input=prompt, max_tokens=_TOKENS, stream=True)
+            async with request as stream:
                 return "".join([event.text async for event in stream])
 
         async def transformers(prompt: str) -> str:
             ids = hugging.encode(prompt)
-            made = await continued(engine, tuple(ids), _TOKENS, hugging.eos_token_id)
-            return str(decode([*ids, *made]))[len(decode(ids)) :]
+            answer = await continued(engine, tuple(ids), _TOKENS, hugging.eos_token_id)
+            return str(decode([*ids, *answer]))[len(decode(ids)) :]
 
         async def completions(prompt: str) -> str:
             return (await _complete(http, target.openai, name, prompt)).text
@@ -369,20 +367,25 @@ async def _text(target: Target) -> list[tuple[str, str]]:
             result = await client.generate(text_input=prompt, max_tokens=_TOKENS)
             expected.append(result.text)
         rows = []
-        for api, say in apis.items():
-            said = [await say(prompt) for prompt in _PROMPTS]
-            equal = sum(one == other for one, other in zip(said, expected, strict=True))
-            verdict = f"{equal} of {len(expected)} texts equal"
-            rows.append((api, verdict if equal == len(expected) else f"FAILED: {verdict}"))
+        for api, complete in apis.items():
+            texts = [await complete(prompt) for prompt in _PROMPTS]
+            equal = sum(text == other for text, other in zip(texts, expected, strict=True))
+            rows.append((api, _equality(equal)))
         await engine.close()
         return rows
 
 
+def _equality(equal: int) -> str:
+    """The verdict on how many prompts have the same text twice."""
+    verdict = f"{equal} of {len(_PROMPTS)} texts equal"
+    return verdict if equal == len(_PROMPTS) else f"FAILED: {verdict}"
+
+
 async def _running(http: httpx.AsyncClient, target: Target) -> int | None:
     """How many requests the engine runs, by its own figure; ``None`` where it has none."""
-    told = await http.get(f"{target.metrics}/metrics")
-    found = _RUNNING.findall(told.text)
-    return sum(map(int, found)) if found else None
+    exposition = await http.get(f"{target.metrics}/metrics")
+    counts = _RUNNING.findall(exposition.text)
+    return sum(map(int, counts)) if counts else None
 
 
 async def _ends(target: Target) -> list[tuple[str, str]]:
@@ -395,24 +398,24 @@ async def _ends(target: Target) -> list[tuple[str, str]]:
         name = await _model_of(http, target.openai)
         text = (await client.generate(text_input=_PROMPTS[0], max_tokens=64, end_id=-1)).text
 
-        async def seen(wanted: bool) -> bool:
+        async def becomes(busy: bool) -> bool:
             """Whether the engine runs something, or nothing, soon; it tells once a second."""
             limit = time.monotonic() + _FREED_SECONDS
-            while bool(await _running(http, target)) != wanted and time.monotonic() < limit:
+            while bool(await _running(http, target)) != busy and time.monotonic() < limit:
                 await asyncio.sleep(0.1)
             return time.monotonic() < limit
 
         async def cancelled() -> bool:
             async with client.stream(**long, stream=True) as stream:
                 await stream.__anext__()
-                return await seen(True)
+                return await becomes(busy=True)
 
         async def left() -> bool:
             body = {"model": name, "prompt": _PROMPTS[0], "max_tokens": _LONG, "stream": True}
             body["ignore_eos"] = True
             async with http.stream("POST", f"{target.openai}/v1/completions", json=body) as answer:
                 await answer.aiter_lines().__anext__()
-                return await seen(True)
+                return await becomes(busy=True)
 
         async def stopped() -> bool:
             await client.generate(**long, stop_words=[text[-8:]])
@@ -425,9 +428,9 @@ async def _ends(target: Target) -> list[tuple[str, str]]:
                 rows.append((way, f"not seen: {_LONG} tokens ended within a second"))
                 continue
             began = time.monotonic()
-            freed = await seen(False)
-            taken = f"the engine ran nothing {time.monotonic() - began:.1f} s later"
-            rows.append((way, taken if freed else "FAILED: it still ran"))
+            freed = await becomes(busy=False)
+            result = f"the engine ran nothing {time.monotonic() - began:.1f} s later"
+            rows.append((way, result if freed else "FAILED: it still ran"))
     return rows
 
 
@@ -436,25 +439,28 @@ async def _speculation(target: Target) -> list[tuple[str, str]]:
     equal = drafted = accepted = 0
     async with Client(target.grpc) as client:
         for prompt in _PROMPTS:
-            asked: dict[str, Any] = {"text_input": prompt, "max_tokens": _TOKENS}
-            plain = await client.generate(**asked, num_draft_tokens=0)
-            result = await client.generate(**asked, num_draft_tokens=5, return_perf_metrics=True)
+            ask = partial(client.generate, text_input=prompt, max_tokens=_TOKENS)
+            plain = await ask(num_draft_tokens=0)
+            result = await ask(num_draft_tokens=5, return_perf_metrics=True)
             equal += result.text == plain.text
             outputs = result.events[-1].outputs
             drafted += int(outputs["total_draft_tokens"].reshape(-1)[0])
             accepted += int(outputs["total_accepted_draft_tokens"].reshape(-1)[0])
     if not drafted:
         return [("drafts", "none were made here")]
-    verdict = f"{equal} of {len(_PROMPTS)} texts equal"
-    verdict = verdict if equal == len(_PROMPTS) else f"FAILED: {verdict}"
-    return [("greedy, with drafts", verdict), ("accepted drafts", f"{accepted} of {drafted}")]
+    return [
+        ("greedy, with drafts", _equality(equal)),
+        ("accepted drafts", f"{accepted} of {drafted}"),
+    ]
 
 
 async def _load(
     target: Target, beside: str | None, seconds: float, rows: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
     """The same prompts in turns at each server: at so many streams, for ``seconds`` each."""
-    servers = {"trtllm-bls": target.openai, **({"beside": beside} if beside else {})}
+    servers = {"trtllm-bls": target.openai}
+    if beside:
+        servers["beside"] = beside
     texts: dict[str, dict[str, str]] = {name: {} for name in servers}
     async with _http() as http:
         for streams, name in itertools.product((1, 8, 32), servers):
@@ -465,20 +471,22 @@ async def _load(
             ask = partial(_completions, http, url, seconds)
             streamed = await asyncio.gather(*map(ask, range(streams)))
             answers = list(itertools.chain.from_iterable(streamed))
-            took, tokens = time.monotonic() - began, sum(each.tokens for _, each in answers)
-            texts[name] |= {prompt: each.text for prompt, each in answers}
-            rate = round(tokens / took, 1)
-            rows.append({"server": name, "streams": streams, "tokens/s": rate})
-            rows[-1] |= _times([each for _, each in answers])
+            seconds_taken = time.monotonic() - began
+            tokens = sum(answer.tokens for _, answer in answers)
+            texts[name] |= {prompt: answer.text for prompt, answer in answers}
+            rate = round(tokens / seconds_taken, 1)
+            row = {"server": name, "streams": streams, "tokens/s": rate}
+            row |= _times([answer for _, answer in answers])
+            rows.append(row)
             if process is not None and tokens:
-                rows[-1]["CPU per token, µs"] = round((_cpu_of(process) - cpu) / tokens * 1e6)
+                row["CPU per token, µs"] = round((_cpu_of(process) - cpu) / tokens * 1e6)
             click.echo(f"  {streams} streams, {name}: {rate} tokens/s", err=True)
-    told = [(f"{len(rows)} measurements", "see the table")]
+    results = [(f"{len(rows)} measurements", "see the table")]
     if beside:
         mine, other = texts.values()
         equal = sum(mine.get(prompt) == text for prompt, text in other.items())
-        told.append(("texts equal to those beside", f"{equal} of {len(other)}"))
-    return told
+        results.append(("texts equal to those beside", f"{equal} of {len(other)}"))
+    return results
 
 
 async def _completions(
@@ -486,17 +494,19 @@ async def _completions(
 ) -> list[tuple[str, Answer]]:
     """One stream after the other, each with the next prompt."""
     model, until = await _model_of(http, url), time.monotonic() + seconds
-    found: list[tuple[str, Answer]] = []
+    answers: list[tuple[str, Answer]] = []
     while time.monotonic() < until:
-        prompt = _PROMPTS[(number + len(found)) % len(_PROMPTS)]
-        found.append((prompt, await _complete(http, url, model, prompt)))
-    return found
+        prompt = _PROMPTS[(number + len(answers)) % len(_PROMPTS)]
+        answers.append((prompt, await _complete(http, url, model, prompt)))
+    return answers
 
 
 def _times(answers: list[Answer]) -> dict[str, float]:
     """Milliseconds to the first part, and between parts."""
-    firsts = [each.at[0] for each in answers if each.at]
-    gaps = [b - a for each in answers for a, b in zip(each.at, each.at[1:], strict=False)]
+    firsts, gaps = list[float](), list[float]()
+    for answer in answers:
+        firsts += answer.at[:1]
+        gaps += [later - earlier for earlier, later in itertools.pairwise(answer.at)]
     rows = (("TTFT p50, ms", firsts, 50), ("TTFT p99, ms", firsts, 99), ("gaps p99, ms", gaps, 99))
     return {
         name: round(sorted(values)[(len(values) - 1) * percent // 100] * 1000, 1)
@@ -507,16 +517,17 @@ def _times(answers: list[Answer]) -> dict[str, float]:
 
 def _process_at(address: str) -> psutil.Process | None:
     """What listens at an address of this machine; the oldest of several."""
-    found = listening_processes(address)
-    return psutil.Process(min(found)) if found else None
+    pids = listening_processes(address)
+    return psutil.Process(min(pids)) if pids else None
 
 
 def _cpu_of(process: psutil.Process | None) -> float:
     """CPU seconds of a process and all below it."""
     total = 0.0
-    for each in (process, *process.children(recursive=True)) if process else ():
+    family = (process, *process.children(recursive=True)) if process else ()
+    for member in family:
         with suppress(psutil.Error):
-            total += sum(each.cpu_times()[:2])
+            total += sum(member.cpu_times()[:2])
     return total
 
 

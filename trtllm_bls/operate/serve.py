@@ -86,9 +86,8 @@ def serve(settings: ServeSettings, verbose: bool) -> int:
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         as_json = preparation.log_format(settings) == "json"
-        terminal = Terminal(
-            Console(stderr=True), verbose=verbose, log_file=log_file, as_json=as_json
-        )
+        console = Console(stderr=True)
+        terminal = Terminal(console, verbose=verbose, log_file=log_file, as_json=as_json)
         stack.enter_context(terminal.errors())
         with_http = http_process.check(settings)
         if with_http and not settings.http_port:
@@ -293,8 +292,8 @@ class Terminal(Listener):
         try:
             self._log_file.write(line.encode() + b"\n")
         except OSError as error:
-            told, self._log_file_failed = self._log_file_failed, True
-            if not told:
+            warned, self._log_file_failed = self._log_file_failed, True
+            if not warned:
                 self.warning(f"the log file cannot be written and misses lines: {error.strerror}")
         else:
             self._log_file_failed = False
@@ -321,10 +320,10 @@ class Terminal(Listener):
 
 def processes(server: TritonServer, http: HttpProcess | None) -> list[str]:
     """A line for each process, with its pid."""
-    found = ServerProcesses(server.process).pids if server.process else {}
+    names = ServerProcesses(server.process).pids if server.process else {}
     if http is not None:
-        found[http.pid] = "HTTP"
-    return [f"process  {pid} {name}" for pid, name in found.items()]
+        names[http.pid] = "HTTP"
+    return [f"process  {pid} {name}" for pid, name in names.items()]
 
 
 def announcement(server: TritonServer, health_port: int, http: HttpProcess | None = None) -> str:
@@ -396,12 +395,12 @@ def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
 
 
 async def ask(
-    url: str, asked: Sequence[str], max_tokens: int, console: Console
+    url: str, prompts: Sequence[str], max_tokens: int, console: Console
 ) -> tuple[ClientReply, ...]:
     """Stream each prompt's answer to the console, then a line of figures for each."""
     answers = []
     async with Client(url) as client:
-        for prompt in asked:
+        for prompt in prompts:
             console.print(Text(f"\n{prompt}", style="bold"), soft_wrap=True)  # log lines may follow
             answers.append(reply := ClientReply(max_tokens))
             async with client.stream(
@@ -411,12 +410,11 @@ async def ask(
                     reply.add(event)
                     console.out(event.text, end="", highlight=False)
             console.print("\n")
-    for prompt, answer in zip(asked, answers, strict=True):
-        found, told = answer.figures(), "no text came back"
+    for prompt, answer in zip(prompts, answers, strict=True):
+        figures, result = answer.figures(), "no text came back"
         if answer.arrivals:
-            told = (
-                f"{found['num_output_tokens'] or '?'} tokens in {found['duration_ms'] / 1000:.2f} "
-                f"s, the first after {found['ttft_ms']:.0f} ms; ended: {found['ended']}"
-            )
-        console.print(Text(f"{prompt!r}: {told}", style="green" if answer.text else "red"))
+            tokens, seconds = figures["num_output_tokens"] or "?", figures["duration_ms"] / 1000
+            result = f"{tokens} tokens in {seconds:.2f} s, the first after "
+            result += f"{figures['ttft_ms']:.0f} ms; ended: {figures['ended']}"
+        console.print(Text(f"{prompt!r}: {result}", style="green" if answer.text else "red"))
     return tuple(answers)

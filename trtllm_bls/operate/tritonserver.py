@@ -202,12 +202,12 @@ class TritonServer:
 
     def keep_ports(self) -> None:
         """Start again where it is now: ports that were free to choose are no more."""
-        kept: dict[str, Any] = {"grpc_port": self.ports.grpc, "metrics_port": self.ports.metrics}
+        ports: dict[str, Any] = {"grpc_port": self.ports.grpc, "metrics_port": self.ports.metrics}
         if not self.behind_http:
-            kept["http_port"] = self.ports.http
+            ports["http_port"] = self.ports.http
         elif self.settings.triton_http_port is not None:
-            kept["triton_http_port"] = self.ports.http
-        self.settings = replace(self.settings, **kept)
+            ports["triton_http_port"] = self.ports.http
+        self.settings = replace(self.settings, **ports)
 
     def fail(self, problem: str) -> None:
         """Kill the server, which ends all its requests; ``wait`` raises. Any thread may call it."""
@@ -318,7 +318,7 @@ class TritonServer:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout
         book, process, missing = self._book, self._process, list(self.models)
-        told = 0
+        announced = 0
         self._listener.starting(self.models)
         while True:
             self._logged.wait(POLL_S)
@@ -342,9 +342,9 @@ class TritonServer:
                 raise ServerFailed(problem, book.tail())
             # Before a port is open: a region exists from the start of its model's process on.
             self._scratch.hide_regions()
-            for model in book.loaded[told:]:
-                told += 1
-                self._listener.model_ready(model, told)
+            for model in book.loaded[announced:]:
+                announced += 1
+                self._listener.model_ready(model, announced)
             if is_ready(self.ports, missing):
                 return
             if time.monotonic() > deadline:
@@ -491,12 +491,12 @@ class GuardedProcess:
         # signal that came just before, or that another thread took, is not handled until the end.
         code = self._guard.wait(_FOREVER_S if timeout is None else timeout)
         if code < 0:
-            left = []
+            orphans = []
             for pid in guard.marked(f"TMPDIR={self._own['TMPDIR']}"):
                 with suppress(psutil.Error):
-                    left.append(psutil.Process(pid))
-                    left[-1].kill()
-            psutil.wait_procs(left, timeout=_LAST_LINES_S)
+                    orphans.append(psutil.Process(pid))
+                    orphans[-1].kill()
+            psutil.wait_procs(orphans, timeout=_LAST_LINES_S)
         self._reader.join(_LAST_LINES_S)
         return code if code >= 0 else 128 - code
 

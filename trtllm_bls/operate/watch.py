@@ -131,8 +131,8 @@ class Watch:
     @property
     def processes(self) -> dict[str, int]:
         """The number of running processes by name; a model's processes have the model's name."""
-        found = self._processes.running if self._processes else {}
-        return {name.removeprefix("model "): count for name, count in found.items()}
+        running = self._processes.running if self._processes else {}
+        return {name.removeprefix("model "): count for name, count in running.items()}
 
     def close(self) -> None:
         """Stop watching."""
@@ -189,8 +189,8 @@ class Watch:
             seen.engine = next(filter(None, ill), None)
             loops = {status.pid: status.loop_at for status in statuses}
             seen.loop_at = min(loops.values(), default=None)
-            own = (loops[pid] for pid in loops if pid in self._processes)
-            seen.server_loop_at = min(own, default=None)
+            own = loops.keys() & self._processes.pids.keys()
+            seen.server_loop_at = min((loops[pid] for pid in own), default=None)
             seen.missed_turns = max((status.missed_turns for status in statuses), default=0)
             seen.shared_memory = free_shared_memory()
         self.verdict = evaluate(seen, now, self._stall_s)
@@ -251,13 +251,13 @@ class Watch:
 
 def engine_load(metrics: str) -> RequestCounts | None:
     """The requests that run and wait by the engines' own figures in Triton's ``metrics``."""
-    told: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for kind, number in _REQUESTS.findall(metrics):
-        told[kind] = told.get(kind, 0) + float(number)
-    if "scheduled" not in told:
+        counts[kind] = counts.get(kind, 0) + float(number)
+    if "scheduled" not in counts:
         return None
-    running = told["scheduled"]
-    return running, told.get("waiting", max(told.get("active", 0) - running, 0))
+    running = counts["scheduled"]
+    return running, counts.get("waiting", max(counts.get("active", 0) - running, 0))
 
 
 class ProblemLog:
@@ -343,12 +343,13 @@ class HealthState:
     def answer(self, probe: str) -> tuple[HTTPStatus, dict[str, object]]:
         """The status and the body with which to answer a probe."""
         reasons, since, watch = self.problems()[probe], self._not_ready_since, self._watch
-        told = {"ok": not reasons, "reasons": reasons, "restarts": self.restarts}
+        body = {"ok": not reasons, "reasons": reasons, "restarts": self.restarts}
         if probe == "ready":
-            told |= {} if since is None else {"not_ready_seconds": int(time.monotonic() - since)}
+            if since is not None:
+                body["not_ready_seconds"] = int(time.monotonic() - since)
             if watch is not None and watch.engines:
-                told["engines"] = {name: ill or "ok" for name, ill in watch.engines.items()}
-        return HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, told
+                body["engines"] = {name: ill or "ok" for name, ill in watch.engines.items()}
+        return HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, body
 
     def metrics(self) -> str:
         """The text of ``/metrics``."""
@@ -365,8 +366,8 @@ class HealthState:
             *({"": number} if engine else {} for number in engine or load),
             {name: int(not problem) for name, problem in engines.items()},
         )
-        told = zip(SERVER_METRICS, values, strict=True)
-        return "".join(metric.text(of_metric) for metric, of_metric in told)
+        rows = zip(SERVER_METRICS, values, strict=True)
+        return "".join(metric.text(samples) for metric, samples in rows)
 
 
 class HealthEndpoint(ThreadingHTTPServer):
@@ -418,18 +419,18 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with an object as JSON, or with a text as Prometheus reads it."""
         path, state, allowed = self.path.partition("?")[0], self.server.state, self.server.allowed
-        asked = (self.headers.get("Host", ""), self.headers.get("Origin", ""))
-        status, kind, told = HTTPStatus.OK, "application/json", dict[str, object]()
-        if allowed is not None and (refused := browser_problem(*asked, *allowed)):
-            status, told = HTTPStatus(refused[0]), {"error": refused[1]}
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin", "")
+        status, kind, answer = HTTPStatus.OK, "application/json", dict[str, object]()
+        if allowed is not None and (problem := browser_problem(host, origin, *allowed)):
+            status, answer = HTTPStatus(problem[0]), {"error": problem[1]}
         elif path == "/metrics":
             kind = "text/plain; version=0.0.4; charset=utf-8"
         elif path in ("/health/startup", "/health/live", "/health/ready"):
-            status, told = state.answer(path.rpartition("/")[2])
+            status, answer = state.answer(path.rpartition("/")[2])
         else:
             status = HTTPStatus.NOT_FOUND
-            told = {"error": "use /health/startup, live or ready, or /metrics"}
-        body = (json.dumps(told) if told else state.metrics()).encode()
+            answer = {"error": "use /health/startup, live or ready, or /metrics"}
+        body = (json.dumps(answer) if answer else state.metrics()).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
