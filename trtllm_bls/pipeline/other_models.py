@@ -75,12 +75,13 @@ class DeclaredModel:
         """From Triton's ``ModelConfig`` message."""
         sides = []
         for declared in (config.input, config.output):
-            kinds = [model_config_pb2.DataType.Name(each.data_type)[5:] for each in declared]
-            tensors = [
-                Tensor(each.name, kind, tuple(each.dims), required=not getattr(each, "optional", 0))
-                for each, kind in zip(declared, kinds, strict=True)
-            ]
-            sides.append({tensor.name: tensor for tensor in tensors})
+            tensors = {}
+            for tensor in declared:
+                datatype = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+                required = not getattr(tensor, "optional", False)
+                dims = tuple(tensor.dims)
+                tensors[tensor.name] = Tensor(tensor.name, datatype, dims, required=required)
+            sides.append(tensors)
         decoupled = config.model_transaction_policy.decoupled
         return cls(config.name, sides[0], sides[1], config.max_batch_size > 0, decoupled)
 
@@ -111,8 +112,9 @@ class DeclaredModel:
             sides = (("input", inputs, self.inputs), ("output", outputs, self.outputs))
             for side, names, known in sides:
                 if unknown := set(names) - known.keys():
-                    told = f"there is no such {side}; {suggestion(min(unknown), known)}"
-                    raise TrtllmBlsError(f"{min(unknown)}: {told}")
+                    name = min(unknown)
+                    problem = f"there is no such {side}; {suggestion(name, known)}"
+                    raise TrtllmBlsError(f"{name}: {problem}")
             required = {name for name, tensor in self.inputs.items() if tensor.required}
             if missing := required - inputs.keys():
                 raise TrtllmBlsError(f"{min(missing)}: is missing")

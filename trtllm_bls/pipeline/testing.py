@@ -147,9 +147,10 @@ class Ask:
 
         Texts have none.
         """
-        found = [response[output] for response in self.responses if output in response]
-        rows = self._triton.batched
-        return [array[0].tolist() if rows and array.ndim > 1 else array.tolist() for array in found]
+        arrays = [response[output] for response in self.responses if output in response]
+        if self._triton.batched:
+            arrays = [array[0] if array.ndim > 1 else array for array in arrays]
+        return [array.tolist() for array in arrays]
 
     # --- what the model sees ---
 
@@ -264,7 +265,7 @@ class ScriptedLLM(Orchestrator):
         self._script, self.encode = script, encode
         # One for each request, where there are several.
         self._scripts: Iterator[Any] | None = None
-        if not callable(script) and any(isinstance(each, (list, tuple)) for each in script):
+        if not callable(script) and any(isinstance(item, (list, tuple)) for item in script):
             self._scripts = iter(script)
         self.live = 0
         self.requests: list[TextRequest] = []
@@ -307,8 +308,8 @@ class ScriptedLLM(Orchestrator):
                         await asyncio.Event().wait()
                     if isinstance(piece, Exception):
                         raise piece
-                    *some, last = self.encode(piece) if self.encode else [ending.completion_tokens]
-                    tokens = [TokenText(each, b"", None) for each in some]
+                    *head, last = self.encode(piece) if self.encode else [ending.completion_tokens]
+                    tokens = [TokenText(token, b"", None) for token in head]
                     tokens.append(TokenText(last, piece.encode(), None))
                     cut = stops.feed(piece)
                     sink.send(TextChunk(cut.text, sequence_index=index, tokens=tuple(tokens)))
@@ -362,7 +363,8 @@ class Double:
             text = Path(self.config).read_text(encoding="utf-8")
             config = text_format.Parse(text, model_config_pb2.ModelConfig())
             return replace(DeclaredModel.of(config), name=name)
-        inputs, outputs = ({each.name: each for each in s} for s in (self.inputs, self.outputs))
+        inputs = {tensor.name: tensor for tensor in self.inputs}
+        outputs = {tensor.name: tensor for tensor in self.outputs}
         checked = bool(inputs or outputs)
         return DeclaredModel(name, inputs, outputs, self.rows, bool(self.decoupled), checked)
 

@@ -276,27 +276,28 @@ def _warmup_refusals(config: Any, directory: Path) -> Iterator[str]:
             yield f"{name}: an ensemble cannot be warmed up; warm its steps up"
         if most and sample.batch_size > most:
             yield f"{name}: batch_size is {sample.batch_size}, max_batch_size {most}; lower it"
-        missing = [key for key, own in declared.items() if not own.optional]
-        if missing := [key for key in missing if key not in sample.inputs]:
+        required = [key for key, tensor in declared.items() if not tensor.optional]
+        if missing := [key for key in required if key not in sample.inputs]:
             yield f"{name}: no input {missing[0]}; add it"
         for key, value in sample.inputs.items():
             if key not in declared:
                 yield f"{name}: input {key} is none of the model's; remove it"
                 continue
-            own, told = declared[key], f"{name}, input {key}"
+            own, title = declared[key], f"{name}, input {key}"
             if value.data_type != own.data_type:
-                yield f"{told}: is {dtype_of(value)}; the model's is {dtype_of(own)}, set that"
+                yield f"{title}: is {dtype_of(value)}; the model's is {dtype_of(own)}, set that"
             pairs = list(zip_longest(value.dims, own.dims))
             if any(size is None or size < 1 or real not in (-1, size) for size, real in pairs):
-                yield f"{told}: dims are {list(value.dims)}; the model's are {list(own.dims)}"
+                yield f"{title}: dims are {list(value.dims)}; the model's are {list(own.dims)}"
             elif not value.WhichOneof("input_data_type"):
-                yield f"{told}: no data; set zero_data: true or input_data_file"
+                yield f"{title}: no data; set zero_data: true or input_data_file"
             elif file := value.input_data_file:
-                there, size = directory / "warmup" / file, _BYTES.get(dtype_of(value), 0)
-                if not there.is_file():
-                    yield f"{told}: {there} is not there; add it"
-                elif size and there.stat().st_size < size * prod(value.dims):
-                    yield f"{told}: {file} has less than {size * prod(value.dims)} bytes; mend it"
+                path = directory / "warmup" / file
+                size = _BYTES.get(dtype_of(value), 0) * prod(value.dims)
+                if not path.is_file():
+                    yield f"{title}: {path} is not there; add it"
+                elif path.stat().st_size < size:
+                    yield f"{title}: {file} has less than {size} bytes; mend it"
 
 
 def _python_refusals(config: Any, directory: Path) -> Iterator[str]:
@@ -323,18 +324,19 @@ def _python_refusals(config: Any, directory: Path) -> Iterator[str]:
 def _code_refusals(file: Path, directory: Path, own_packages: bool) -> Iterator[str]:
     name = file.relative_to(directory)
     try:
-        code = ast.parse(file.read_bytes(), file.name)
-        compile(file.read_bytes(), file.name, "exec", dont_inherit=True)
+        source = file.read_bytes()
+        code = ast.parse(source, file.name)
+        compile(source, file.name, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         yield f"{name} is no Python: {error}; mend it"
         return
-    made = set[str]()
+    defined = set[str]()
     for node in _outside_blocks(code):
         if isinstance(node, ast.alias):
-            made.add(node.asname or node.name)
+            defined.add(node.asname or node.name)
         elif not isinstance(getattr(node, "ctx", None), ast.Load):
-            made.add(getattr(node, "name", "") or getattr(node, "id", ""))
-    if not made & {"TritonPythonModel", "*"}:
+            defined.add(getattr(node, "name", "") or getattr(node, "id", ""))
+    if not defined & {"TritonPythonModel", "*"}:
         yield f"{name} has no class TritonPythonModel; name it so"
     if own_packages:  # which are not to be seen here
         return
@@ -343,8 +345,10 @@ def _code_refusals(file: Path, directory: Path, own_packages: bool) -> Iterator[
         if isinstance(node, ast.ImportFrom) and not node.level and node.module:
             modules = [node.module]
         for top in (module.partition(".")[0] for module in modules):
-            places = [d / each for d in (file.parent, directory) for each in (top, f"{top}.py")]
-            own = any(place.exists() for place in places)
+            own = any(
+                (parent / top).exists() or (parent / f"{top}.py").exists()
+                for parent in (file.parent, directory)
+            )
             if top != _UTILITIES and not own and find_spec(top) is None:
                 yield f"{name} imports {top}; install it for {sys.executable}"
 
@@ -404,12 +408,12 @@ def _wire_refusals(config: Any) -> Iterator[str]:
         yield f"reads {name}, which nothing writes; mend the maps"
     for name in sorted(set(written) - inputs - read - {tensor.name for tensor in config.output}):
         yield f"{name} is written, and nothing reads it; take it out of output_map"
-    runnable, left = set(inputs), list(steps)
-    while ready := [step for step in left if runnable.issuperset(step.input_map.values())]:
-        left = [step for step in left if step not in ready]
+    runnable, waiting = set(inputs), list(steps)
+    while ready := [step for step in waiting if runnable.issuperset(step.input_map.values())]:
+        waiting = [step for step in waiting if step not in ready]
         runnable.update(name for step in ready for name in step.output_map.values())
-    if left and read <= set(written):  # what nothing writes was told
-        yield f"{left[0].model_name} waits for what comes of it; mend the maps"
+    if waiting and read <= set(written):  # tensors that nothing writes are reported above
+        yield f"{waiting[0].model_name} waits for what comes of it; mend the maps"
     for name in sorted(inputs - read):
         yield f"no step reads input {name}; leave it out"
     for name in sorted({tensor.name for tensor in config.output} - set(written)):

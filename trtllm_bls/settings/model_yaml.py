@@ -34,11 +34,11 @@ class ModelYaml:
     def read(cls, path: Path) -> ModelYaml:
         """Raises ``SettingsError``."""
         try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
             what = " ".join(str(error).split())
             raise SettingsError(f"{path.name}: cannot be read: {what}") from error
-        arguments = _mapping(path, "the file", found)
+        arguments = _mapping(path, "the file", content)
         triton = _mapping(path, "triton_config", arguments.pop("triton_config", None))
         name = "logits_post_processors"
         return cls(
@@ -57,8 +57,8 @@ class ModelYaml:
             if not (module and attributes):
                 raise SettingsError(f"{what}: write module.path:attribute")
             try:
-                found = attrgetter(attributes)(importlib.import_module(module))
-                loaded[name] = found() if isinstance(found, type) else found
+                processor = attrgetter(attributes)(importlib.import_module(module))
+                loaded[name] = processor() if isinstance(processor, type) else processor
                 pickle.dumps(loaded[name])  # as workers get it with a request
             except Exception as error:  # a module may raise anything when it is imported
                 raise SettingsError(f"{what}: cannot be loaded: {error}") from error
@@ -80,7 +80,7 @@ def gpus_of(gpu_device_ids: str, instance: int, instances: int) -> str:
     """
     if instances == 1:
         return ""  # as in upstream's model, which reads it only where there are several
-    lists = [each.strip() for each in gpu_device_ids.split(";")]
+    lists = [gpus.strip() for gpus in gpu_device_ids.split(";")]
     if len(lists) != instances or not all(lists):
         problem = f"gpu_device_ids = '{gpu_device_ids}': {instances} instances need a list each"
         raise SettingsError(f"{problem}, such as {';'.join(map(str, range(instances)))}")
