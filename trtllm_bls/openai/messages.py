@@ -326,19 +326,19 @@ class _Tools:
 
     def change(self, place: str, kind: str, tool: dict[str, Any]) -> None:
         """Offer a tool from a place in the conversation on, or no longer."""
-        name = tool.get("name")
+        name = str(tool.get("name"))
         if kind == "tool_removal":
-            self.visible.discard(name or "")
+            self.visible.discard(name)
         elif (definition := tool.get("definition")) is not None:
             self.add(place, checked(f"{place}.definition", definition, ClientTool))
-        elif name:
+        else:
             self.visible.add(name)
 
     def refer(self, content: Content) -> None:
         """Offer the tools that the client has found."""
         for part in () if isinstance(content, str) else content:
-            if part.get("type") == "tool_reference" and (name := part.get("tool_name")):
-                self.visible.add(name)
+            if part.get("type") == "tool_reference":
+                self.visible.add(str(part.get("tool_name")))
 
 
 def _conversation(request: CountTokensRequest, reader: ContentReader) -> Conversation:

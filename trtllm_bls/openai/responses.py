@@ -619,7 +619,7 @@ def with_references(
 
 def _as_stored(item: dict[str, Any]) -> dict[str, Any]:
     """An item of the input as ``input_items`` tells it."""
-    kind = item.get("type") or "message"
+    kind = str(item.get("type") or "message")
     prefix, _ = _OUTPUTS.get(kind, ("item", ""))
     told = {"id": f"{prefix}_{secrets.token_hex(16)}", "status": "completed", **item, "type": kind}
     if kind == "message" and isinstance(text := item.get("content"), str):
@@ -669,7 +669,7 @@ def _conversation(
                 raise invalid("tool_choice.tools", "must be a list of tools")
             allowed = set()
             for tool in named:
-                kind = tool.get("type", "function")
+                kind = str(tool.get("type", "function"))
                 if tools.origins.get(kind, ("",))[-1] in _RUN:
                     allowed.add(kind)
                 elif kind in ("function", "custom"):
