@@ -723,9 +723,10 @@ class Tokenizer:
         # What the tokenizer does to a text before it looks for these tokens.
         normalizer, normalize = getattr(self._backend, "normalizer", None), None
         if normalizer is not None and any(token.normalized for token in added):
+            normalize = normalizer.normalize_str
             # DeepSeek's is a sequence of none, which would cost a pass over every message.
-            if json.loads(normalizer.__getstate__()).get("normalizers") != []:
-                normalize = normalizer.normalize_str
+            if json.loads(normalizer.__getstate__()).get("normalizers") == []:
+                normalize = None
         return ChatGuard(special, normalize), ChatGuard(special | further, normalize)
 
     def call_ids(self, tools: Sequence[Any]) -> tuple[int, ...]:
