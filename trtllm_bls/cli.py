@@ -9,7 +9,6 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from trtllm_bls import version_text
 from trtllm_bls.errors import TrtllmBlsError
 
 _COMMANDS = {
@@ -56,6 +55,8 @@ def show_error(console: Console, error: TrtllmBlsError) -> None:
 
 def _print_version(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:
     if is_set:
+        from trtllm_bls.operate.checks import version_text
+
         click.echo(f"trtllm-bls, version {version_text()}")
         ctx.exit()
 

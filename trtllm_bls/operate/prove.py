@@ -30,7 +30,6 @@ import click
 import httpx
 import psutil
 
-from trtllm_bls import version_text
 from trtllm_bls.bundled import DEMO
 from trtllm_bls.client.client import BLS, ENGINE, Client
 from trtllm_bls.engines.conformance import continued
@@ -38,6 +37,7 @@ from trtllm_bls.engines.conformance import examine as ask_engine
 from trtllm_bls.engines.own_port import listening_processes
 from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.operate.checks import version_text
 from trtllm_bls.operate.doctor import Subject, examine, installed
 from trtllm_bls.orchestrator.status import ENGINE_REQUESTS, REQUESTS_LABEL
 from trtllm_bls.settings.model_config import read_config, values_of
