@@ -249,7 +249,7 @@ def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         chunks[-1],
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         log_probs=tuple(value for values in log_probs for value in values) if log_probs else None,
-        top_log_probs=tuple(each for places in best for each in places) if best else None,
+        top_log_probs=tuple(likeliest for places in best for likeliest in places) if best else None,
         cum_log_prob=totals[-1] if totals else None,
         context_logits=next(contexts, None),
         cached_tokens=chunks[0].cached_tokens,

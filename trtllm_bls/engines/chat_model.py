@@ -42,7 +42,7 @@ def chat_request(request: TextRequest) -> bytes:
     if request.wants.log_probs:
         raise Unsupported("logprobs", "a pipeline tells none")
     options: dict[str, Any] = {
-        each.name: getattr(request.sampling, each.name) for each in fields(Sampling)
+        field.name: getattr(request.sampling, field.name) for field in fields(Sampling)
     }
     options |= {name: getattr(request, name) for name in _SAME}
     options |= {
@@ -59,14 +59,14 @@ def chat_request(request: TextRequest) -> bytes:
     salt = request.cache_salt  # one that the caller chose is another, of its key
     if "cache_salt" in guide:
         salt = KEY_SALT + guide["cache_salt"]
-    asked = {
+    body = {
         "messages": json.loads(request.messages),
         "tools": json.loads(request.chat.tools or "[]"),
         "options": {name: value for name, value in options.items() if value not in (None, (), {})},
         "key": request.tenant,
         "cache_salt": salt,
     }
-    return json.dumps(asked).encode()
+    return json.dumps(body).encode()
 
 
 class ChatModels:

@@ -77,14 +77,14 @@ async def examine(
     yield f"{_AT_ONCE} at once, after one that left", "; ".join({*await asyncio.gather(*at_once)})
     last = (await _ask(engine, plain))[0]
     drafts = last.speculation or SpeculationStats()
-    told = f"{last.cached_tokens} of {len(prompt)} prompt tokens cached"
-    yield "figures", f"{told}, {drafts.accepted} of {drafts.drafted} drafted tokens accepted"
+    detail = f"{last.cached_tokens} of {len(prompt)} prompt tokens cached"
+    yield "figures", f"{detail}, {drafts.accepted} of {drafts.drafted} drafted tokens accepted"
 
 
 async def continued(engine: Engine, prompt: TokenIds, max_tokens: int, end_id: int) -> TokenIds:
     """The engine's own greedy ids."""
-    asked = EngineRequest(request_id="c", input_ids=prompt, max_tokens=max_tokens, end_id=end_id)
-    return (await _ask(engine, asked))[0].token_ids
+    request = EngineRequest(request_id="c", input_ids=prompt, max_tokens=max_tokens, end_id=end_id)
+    return (await _ask(engine, request))[0].token_ids
 
 
 async def _ask(engine: Engine, request: EngineRequest) -> list[EngineChunk]:
@@ -105,8 +105,8 @@ async def _verdict(
         return "ok" if expected is None else f"refused: {error}"
     except Exception as error:  # an engine may raise anything
         return f"FAILED: {type(error).__name__}: {error}"
-    found = [look(chunk) for chunk in chunks]
+    values = [look(chunk) for chunk in chunks]
     if look is _said and chunks[0].finish_reason is None and expected is not None:
         expected = (expected[0], None)  # a Triton model tells no reason
-    right = found == [expected] * request.num_return_sequences
-    return "ok" if right else f"FAILED: {found}, not {expected}"
+    right = values == [expected] * request.num_return_sequences
+    return "ok" if right else f"FAILED: {values}, not {expected}"

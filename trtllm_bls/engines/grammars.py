@@ -209,10 +209,10 @@ def _checked(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _number(written: str) -> float:
-    number = int(written) if written.lstrip("-").isdecimal() else float(written)
+def _number(text: str) -> float:
+    number = int(text) if text.lstrip("-").isdecimal() else float(text)
     if not abs(number) <= _MOST_NUMBER:  # NaN, too
-        raise ValueError(f"the number {written[:40]} in it is beyond {_MOST_NUMBER}")
+        raise ValueError(f"the number {text[:40]} in it is beyond {_MOST_NUMBER}")
     return number
 
 

@@ -151,7 +151,9 @@ class LlmApiEngine:
         self._api = api
         self._llm = llm
         self._capacity = capacity
-        self._adapters = {each: (i, path) for i, (each, path) in enumerate(adapters.items(), 1)}
+        self._adapters = {
+            adapter: (i, path) for i, (adapter, path) in enumerate(adapters.items(), 1)
+        }
         self._processors = processors
         self._refused = {**_REFUSED, **refused}
         self._takes = inspect.signature(llm.generate_async).parameters.keys()
@@ -188,31 +190,31 @@ class LlmApiEngine:
 
     def _sampling_params(self, request: EngineRequest) -> Any:
         single, _ = trtllm.stop_ids(request)
-        given: dict[str, Any] = trtllm.sampling_fields(request.sampling)
+        fields: dict[str, Any] = trtllm.sampling_fields(request.sampling)
         if least := request.sampling.min_tokens:
-            given["min_tokens"] = least
+            fields["min_tokens"] = least
         if single:
-            given |= {"stop_token_ids": single, "include_stop_str_in_output": True}
+            fields |= {"stop_token_ids": single, "include_stop_str_in_output": True}
         if request.bad_sequences:
-            given["bad_token_ids"] = [words[0] for words in request.bad_sequences]
+            fields["bad_token_ids"] = [words[0] for words in request.bad_sequences]
         if request.embedding_bias:
             bias = dense_bias(request.embedding_bias, self._capacity.vocab_size or 0)
             torch = importlib.import_module("torch")  # it is there where TensorRT-LLM is
-            given["embedding_bias"] = torch.from_numpy(bias)
+            fields["embedding_bias"] = torch.from_numpy(bias)
         if request.wants.log_probs:
-            given["logprobs"] = max(1, request.wants.top_log_probs)
+            fields["logprobs"] = max(1, request.wants.top_log_probs)
         if request.wants.perf_metrics or self._capacity.speculates:
-            given["return_perf_metrics"] = True
+            fields["return_perf_metrics"] = True
         if guide := trtllm.guide_of(request.extras):
             kind, text = guide
             how = {"json_object": True} if kind == "json" else {_GUIDES.get(kind, kind): text}
-            given["guided_decoding"] = self._class("GuidedDecodingParams")(**how)
+            fields["guided_decoding"] = self._class("GuidedDecodingParams")(**how)
         if name := trtllm.text_of(request.extras, "logits_post_processor_name"):
             field = "logits_post_processor_name"
-            given["logits_processor"] = _known(field, name, self._processors)
+            fields["logits_processor"] = _known(field, name, self._processors)
         end = -1 if request.end_id is None else request.end_id
-        known = getattr(self._api.SamplingParams, "__dataclass_fields__", given)
-        for name in given.keys() - known.keys():
+        known = getattr(self._api.SamplingParams, "__dataclass_fields__", fields)
+        for name in fields.keys() - known.keys():
             raise Unsupported(name, "the LLM API of this TensorRT-LLM has no such parameter")
         return self._api.SamplingParams(
             max_tokens=request.max_tokens,
@@ -220,7 +222,7 @@ class LlmApiEngine:
             end_id=end,
             pad_id=end if request.pad_id is None else request.pad_id,
             detokenize=False,
-            **given,
+            **fields,
         )
 
     def _class(self, name: str) -> Any:
@@ -244,7 +246,7 @@ class LlmApiEngine:
         return options
 
     def _adapter(self, extras: Mapping[str, Array]) -> Any:
-        name, path, number = (trtllm.text_of(extras, each) or None for each in _ADAPTER)
+        name, path, number = (trtllm.text_of(extras, key) or None for key in _ADAPTER)
         if name and path is None and number is None:
             number, path = _known("lora_name", name, self._adapters)
         if name is None and path is None and number is None:
@@ -258,10 +260,10 @@ class LlmApiEngine:
         return make(lora_name=name, lora_int_id=int(number), lora_path=path, **more)
 
     def _retention(self, extras: Mapping[str, Array]) -> Any:
-        given = {name: extras[name].reshape(-1).tolist() for name in _RETENTION if name in extras}
-        if not given:
+        values = {name: extras[name].reshape(-1).tolist() for name in _RETENTION if name in extras}
+        if not values:
             return None
-        *ranges, lasting, decode, decode_lasting = (given.get(name, []) for name in _RETENTION)
+        *ranges, lasting, decode, decode_lasting = (values.get(name, []) for name in _RETENTION)
         lasting = lasting or [-1] * len(ranges[0])
         if len({len(column) for column in (*ranges, lasting)}) > 1:
             raise InvalidRequest("retention_token_range_ends", "each range needs all its values")
@@ -276,9 +278,9 @@ class LlmApiEngine:
         self, request: EngineRequest, submit: Callable[[], Any], chunks: QueuedChunks
     ) -> None:
         sequences, begun, result = trtllm.sequence_ends(request), False, None
-        given = self._thread.submit(_on_loop, asyncio.get_running_loop(), submit)
+        submitted = self._thread.submit(_on_loop, asyncio.get_running_loop(), submit)
         try:
-            result = await asyncio.wrap_future(given)
+            result = await asyncio.wrap_future(submitted)
             async for step in result:
                 begun = True
                 for output in step.outputs:
@@ -304,7 +306,7 @@ class LlmApiEngine:
         finally:
             # A closed engine takes no more work, and its LLM ends by itself what still runs.
             if not self._closed and (result is None or not result.finished):
-                self._thread.submit(_abort, given)
+                self._thread.submit(_abort, submitted)
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, submit: Callable[[], Any]) -> Any:
@@ -316,16 +318,20 @@ def _on_loop(loop: asyncio.AbstractEventLoop, submit: Callable[[], Any]) -> Any:
         asyncio._set_running_loop(None)
 
 
-def _abort(given: Future[Any]) -> None:
+def _abort(submitted: Future[Any]) -> None:
     """In the submitting thread, after the submission. What has ended must not be aborted."""
-    if not given.cancelled() and given.exception() is None and not given.result().finished:
-        given.result().abort()
+    if (
+        not submitted.cancelled()
+        and submitted.exception() is None
+        and not submitted.result().finished
+    ):
+        submitted.result().abort()
 
 
 def _known(field: str, name: str, known: Mapping[str, Any]) -> Any:
     if name not in known:
-        there = ", ".join(known) or "none"
-        raise InvalidRequest(field, f"{name!r} is not in the server's model.yaml: {there}")
+        names = ", ".join(known) or "none"
+        raise InvalidRequest(field, f"{name!r} is not in the server's model.yaml: {names}")
     return known[name]
 
 

@@ -42,7 +42,9 @@ def is_own(url: str) -> bool | None:
         return None
     import psutil
 
-    return not known.isdisjoint((os.getpid(), *(each.pid for each in psutil.Process().parents())))
+    return not known.isdisjoint(
+        (os.getpid(), *(process.pid for process in psutil.Process().parents()))
+    )
 
 
 async def stream_thread_has_returned(url: str, tls: ssl.SSLContext | None = None) -> None:

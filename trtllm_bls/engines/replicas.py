@@ -143,12 +143,14 @@ class ReplicatedEngine:
         """Why each engine takes no requests, by its name; an empty text if it does."""
         with suppress(EngineError):
             await self.capacity()
-        told = [(each.engine.name, each.capacity, each.error) for each in self._replicas]
-        return {name: "" if capacity else str(error) for name, capacity, error in told}
+        states = [
+            (replica.engine.name, replica.capacity, replica.error) for replica in self._replicas
+        ]
+        return {name: "" if capacity else str(error) for name, capacity, error in states}
 
     def sequences(self) -> dict[str, int]:
         """How many sequences each engine has been given that are not over, by its name."""
-        return {each.engine.name: each.sequences for each in self._replicas}
+        return {replica.engine.name: replica.sequences for replica in self._replicas}
 
     def choose(self, tried: Sequence[_Replica], prompt: PromptIds) -> _Replica | None:
         """An engine whose breaker is closed and which was not ``tried``."""
@@ -214,17 +216,17 @@ class _ReplicaChunks(ChunkStream):
     def _begin(self, replica: _Replica) -> None:
         self._tried.append(replica)
         request = self._request
-        if made := len(self._ids):
+        if generated := len(self._ids):
             least, seed = request.sampling.min_tokens or 0, request.sampling.seed
             sampling = replace(
                 request.sampling,
                 # Said aloud also where it is 0: an engine may take its absence for 1.
-                min_tokens=max(0, least - made),
+                min_tokens=max(0, least - generated),
                 # Numbers that were drawn before are not drawn again.
-                seed=None if seed is None else (seed + made) % (1 << 64),
+                seed=None if seed is None else (seed + generated) % (1 << 64),
             )
-            prompt, left = (*request.input_ids, *self._ids), request.max_tokens - made
-            request = replace(request, input_ids=prompt, max_tokens=left, sampling=sampling)
+            prompt, remaining = (*request.input_ids, *self._ids), request.max_tokens - generated
+            request = replace(request, input_ids=prompt, max_tokens=remaining, sampling=sampling)
         self._stream = replica.engine.generate(request)
         self._replica = replica
         replica.sequences += request.num_return_sequences
@@ -247,11 +249,11 @@ class _ReplicaChunks(ChunkStream):
             last.end()
             return
         stays = self._begun and not self._remembers
-        other = None if stays else self._engine.choose(self._tried, self._request.input_ids)
-        if other is None:
+        replacement = None if stays else self._engine.choose(self._tried, self._request.input_ids)
+        if replacement is None:
             raise error
-        log.info("%s goes on at %s", self._request.request_id, other.engine.name)
-        self._begin(other)
+        log.info("%s goes on at %s", self._request.request_id, replacement.engine.name)
+        self._begin(replacement)
 
     def _release(self) -> None:
         if self._replica is not None:

@@ -126,11 +126,11 @@ class TokenSampler:
         if s.temperature:
             row /= s.temperature
         if self._counts is not None:
-            seen = self._counts.nonzero()[0]
-            scores, penalty = row[seen], s.repetition_penalty or 1.0
+            indices = self._counts.nonzero()[0]
+            scores, penalty = row[indices], s.repetition_penalty or 1.0
             scores = np.where(scores < 0, scores * penalty, scores / penalty)
             scores -= s.presence_penalty or 0.0
-            row[seen] = scores - (s.frequency_penalty or 0.0) * self._counts[seen]
+            row[indices] = scores - (s.frequency_penalty or 0.0) * self._counts[indices]
         end_id, generated = self._request.end_id, len(self._text) - len(self._request.input_ids)
         if end_id is not None and end_id >= 0 and generated < (s.min_tokens or 0):
             row[end_id] = -np.inf

@@ -381,10 +381,10 @@ def request_inputs(
         # Only where the engine tells salts apart.
         "cache_salt": request.cache_salt.encode() if salted and request.cache_salt else None,
     }
-    for name, wanted in vars(request.wants).items():
+    for name, demand in vars(request.wants).items():
         # Counts are the caller's own business; the engine need not send them.
-        if wanted and not name.startswith("num_"):
-            numbers[f"return_{name}"] = wanted
+        if demand and not name.startswith("num_"):
+            numbers[f"return_{name}"] = demand
     if "exclude_input_in_output" in declared:
         numbers["exclude_input_in_output"] = True
     arrays = {}
@@ -466,8 +466,8 @@ class ResponseReader:
         """
         if len(packed) != self._size or not packed.startswith(self._before):
             return None
-        found = _ID.unpack_from(packed, len(self._before))
-        return found if found[0] >= 0 and packed.endswith(self._after) else None
+        ids = _ID.unpack_from(packed, len(self._before))
+        return ids if ids[0] >= 0 and packed.endswith(self._after) else None
 
     def read(self, response: Any, packed: bytes = b"") -> tuple[list[EngineChunk], bool]:
         """The chunks of one ``ModelInferResponse``, and whether it is the last of the request.
@@ -529,17 +529,17 @@ class ResponseReader:
         count = int.from_bytes(length, "little", signed=True)
         if len(length) != 4 or not 0 <= 4 * count <= len(ids):
             return None
-        found = struct.unpack_from(f"<{count}i", ids)
-        return found if min(found, default=0) >= 0 else None
+        tokens = struct.unpack_from(f"<{count}i", ids)
+        return tokens if min(tokens, default=0) >= 0 else None
 
     def _chunk(self, arrays: Mapping[str, Array], final: bool) -> EngineChunk:
         length = _number(arrays, "sequence_length")
         if "output_ids" not in arrays or length is None:
             raise EngineError("the engine's response lacks output_ids or sequence_length")
         ids = _ranked(arrays, "output_ids", 3, kinds="iu")
-        held = ids.shape[2]
-        if not 0 <= length <= held:
-            problem = f"sequence_length is {length}, its output_ids hold {held}"
+        capacity = ids.shape[2]
+        if not 0 <= length <= capacity:
+            problem = f"sequence_length is {length}, its output_ids hold {capacity}"
             raise EngineError(f"the engine's {problem}")
         row = ids[0, 0, self._skip : length]
         if (low := row.min(initial=0)) < 0:
@@ -580,7 +580,7 @@ class ResponseReader:
             best = _first("top_log_probs", _ranked(arrays, "top_log_probs", 3)[0], new)
             others = _ranked(arrays, "top_log_prob_ids", 3, kinds="iu")[0]
             pairs = zip(others.tolist(), best.tolist(), strict=True)
-            scores["top_log_probs"] = tuple([tuple(zip(*each, strict=True)) for each in pairs])
+            scores["top_log_probs"] = tuple([tuple(zip(*pair, strict=True)) for pair in pairs])
         if wants.context_logits and "context_logits" in arrays:
             scores["context_logits"] = np.array(_ranked(arrays, "context_logits", 3)[0])
         if wants.generation_logits and "generation_logits" in arrays:

@@ -78,17 +78,17 @@ def check(
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     """What is sent of it, under TensorRT-LLM's names; ``min_tokens`` and beams are not."""
-    given = {name: getattr(sampling, name) for name in _NAMES}
-    given |= {"beam_width": None, "min_tokens": None}
+    fields = {name: getattr(sampling, name) for name in _NAMES}
+    fields |= {"beam_width": None, "min_tokens": None}
     greedy = sampling.is_greedy
     if greedy or (sampling.top_p or 0) <= 0:
-        given["top_p"] = None
-    given["top_k"] = 1 if greedy else sampling.top_k or None
+        fields["top_p"] = None
+    fields["top_k"] = 1 if greedy else sampling.top_k or None
     if sampling.early_stopping is not None:
-        given["early_stopping"] = int(sampling.early_stopping)
+        fields["early_stopping"] = int(sampling.early_stopping)
     return {
         _NAMES[name]: value
-        for name, value in given.items()
+        for name, value in fields.items()
         if value is not None and value != _NEUTRAL.get(name)
     }
 
@@ -146,9 +146,9 @@ def text_of(extras: Mapping[str, Array], name: str) -> str | None:
 
 def sequence_ends(request: EngineRequest) -> list[SequenceEnds]:
     """One for each sequence that the engine is asked for; greedy ones of a prompt are all equal."""
-    asked = 1 if request.sampling.is_greedy else request.num_return_sequences
-    copies = request.num_return_sequences // asked
-    return [SequenceEnds(request, range(i, i + copies)) for i in range(asked)]
+    count = 1 if request.sampling.is_greedy else request.num_return_sequences
+    copies = request.num_return_sequences // count
+    return [SequenceEnds(request, range(i, i + copies)) for i in range(count)]
 
 
 class SequenceEnds:

@@ -56,9 +56,11 @@ class ChatPipeline:
                 aclosing(self._models.events(self.name, request)) as events,
             ):
                 times.begun_at = asyncio.get_running_loop().time()
-                async for found in events:
-                    parts = [each for each in found if "end" not in each]
-                    ending = next((_ending(each["end"]) for each in found if "end" in each), ending)
+                async for batch in events:
+                    parts = [event for event in batch if "end" not in event]
+                    ending = next(
+                        (_ending(event["end"]) for event in batch if "end" in event), ending
+                    )
                     lines.append(json.dumps(parts))
                     if request.stream and parts:
                         await sink.ready()
@@ -89,5 +91,5 @@ class ChatPipeline:
             ended_by = None  # whose traceback refers to this frame: a reference cycle
 
 
-def _ending(told: dict[str, Any]) -> Ending:
-    return Ending(**{**told, "finish_reason": FinishReason(told["finish_reason"])})
+def _ending(end: dict[str, Any]) -> Ending:
+    return Ending(**{**end, "finish_reason": FinishReason(end["finish_reason"])})

@@ -83,7 +83,7 @@ class Lifecycle:
         self._thread.join()
 
     def _run(self) -> None:
-        written, look = 0.0, None
+        written_at, look = 0.0, None
         while not self._closing.wait(TICK_SECONDS):
             now = time.monotonic()
             deadline = self._files.drain_deadline()
@@ -94,8 +94,8 @@ class Lifecycle:
                 self._server.loop.call_soon_threadsafe(self._turn)
             else:
                 self._missed_turns += 1
-            if now - written >= WRITE_SECONDS or self._told is not None:
-                written = now
+            if now - written_at >= WRITE_SECONDS or self._told is not None:
+                written_at = now
                 if look is None or look.done():
                     look = self._begin(self._look())
                 try:
@@ -151,5 +151,5 @@ class Lifecycle:
 
 
 def _named(running: list[str]) -> str:
-    shown = [*running[:NAMED], *["..."] * (len(running) > NAMED)]
-    return f"requests running: {len(running)} ({', '.join(shown)})" if running else "none runs"
+    names = [*running[:NAMED], *["..."] * (len(running) > NAMED)]
+    return f"requests running: {len(running)} ({', '.join(names)})" if running else "none runs"

@@ -58,15 +58,15 @@ _BY_PROCESS = re.compile(r"\[(?P<process>[\w.-]+)\] (?P<text>.*)", re.DOTALL)
 def json_line(text: str, level: str = "info", source: str = "") -> str:
     """A line of a log as one JSON object, written now; of a text that is one, with its members."""
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    told: dict[str, Any] = {"time": now, "level": level}
-    told |= {"source": source} if source else {}
+    fields: dict[str, Any] = {"time": now, "level": level}
+    fields |= {"source": source} if source else {}
     if by := _BY_PROCESS.fullmatch(text):
-        told["process"], text = by.groups()
+        fields["process"], text = by.groups()
     members = {"message": text}
     with suppress(ValueError, RecursionError):
-        if isinstance(found := json.loads(text), dict):
-            members = found
-    return json.dumps(members | told)
+        if isinstance(entry := json.loads(text), dict):
+            members = entry
+    return json.dumps(members | fields)
 
 
 class _JsonRecord(_OneRecord):

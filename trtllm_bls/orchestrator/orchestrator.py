@@ -309,11 +309,11 @@ class Orchestrator:
         try:
             self._check(request)
             async with time_limit, self.admission.acquire(request.num_return_sequences):
-                asked, answer = await self._prepared(request)
-                on_prompt(len(asked.input_ids))
-                record.asked, record.answer = asked, answer
+                engine_request, answer = await self._prepared(request)
+                on_prompt(len(engine_request.input_ids))
+                record.asked, record.answer = engine_request, answer
                 record.begun_at = asyncio.get_running_loop().time()
-                stream = self._engine.generate(asked)
+                stream = self._engine.generate(engine_request)
                 await self._drive(stream, answer, record)
         except BaseException as error:
             ended_by, so_far = error, record.answer
@@ -398,35 +398,35 @@ class Orchestrator:
             prompt = await asyncio.to_thread(self.prompts.make, request, longest, _give_way)
         else:
             prompt = self.prompts.make(request, longest)
-        asked, wants = prompt.asked, request.wants
+        engine_request, wants = prompt.asked, request.wants
         if wants.top_log_probs and not capacity.tells_top_log_probs:
             # The engine does not tell the likeliest ids of a place, but its logits do.
-            asked.wants = wants = replace(wants, top_log_probs=0, generation_logits=True)
+            engine_request.wants = wants = replace(wants, top_log_probs=0, generation_logits=True)
         max_tokens = request.max_tokens
         if max_tokens is None or request.fits_max_tokens:  # at most all that fit
             room = _UNKNOWN_ROOM if max_tokens is None else max_tokens
             if capacity.max_sequence_tokens is not None:
-                room = capacity.max_sequence_tokens - len(asked.input_ids)
+                room = capacity.max_sequence_tokens - len(engine_request.input_ids)
             most = limits.max_output_tokens
             room = room if most is None else min(room, most)
             max_tokens = room if max_tokens is None else min(room, max_tokens)
-        asked.max_tokens = max(1, max_tokens)  # engines have no smaller number
+        engine_request.max_tokens = max(1, max_tokens)  # engines have no smaller number
         # A stream of the engine can be ended half-way, by a stop in the text or by a time limit of
         # the caller's own, and shows that the engine works.
         timed = request.timeout_s is not None
         ends_early = request.stop_words or request.sampling.min_tokens or timed
         shows = not defaults.engine_shows_progress and wants == _NOTHING_MORE
-        asked.streaming = bool(request.stream or ends_early or shows)
+        engine_request.streaming = bool(request.stream or ends_early or shows)
         if wants.context_logits or wants.generation_logits:
-            limits.check_logits(asked.logit_rows(capacity), capacity.vocab_size)
+            limits.check_logits(engine_request.logit_rows(capacity), capacity.vocab_size)
         # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is asked for.
         with_prompt = request.echo or not (request.stream or request.exclude_input_in_output)
         rules = TextRules(
-            prompt_tokens=len(asked.input_ids),
+            prompt_tokens=len(engine_request.input_ids),
             max_tokens=max_tokens,
             end_ids=prompt.end_ids,
             stop_sequences=prompt.stop_sequences,
-            echo_ids=asked.input_ids if with_prompt else (),
+            echo_ids=engine_request.input_ids if with_prompt else (),
             accumulate=defaults.accumulate,
             max_sequence_tokens=capacity.max_sequence_tokens,
             expose_kv_cache_metrics=defaults.expose_kv_cache_metrics,
@@ -437,7 +437,7 @@ class Orchestrator:
             new(skip_special_tokens=defaults.skip_special_tokens if skip is None else skip)
             for _ in range(request.num_return_sequences)
         ]
-        return asked, Answer(request, rules, detokenizers)
+        return engine_request, Answer(request, rules, detokenizers)
 
 
 class RequestTimes:
@@ -515,7 +515,9 @@ class _RequestRecord(RequestTimes):
             api=request.api,
             prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
         )
-        if error is None and any(each.finish_reason is FinishReason.TIMEOUT for each in endings):
+        if error is None and any(
+            ending.finish_reason is FinishReason.TIMEOUT for ending in endings
+        ):
             stats.outcome, stats.reason = Outcome.CANCELLED, CancelCause.DEADLINE.value
         streamed = request.stream and tokens > 0
         self.add_to(stats, streamed)
@@ -557,13 +559,13 @@ def stats_of(
 ) -> RequestStats:
     """The figures of a request that is over. ``error``: what ended it, if one did; otherwise it
     ended for ``reason``."""
-    outcome, told = Outcome.SUCCESS, None
+    outcome, message = Outcome.SUCCESS, None
     if error is not None:
         outcome, reason = _outcome_of(error)
     if isinstance(error, Exception):
-        told = str(error)[:MOST_CHARACTERS]
+        message = str(error)[:MOST_CHARACTERS]
     return RequestStats(
-        request_id=request_id, outcome=outcome, reason=reason, error=told, **figures
+        request_id=request_id, outcome=outcome, reason=reason, error=message, **figures
     )
 
 

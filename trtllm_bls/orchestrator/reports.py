@@ -405,11 +405,11 @@ class RequestLog:
         fields["trace_id"] = stats.traceparent and stats.traceparent.split("-")[1]
         fields["error"] = _cut(stats.error, _LONGEST)
         fields["prompt"] = _cut(stats.prompt, _LONGEST_PROMPT) if self.prompts else None
-        found = {key: value for key, value in fields.items() if value is not None}
+        present = {key: value for key, value in fields.items() if value is not None}
         if self.as_json:
-            return json.dumps(found)
+            return json.dumps(present)
         pairs = ["request"]
-        for key, value in found.items():
+        for key, value in present.items():
             plain = _PLAIN.fullmatch(str(value))
             pairs.append(f"{key}={value if plain else json.dumps(str(value))}")
         return " ".join(pairs)
@@ -418,7 +418,7 @@ class RequestLog:
 def _cut(text: str | None, most: int) -> str | None:
     if text is None:
         return None
-    shown = text[:most]
-    while len(json.dumps(shown)) > most:
-        shown = shown[: len(shown) * 7 // 8]
-    return shown if shown == text else shown + "..."
+    cut = text[:most]
+    while len(json.dumps(cut)) > most:
+        cut = cut[: len(cut) * 7 // 8]
+    return cut if cut == text else cut + "..."

@@ -153,7 +153,7 @@ class StatusDirectory:
 
     def read(self) -> list[ProcessStatus]:
         """The status of every process that runs; removes what ended ones have left."""
-        found = []
+        statuses = []
         for file in sorted(self.path.glob("*-*.json")):
             pid, _, start = file.stem.partition("-")
             with suppress(OSError, ValueError, TypeError, RecursionError):
@@ -165,7 +165,7 @@ class StatusDirectory:
                 if state.st_uid != os.stat(f"/proc/{pid}").st_uid:
                     continue
                 status = ProcessStatus(**json.loads(text))
-                found.append(
+                statuses.append(
                     replace(
                         status,
                         pid=int(pid),
@@ -174,7 +174,7 @@ class StatusDirectory:
                         handed_over=status.handed_over or not state.st_mode & _WRITABLE,
                     )
                 )
-        return found
+        return statuses
 
     def ask_to_drain(self, deadline: float) -> None:
         """Have every process drain; at ``deadline`` what still runs ends. Raises ``OSError``."""

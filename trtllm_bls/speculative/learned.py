@@ -59,11 +59,11 @@ class RunningTimes:
         self._s = self._ns = 0.0
 
     def add(self, length: int, seconds: float) -> None:
-        seen = self._samples.setdefault(length, deque(maxlen=_WINDOW))
-        if seen:
-            self._count(length, -len(seen), median(seen))
-        seen.append(seconds)
-        self._count(length, len(seen), median(seen))
+        samples = self._samples.setdefault(length, deque(maxlen=_WINDOW))
+        if samples:
+            self._count(length, -len(samples), median(samples))
+        samples.append(seconds)
+        self._count(length, len(samples), median(samples))
 
     def _count(self, length: int, weight: int, seconds: float) -> None:
         self._weight += weight

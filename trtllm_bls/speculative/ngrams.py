@@ -94,7 +94,7 @@ class NgramIndex:
 
     def places(self, tail: Sequence[int], order: int) -> list[int]:
         """The latest places of the last ``order`` tokens of ``tail``."""
-        ids, before, found = self.ids, self._before[order], []
+        ids, before, places = self.ids, self._before[order], []
         first, second, third = tail[-ORDER:] if order == ORDER else (0, 0, tail[-1])
         slot = third if order == 1 else _hash(first, second, third)
         place = self._heads[order][slot & self._mask]
@@ -104,9 +104,9 @@ class NgramIndex:
             if ids[place - 1] == third and (
                 order == 1 or (ids[place - 2] == second and ids[place - 3] == first)
             ):
-                found.append(place)
+                places.append(place)
             place = before[place]
-        return found
+        return places
 
 
 def _hash(first: int, second: int, third: int) -> int:
@@ -185,16 +185,16 @@ class NgramDrafts:
         the text may go on as before: the match that this would be, of no token."""
         if (match := self._match) is None:
             return None
-        came = self._ids[self._end :]
-        pairs = zip(self._proposed, came, strict=False)
+        new = self._ids[self._end :]
+        pairs = zip(self._proposed, new, strict=False)
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        tried, begin, end = min(len(self._proposed), len(came)), 0, 1
+        tried, begin, end = min(len(self._proposed), len(new)), 0, 1
         while begin < tried and begin <= right:  # of each class of places in the draft
             acceptance = match.acceptance(self._acceptance, begin)
             acceptance.add(min(end, tried) - begin, min(end, right) - begin)
             begin, end = end, 2 * end
         place = match.place + right + 1
-        if right < tried and right + 1 == len(came) and place < len(match.text.ids):
+        if right < tried and right + 1 == len(new) and place < len(match.text.ids):
             return _Match(0, place, match.text)
         return None
 
@@ -246,7 +246,7 @@ class DraftMemory:
     def texts(self, now: float) -> list[NgramIndex]:
         """What may be drafted from, the newer first; nothing of it is ``TIME_TO_LIVE_S`` old."""
         known = self._generations = [
-            each for each in self._generations if now < each[0] + TIME_TO_LIVE_S
+            generation for generation in self._generations if now < generation[0] + TIME_TO_LIVE_S
         ]
         return [index for _, _, index in known]
 
@@ -261,7 +261,7 @@ class DraftMemory:
         _, ids, index = self._generations[0]
         ids.extend(answer)
         index.extend()
-        self.num_bytes = sum(each.num_bytes for _, _, each in self._generations)
+        self.num_bytes = sum(generation.num_bytes for _, _, generation in self._generations)
 
 
 class DraftMemories:

@@ -68,23 +68,23 @@ class SpeculationOptions:
         ``Unsupported``, and ``InvalidRequest`` for an unknown source. ``unverifiable``: why the
         engine verifies no drafts, if it does not.
         """
-        asked = request.speculation
-        if asked.num_draft_tokens is not None and asked.num_draft_tokens < 0:
-            raise InvalidRequest("num_draft_tokens", f"{asked.num_draft_tokens} is below 0")
-        if asked.num_draft_tokens == 0 or asked.draft_source == "off":
+        requested = request.speculation
+        if requested.num_draft_tokens is not None and requested.num_draft_tokens < 0:
+            raise InvalidRequest("num_draft_tokens", f"{requested.num_draft_tokens} is below 0")
+        if requested.num_draft_tokens == 0 or requested.draft_source == "off":
             return None
-        explicit = asked.num_draft_tokens is not None or asked.draft_source is not None
-        if not explicit and not by_default and not asked.prediction:
+        explicit = requested.num_draft_tokens is not None or requested.draft_source is not None
+        if not explicit and not by_default and not requested.prediction:
             return None
         source = self.draft_source
-        if asked.draft_source is not None:
+        if requested.draft_source is not None:
             try:
-                source = DraftSource(asked.draft_source)
+                source = DraftSource(requested.draft_source)
             except ValueError:
                 known = ", ".join(["off", *(source.value for source in DraftSource)])
-                problem = f"'{asked.draft_source}' is unknown; send one of: {known}"
+                problem = f"'{requested.draft_source}' is unknown; send one of: {known}"
                 raise InvalidRequest("draft_source", problem) from None
-        elif not by_default and asked.num_draft_tokens is None:
+        elif not by_default and requested.num_draft_tokens is None:
             source = DraftSource.PREDICTION
         elif not by_default:
             source = DraftSource.MODEL if has_draft_model else DraftSource.NGRAM
@@ -95,15 +95,15 @@ class SpeculationOptions:
                 raise
             return None
         if unverifiable and explicit and not self.ignore_unverifiable:
-            field = "draft_source" if asked.num_draft_tokens is None else "num_draft_tokens"
+            field = "draft_source" if requested.num_draft_tokens is None else "num_draft_tokens"
             raise Unsupported(field, f"cannot be honoured: {unverifiable}")
         if unverifiable:
             return None
         return replace(
             self,
             draft_source=source,
-            num_draft_tokens=asked.num_draft_tokens or self.num_draft_tokens,
-            use_draft_logits=asked.use_draft_logits or self.use_draft_logits,
+            num_draft_tokens=requested.num_draft_tokens or self.num_draft_tokens,
+            use_draft_logits=requested.use_draft_logits or self.use_draft_logits,
         )
 
 

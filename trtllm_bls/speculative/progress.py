@@ -250,9 +250,9 @@ class Progress:
             if (before := self._metrics_before) is not None:
                 sums = {}
                 for name in _COUNTS:
-                    counts = [getattr(each, name) for each in (before, metrics)]
-                    told = [count for count in counts if count is not None]
-                    sums[name] = sum(told) if told else None
+                    counts = [getattr(figures, name) for figures in (before, metrics)]
+                    known = [count for count in counts if count is not None]
+                    sums[name] = sum(known) if known else None
                 metrics = replace(before, last_token_time_ns=metrics.last_token_time_ns, **sums)
             self._metrics = metrics
         entered.metrics = self._metrics

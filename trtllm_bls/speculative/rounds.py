@@ -131,8 +131,8 @@ class SpeculativeRounds:
         self._ngrams: NgramDrafts | None = None  # made when first asked
         # A draft model has no table for the ids beyond its vocabulary.
         readable = "prompt_embedding_table" not in request.extras
-        wanted = source in (DraftSource.MODEL, DraftSource.MIXED)
-        self._model_given_up = not (has_draft_model and wanted and readable)
+        drafts_by_model = source in (DraftSource.MODEL, DraftSource.MIXED)
+        self._model_given_up = not (has_draft_model and drafts_by_model and readable)
         self._guess: _Guess | None = None  # to verify, or being verified
         self._asked = 0  # tokens asked of the draft model
         self._early = False  # the draft model works, or has worked, on what follows the guess
@@ -220,9 +220,9 @@ class SpeculativeRounds:
             acceptance = (self.memory or self._shared).ngram_acceptance
             self._ngrams = NgramDrafts(ids, texts, acceptance, self._shared.best_length)
         fixed, beside = self._options.num_draft_tokens is not None, self._lengths.speed
-        if (found := self._ngrams.propose(most, fixed=fixed, beside=beside)) is None:
+        if (proposal := self._ngrams.propose(most, fixed=fixed, beside=beside)) is None:
             return None
-        source, proposed = found
+        source, proposed = proposal
         draft = self._fitting(Draft(token_ids=proposed), most)
         return _Guess(draft, source) if draft.token_ids else None
 

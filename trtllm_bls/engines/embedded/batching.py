@@ -303,14 +303,14 @@ class Batcher:
         """
         planned = [(s, s.segment(1)) for s in self._running if s.num_rows == 1]
         several = [s for s in self._running if s.num_rows > 1]
-        left = self._max_rows - len(planned)
-        reserved = left // 2 if any(s.num_rows > _SHORT for s in several) else 0
+        room = self._max_rows - len(planned)
+        reserved = room // 2 if any(s.num_rows > _SHORT for s in several) else 0
         for sequence in sorted(several, key=lambda s: s.num_rows > _SHORT):
             passes = sequence.num_rows <= _SHORT and sequence is not several[0]
-            segment = sequence.segment(max(left - reserved, 0) if passes else left)
+            segment = sequence.segment(max(room - reserved, 0) if passes else room)
             if segment.tokens:
                 planned.append((sequence, segment))
-                left -= len(segment.tokens)
+                room -= len(segment.tokens)
         return planned
 
     def _fail(self, sequence: Sequence, error: EngineError | InvalidRequest) -> None:
@@ -375,10 +375,10 @@ class EmbeddedEngine:
         for name, array in request.extras.items():
             if np.size(array) and name not in (GUIDE, GUIDE_TYPE):
                 raise Unsupported(name, "this engine cannot honour it")
-        wanted, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
-        if wanted > length:
+        needed, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
+        if needed > length:
             note = "%s: prompt and completion of %d tokens are cut to %d"
-            _log.warning(note, request.request_id, wanted, length)
+            _log.warning(note, request.request_id, needed, length)
         guide = await self._guides.of(request) if request.extras else None
         submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
         sequences = [

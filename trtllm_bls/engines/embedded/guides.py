@@ -63,10 +63,10 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         """Another sequence at the same position."""
-        other = copy(self)
-        other._matcher = self._matcher.deep_copy()
-        other._bits = self._bits.copy()
-        return other
+        clone = copy(self)
+        clone._matcher = self._matcher.deep_copy()
+        clone._bits = self._bits.copy()
+        return clone
 
     def mask(self, row: Array) -> None:
         """Bar, in ``row`` [vocab], every token that the grammar does not allow next."""

@@ -75,14 +75,14 @@ def load(
     check_checkpoint(directory)
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     runner, config, num_weights = _probed(directory, chosen)
-    possible, asked = _exact_length(config, runner.windowed), parameters.max_sequence_tokens
-    if asked > possible:
-        raise SettingsError(f"max_sequence_tokens is {asked}; the model allows {possible}")
-    length = asked or min(possible, _DEFAULT_LENGTH)
+    possible, configured = _exact_length(config, runner.windowed), parameters.max_sequence_tokens
+    if configured > possible:
+        raise SettingsError(f"max_sequence_tokens is {configured}; the model allows {possible}")
+    length = configured or min(possible, _DEFAULT_LENGTH)
     limit = max_kv_bytes or psutil.virtual_memory().available // 2
     per_token = runner.slots.bytes_per_token * parameters.max_batch
     fits = min(length, limit // per_token)
-    if fits < (asked or 2):
+    if fits < (configured or 2):
         raise SettingsError(
             f"max_sequence_tokens {length} in {parameters.max_batch} slots needs "
             f"{length * per_token} bytes of KV cache; {limit} are allowed: lower max_batch"
@@ -207,9 +207,9 @@ class Slots:
         beginning that another slot holds is copied. The last prompt token is never reused, since
         its logits are needed.
         """
-        wanted = np.asarray(prompt[:-1], dtype=np.int32)
-        differs = np.ones((len(self._tokens), len(wanted) + 1), dtype=np.bool_)
-        np.not_equal(self._tokens[:, : len(wanted)], wanted, out=differs[:, :-1])
+        prefix = np.asarray(prompt[:-1], dtype=np.int32)
+        differs = np.ones((len(self._tokens), len(prefix) + 1), dtype=np.bool_)
+        np.not_equal(self._tokens[:, : len(prefix)], prefix, out=differs[:, :-1])
         shared = np.minimum(differs.argmax(axis=1), self._lengths)  # tokens, by slot
         source = max(
             range(len(shared)),
@@ -306,21 +306,23 @@ class Runner:
         """Logits [sum of ``keep``, vocab], fp32, of the last rows of each segment, in order."""
         placed: list[tuple[int, Segment]] = []  # with the row of the step it begins at
         tokens: list[int] = []
-        wanted: list[int] = []
+        rows: list[int] = []
         for segment in segments:
             placed.append((len(tokens), segment))
             tokens += segment.tokens
-            wanted += range(len(tokens) - segment.keep, len(tokens))
+            rows += range(len(tokens) - segment.keep, len(tokens))
         self._groups = _grouped(placed, self._device)
         slots = np.repeat([s.slot for s in segments], [len(s.tokens) for s in segments])
         positions = np.concatenate([np.arange(s.start, s.end) for s in segments])
-        self._places = tuple(torch.from_numpy(each).to(self._device) for each in (slots, positions))
+        self._places = tuple(
+            torch.from_numpy(indices).to(self._device) for indices in (slots, positions)
+        )
         with torch.inference_mode():
             logits: Tensor = self._model(
                 input_ids=torch.tensor([tokens], device=self._device),
                 position_ids=self._places[1].unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=torch.tensor(wanted, device=self._device),
+                logits_to_keep=torch.tensor(rows, device=self._device),
             ).logits[0]
         for segment in segments:
             self.slots.write(segment.slot, segment.start, segment.tokens)

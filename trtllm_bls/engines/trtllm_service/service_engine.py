@@ -213,17 +213,17 @@ class ServiceAnswer:
     ) -> tuple[list[float], list[TopLogProbs] | None]:
         """Log-probabilities of the ids after the first ``skip``, and those of the likeliest ids of
         each place. There may be other entries, for ids that were cut off."""
-        left = iter(entries)
-        found: list[Any] = [
-            next((entry for entry in left if entry.token_id == token), None) for token in ids
+        remaining = iter(entries)
+        scored: list[Any] = [
+            next((entry for entry in remaining if entry.token_id == token), None) for token in ids
         ]
-        if None in found:
+        if None in scored:
             raise EngineError("the engine's log-probabilities are not those of its tokens")
-        values = [entry.logprob for entry in found[skip:]]
+        values = [entry.logprob for entry in scored[skip:]]
         if not self._top:
             return values, None
         pairs = [
-            [(top.token_id, top.logprob) for top in each.top_logprobs] for each in found[skip:]
+            [(top.token_id, top.logprob) for top in each.top_logprobs] for each in scored[skip:]
         ]
         return values, [trtllm.likeliest(listed, self._top) for listed in pairs]
 
@@ -366,10 +366,10 @@ class TrtllmServiceEngine:
                 server.version or "of an unknown version",
             )
         # Repeating max_input_len, it is a default that nothing enforces.
-        told = model.max_seq_len if model.max_seq_len != model.max_input_len else 0
+        longest = model.max_seq_len if model.max_seq_len != model.max_input_len else 0
         return EngineCapacity(
             vocab_size=self._vocab_size,  # theirs leaves added tokens out
-            max_sequence_tokens=self._max_sequence_tokens or told or None,
+            max_sequence_tokens=self._max_sequence_tokens or longest or None,
             max_draft_tokens=0,
             tells_top_log_probs=True,
             speculates=trtllm.SPECULATES,
