@@ -88,8 +88,8 @@ class Overloaded(TrtllmBlsError):
     def __init__(
         self, problem: str, limit: str | None = None, retry_after_s: int | None = None
     ) -> None:
-        told = "" if retry_after_s is None else f"{_AGAIN}{retry_after_s} s"
-        super().__init__(problem + told)
+        again = "" if retry_after_s is None else f"{_AGAIN}{retry_after_s} s"
+        super().__init__(problem + again)
         self.limit = limit
         self.retry_after_s = retry_after_s
 
@@ -182,7 +182,9 @@ def printable(text: str, most: int = MAX_LINE) -> str:
     text = " ".join(text.split())
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)[:most]
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in text
+    )[:most]
 
 
 def to_wire(error: TrtllmBlsError) -> str:

@@ -479,8 +479,8 @@ def rewritten(body: bytes, json_length: bytes, kind: type[Any], most: int) -> tu
         if all(tensor.shape[:1] == [0] for tensor in read.inputs):
             problem = "they have no rows, which Triton never answers; send at least one"
             raise Refused(400, f"inputs: {problem}")
-    written = msgspec.json.encode(read)
-    return len(written), written + rest
+    packed = msgspec.json.encode(read)
+    return len(packed), packed + rest
 
 
 @cache

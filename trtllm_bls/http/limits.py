@@ -77,8 +77,8 @@ def header(scope: Scope, name: bytes) -> bytes:
 
 def traceparent(scope: Scope) -> bytes:
     """The caller's trace context (W3C), empty where it is none."""
-    sent = header(scope, b"traceparent")
-    return sent if _TRACEPARENT.fullmatch(sent) else b""
+    value = header(scope, b"traceparent")
+    return value if _TRACEPARENT.fullmatch(value) else b""
 
 
 # --- connections --------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class GuardedProtocol(HttpToolsProtocol):
         path, is_get = self.url.partition(b"?")[0], self.parser.get_method() == b"GET"
         return is_get and is_idle and path == self._limits.socket_path and self._should_upgrade()
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
+    def _ignore_upgrade(self, data: bytes) -> None:
         """Read the request as if it offered no other protocol; ``rest`` follows its headers."""
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -257,7 +257,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 lines.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)
         self._header_bytes = self._other_bytes = 0
-        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + data)
 
     def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
         """Answer what the program does not see, or has not answered, and close the connection."""
@@ -357,8 +357,10 @@ class BodyReader:
         """
         kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
         if kind not in kinds:
-            sent = kind[:80].decode("latin-1") or "of no type"
-            problem = f"the body must be JSON, not {sent}; send Content-Type: application/json"
+            content_type = kind[:80].decode("latin-1") or "of no type"
+            problem = (
+                f"the body must be JSON, not {content_type}; send Content-Type: application/json"
+            )
             raise Refused(415, problem)
         packing = header(scope, b"content-encoding").strip().lower()
         if packing not in (b"", b"identity", b"gzip", b"x-gzip"):

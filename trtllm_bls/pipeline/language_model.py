@@ -175,7 +175,7 @@ def _read(name: str, value: Any, hint: Any) -> Any:
                 pairs = value.items()
                 return {_read(name, k, inner[0]): _read(name, v, inner[1]) for k, v in pairs}
         elif inner and isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-            return tuple([_read(name, each, inner[0]) for each in value])
+            return tuple([_read(name, item, inner[0]) for item in value])
     words = " or ".join(_word(kind) for kind in kinds if kind is not type(None))
     raise InvalidRequest(name, f"{value!r:.80} is not {words}")
 
@@ -320,9 +320,9 @@ class Step:
             message["reasoning"] = message["reasoning_content"] = self.reasoning
         if self.calls:
             message["tool_calls"] = [
-                {"id": each.id, "type": "function", "function": function}
-                for each in self.calls
-                for function in [{"name": each.name, "arguments": each.text}]
+                {"id": call.id, "type": "function", "function": function}
+                for call in self.calls
+                for function in [{"name": call.name, "arguments": call.text}]
             ]
         return message
 
@@ -332,12 +332,12 @@ def joined(steps: Sequence[Step]) -> Step:
     last = steps[-1]
     return replace(
         last,
-        ids=tuple(itertools.chain.from_iterable(each.ids for each in steps)),
-        text="".join([each.text for each in steps]),
-        reasoning="".join([each.reasoning for each in steps]),
-        calls=tuple(itertools.chain.from_iterable(each.calls for each in steps)),
-        log_probs=tuple(itertools.chain.from_iterable(each.log_probs for each in steps)),
-        top_log_probs=tuple(itertools.chain.from_iterable(each.top_log_probs for each in steps)),
+        ids=tuple(itertools.chain.from_iterable(step.ids for step in steps)),
+        text="".join([step.text for step in steps]),
+        reasoning="".join([step.reasoning for step in steps]),
+        calls=tuple(itertools.chain.from_iterable(step.calls for step in steps)),
+        log_probs=tuple(itertools.chain.from_iterable(step.log_probs for step in steps)),
+        top_log_probs=tuple(itertools.chain.from_iterable(step.top_log_probs for step in steps)),
     )
 
 
@@ -470,7 +470,7 @@ class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
         steps: dict[int, list[Step]] = {}
         async for step in self:
             steps.setdefault(step.index, []).append(step)
-        return [joined(each) for _, each in sorted(steps.items())]
+        return [joined(parts) for _, parts in sorted(steps.items())]
 
     @property
     def message(self) -> dict[str, Any]:
@@ -504,7 +504,7 @@ class LLM:
 
     def generate(self, ids: Sequence[int], **options: Unpack[Options]) -> Steps:
         """Continue a prompt of token ids. Special tokens are part of ``Step.text``."""
-        prompt = tuple([int(each) for each in ids])
+        prompt = tuple([int(token_id) for token_id in ids])
         return self._begin({"skip_special_tokens": False, **options}, prompt_ids=prompt)
 
     def text(self, prompt: str, **options: Unpack[Options]) -> Steps:
@@ -538,7 +538,7 @@ class LLM:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        return self._loaded.decode([int(each) for each in ids], skip_special_tokens)
+        return self._loaded.decode([int(token_id) for token_id in ids], skip_special_tokens)
 
     @property
     def _loaded(self) -> Tokenizer:
@@ -573,12 +573,12 @@ class LLM:
         tags = REASONING_TAGS[thoughts] if thoughts and not guided else None
         if form is None and tags is None:
             return []
-        marked = any(each is not None and each.special for each in (form, tags))
+        marked = any(markup is not None and markup.special for markup in (form, tags))
         if marked and request.skip_special_tokens is None:  # the text has to keep the markers
             request.skip_special_tokens = False
         opened = tags is not None and tokenizer.prompt_ends_with(tags.begin, request.chat)
         functions = [tool["function"] for tool in tools]
-        schemas = {each["name"]: each.get("parameters") for each in functions}
+        schemas = {function["name"]: function.get("parameters") for function in functions}
         most = None if request.chat.parallel_tool_calls else 1
         return [
             ChatParser(form, tags, opened=opened, schemas=schemas, most_calls=most)

@@ -199,7 +199,7 @@ class PipelineDeployment(BaseDeployment):
         """Of the pipeline's requests: those without a response wait."""
         responses = self.unfinished.copy()
         waiting = sum(not response.responses for response in responses)
-        tokens = sum(each.load().tokens for each in self._orchestrators)
+        tokens = sum(orchestrator.load().tokens for orchestrator in self._orchestrators)
         return Load(len(responses) - waiting, waiting, self.admission.queued, tokens)
 
     @property
@@ -321,9 +321,9 @@ class Request:
     async def close(self) -> None:
         """End what the request has begun and not ended."""
         self._over = True
-        if left := sum(not task.done() for task in self._tasks - {asyncio.current_task()}):
-            told = "%s: answer left tasks behind: %d; their calls of models are ended"
-            log.warning(told, self.id, left)
+        if count := sum(not task.done() for task in self._tasks - {asyncio.current_task()}):
+            line = "%s: answer left tasks behind: %d; their calls of models are ended"
+            log.warning(line, self.id, count)
         for stream in list(self.streams):
             await stream.aclose()
         for call in self._calls:
@@ -460,7 +460,7 @@ class StreamingModel(ServedModel):
         """All inputs and outputs, those of conversations included."""
         if cls.chat is None:
             return cls.inputs, cls.outputs
-        inputs = [replace(each, required=False) for each in cls.inputs]
+        inputs = [replace(tensor, required=False) for tensor in cls.inputs]
         chat_request, chat_events = Tensor(CHAT_REQUEST, "STRING"), Tensor(CHAT_EVENTS, "STRING")
         return (*inputs, chat_request), (*cls.outputs, chat_events)
 
@@ -486,8 +486,8 @@ class StreamingModel(ServedModel):
         super().initialize(args, pb_utils)
 
     def make(self, parameters: Any) -> None:
-        name, given = self.deployment.name, self._config.get("parameters", {})
-        texts = {key: str(each["string_value"]) for key, each in given.items()}
+        name, declared = self.deployment.name, self._config.get("parameters", {})
+        texts = {key: str(value["string_value"]) for key, value in declared.items()}
         for problem in undeclared(texts, self.parameters):
             log.warning("%s", problem)
         self.deployment.parameters = own_parameters(name, texts, self.parameters)
@@ -616,18 +616,18 @@ def _told(
     The failures of a task group are told in their own words. ``SystemExit`` and a cancellation of
     the pipeline's own would end the event loop or look like the caller's leaving.
     """
-    inner = [_told(each, method, cancels) for each in getattr(raised, "exceptions", ())]
-    if inner and all(isinstance(each, TrtllmBlsError) for each in inner):
-        texts = dict.fromkeys(str(each) for each in inner)
+    inner = [_told(error, method, cancels) for error in getattr(raised, "exceptions", ())]
+    if inner and all(isinstance(error, TrtllmBlsError) for error in inner):
+        texts = dict.fromkeys(str(error) for error in inner)
         if len(texts) == 1:
             return inner[0]
-        mistakes = [each for each in inner if isinstance(each, InvalidRequest)]
+        mistakes = [error for error in inner if isinstance(error, InvalidRequest)]
         if len(mistakes) == len(inner):  # of the caller's
-            rest = [text for text in texts if text != str(mistakes[0])]
-            return InvalidRequest(mistakes[0].field, "; ".join([mistakes[0].problem, *rest]))
+            others = [text for text in texts if text != str(mistakes[0])]
+            return InvalidRequest(mistakes[0].field, "; ".join([mistakes[0].problem, *others]))
         return EngineError("; ".join(texts))
     if inner:
-        return next(each for each in inner if not isinstance(each, TrtllmBlsError))
+        return next(error for error in inner if not isinstance(error, TrtllmBlsError))
     if cancels is None:  # Python 3.10 does not tell who cancelled a task
         cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
     own_cancel = isinstance(raised, asyncio.CancelledError) and not cancels

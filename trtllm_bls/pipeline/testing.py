@@ -323,19 +323,19 @@ class ScriptedLLM(Orchestrator):
             ending.finish_reason = FinishReason.TIMEOUT
         finally:
             del limit  # it refers to the task, whose error refers to this frame
-        rest = "" if ending.stop_reason else stops.flush()
-        sink.send(TextChunk(rest, sequence_index=index, ending=ending, tokens=()))
+        tail = "" if ending.stop_reason else stops.flush()
+        sink.send(TextChunk(tail, sequence_index=index, ending=ending, tokens=()))
 
 
-async def _each(found: Any) -> AsyncIterator[Any]:
+async def _each(value: Any) -> AsyncIterator[Any]:
     """The items of anything that a script or a double gives."""
-    if inspect.isawaitable(found):
-        found = await found
-    if hasattr(found, "__aiter__"):
-        async for item in found:
+    if inspect.isawaitable(value):
+        value = await value
+    if hasattr(value, "__aiter__"):
+        async for item in value:
             yield item
         return
-    for item in [found] if isinstance(found, Mapping) else found:
+    for item in [value] if isinstance(value, Mapping) else value:
         await asyncio.sleep(0)
         yield item
 
@@ -406,11 +406,11 @@ class FakeServer(GrpcChannel):
         declared = self.known(request.model_name)
         inputs = arrays_of(request.inputs, request.raw_input_contents)
         parameters = {
-            name: getattr(each, each.WhichOneof("parameter_choice"))
-            for name, each in request.parameters.items()
+            name: getattr(parameter, parameter.WhichOneof("parameter_choice"))
+            for name, parameter in request.parameters.items()
             if name != "triton_enable_empty_final_response"
         }
-        wanted = {output.name for output in request.outputs}
+        names = {output.name for output in request.outputs}
         call = Called(declared.name, inputs, request.id, request.model_version, parameters)
         self.calls.append(call)
         double, streams = self.doubles[declared.name], method == "ModelStreamInfer"
@@ -421,7 +421,7 @@ class FakeServer(GrpcChannel):
             async for outputs in _each(double.play(inputs)):
                 response = service_pb2.ModelInferResponse(model_name=declared.name, id=request.id)
                 for name, value in outputs.items():
-                    if not wanted or name in wanted:
+                    if not names or name in names:
                         datatype, array = declared.typed(name, value, declared.outputs)
                         response.outputs.add(name=name, datatype=datatype, shape=array.shape)
                         response.raw_output_contents.append(packed_array(datatype, array))
@@ -484,8 +484,8 @@ class _Connection:
         except GrpcError as raised:
             error = raised
             if self._method == "ModelStreamInfer":  # as Triton tells it
-                told = service_pb2.ModelStreamInferResponse(error_message=raised.details)
-                self._call.on_messages([told.SerializeToString()])
+                response = service_pb2.ModelStreamInferResponse(error_message=raised.details)
+                self._call.on_messages([response.SerializeToString()])
                 error = None
         self._task = None
         self._call.end(error)
@@ -523,12 +523,12 @@ class LoadedModel:
     def ask(self, *, outputs: Sequence[str] = (), id: str = "", **inputs: Any) -> Ask:
         """Send a request; ``inputs`` are arrays, numbers, texts or bytes by name. See ``Ask``."""
         sides = [{tensor.name: tensor for tensor in side} for side in self.model.tensors()]
-        asked = DeclaredModel("model", sides[0], sides[1], self.triton.batched)
+        declared = DeclaredModel("model", sides[0], sides[1], self.triton.batched)
         try:
-            arrays = {name: array for name, _, array in asked.arrays(inputs, outputs)}
+            arrays = {name: array for name, _, array in declared.arrays(inputs, outputs)}
         except TrtllmBlsError as error:
             raise AssertionError(f"Triton would refuse the request: {error}") from error
-        ask = self.triton.ask(arrays, *(outputs or asked.outputs), id=id)
+        ask = self.triton.ask(arrays, *(outputs or declared.outputs), id=id)
         self.model.execute([ask])
         return ask
 
@@ -537,8 +537,8 @@ class LoadedModel:
     ) -> list[dict[str, Any]]:
         """What the model's ``chat`` gives for a conversation, as events. Raises
         ``AssertionError`` with its error, if it answers one."""
-        asked = {"messages": messages, "tools": tools, "options": options, "key": None}
-        ask = self.ask(chat_request=json.dumps(asked), outputs=["chat_events"]).wait()
+        request = {"messages": messages, "tools": tools, "options": options, "key": None}
+        ask = self.ask(chat_request=json.dumps(request), outputs=["chat_events"]).wait()
         assert ask.error is None, ask.error
         return [event for (text,) in ask.said("chat_events") for event in json.loads(text)]
 
@@ -603,8 +603,8 @@ def serving(
     assert not triton.broken, triton.broken
     running = sum(each.live for each in llms.values())
     assert not running, f"{running} answers of the language model still run"
-    left = [call for call in server.calls if not call.over]
-    assert not left, f"calls of other models still run: {left}"
+    calls = [call for call in server.calls if not call.over]
+    assert not calls, f"calls of other models still run: {calls}"
 
 
 def load(model_file: str | os.PathLike[str]) -> Any:

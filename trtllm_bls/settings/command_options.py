@@ -70,14 +70,14 @@ def option(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def words_of(given: Any, names: Collection[str]) -> Iterator[str]:
+def words_of(options: Any, names: Collection[str]) -> Iterator[str]:
     """The options that ``options_of`` reads as the fields ``names`` of ``given``."""
-    for each in fields(given):
-        value = getattr(given, each.name)
-        if each.name in names and value is not None and value is not False:
-            spelled = each.metadata["flag"] or option(each.name)
-            for one in value if isinstance(value, tuple) else (value,):
-                yield spelled if one is True else f"{spelled}={one}"
+    for setting in fields(options):
+        value = getattr(options, setting.name)
+        if setting.name in names and value is not None and value is not False:
+            spelled = setting.metadata["flag"] or option(setting.name)
+            for item in value if isinstance(value, tuple) else (value,):
+                yield spelled if item is True else f"{spelled}={item}"
 
 
 class _Option(click.Option):
@@ -101,9 +101,11 @@ def options_of(
     hints = get_type_hints(declared, include_extras=True)
 
     def decorate(command: _Command) -> _Command:
-        for each in reversed(fields(declared)):
-            if each.metadata and (not names or each.name in names):
-                command = _option(each, hints[each.name], aliases.get(each.name, ()))(command)
+        for setting in reversed(fields(declared)):
+            if setting.metadata and (not names or setting.name in names):
+                command = _option(setting, hints[setting.name], aliases.get(setting.name, ()))(
+                    command
+                )
         return command
 
     return decorate
@@ -119,9 +121,9 @@ def _option(
         return click.option(option(name), name, help=help, metavar="VALUE")
     more = dict(metadata["click"])
     kind, *_ = get_args(hint) or (hint,)  # without "or None", or of each value of a tuple
-    for each in (hint, kind):
-        if get_origin(each) is Annotated:
-            more["type"] = each.__metadata__[0]
+    for annotation in (hint, kind):
+        if get_origin(annotation) is Annotated:
+            more["type"] = annotation.__metadata__[0]
     more["multiple"] = get_origin(hint) is tuple
     if declared.default not in (None, "", MISSING):
         more |= {"default": declared.default, "show_default": True}
@@ -402,12 +404,14 @@ class ServeSettings:
                 f"--host {self.host}: every machine that reaches this one could use the server, "
                 "which asks for no password; add --expose if that is intended"
             )
-        taken: dict[int, str] = {}
-        for each in fields(self):
-            port = getattr(self, each.name) if each.name.endswith("_port") else None
-            if port and taken.setdefault(port, each.name) != each.name:
-                other = option(taken[port])
-                raise SettingsError(f"{option(each.name)} {port}: {other} has it; choose another")
+        names: dict[int, str] = {}
+        for setting in fields(self):
+            port = getattr(self, setting.name) if setting.name.endswith("_port") else None
+            if port and names.setdefault(port, setting.name) != setting.name:
+                other = option(names[port])
+                raise SettingsError(
+                    f"{option(setting.name)} {port}: {other} has it; choose another"
+                )
         for name in ("api_keys_file", "tls_cert", "tls_key", "tls_client_ca"):
             path = getattr(self, name)
             if path is not None and not path.is_file():
@@ -472,9 +476,9 @@ def raise_open_files(needed: int, mend: str) -> None:
             f"only {hard} files may be open (ulimit -Hn), {needed} are needed: allow more "
             f"(docker run --ulimit nofile={needed}) or {mend}"
         )
-    wanted = AMPLE_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, AMPLE_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = AMPLE_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, AMPLE_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def listen(host: str, port: int, option: str, zero: str = "any free port") -> socket.socket:

@@ -89,8 +89,8 @@ def chat_pipelines(repository: Path) -> tuple[str, ...]:
     Raises ``SettingsError``.
     """
     files = sorted(repository.glob("*/config.pbtxt"))
-    found = [(file, {tensor.name for tensor in read_config(file).input}) for file in files]
-    return tuple(file.parent.name for file, inputs in found if CHAT_REQUEST in inputs)
+    declared = [(file, {tensor.name for tensor in read_config(file).input}) for file in files]
+    return tuple(file.parent.name for file, inputs in declared if CHAT_REQUEST in inputs)
 
 
 # --- what Triton refuses to load ------------------------------------------------------------
@@ -116,13 +116,13 @@ def backend_of(config: Any) -> str:
 
 def served_versions(config: Any, directory: Path) -> list[Path]:
     """The directories of the versions that Triton loads."""
-    there = {int(d.name): d for d in directory.iterdir() if _VERSION.fullmatch(d.name)}
-    policy, newest = config.version_policy, sorted(there, reverse=True)
+    directories = {int(d.name): d for d in directory.iterdir() if _VERSION.fullmatch(d.name)}
+    policy, newest = config.version_policy, sorted(directories, reverse=True)
     if policy.HasField("specific"):
         newest = [number for number in newest if number in policy.specific.versions]
     elif not policy.HasField("all"):
         newest = newest[: policy.latest.num_versions if policy.HasField("latest") else 1]
-    return [there[number] for number in newest]
+    return [directories[number] for number in newest]
 
 
 def refusals(config: Any, directory: Path) -> Iterator[str]:
@@ -192,8 +192,8 @@ def _batch_refusals(config: Any) -> Iterator[str]:
     names = {tensor.name for tensor in config.input}
     for kind, batches in ("input", config.batch_input), ("output", config.batch_output):
         for batch in batches:
-            if lost := sorted(set(batch.source_input) - names):
-                yield f"batch_{kind} reads {lost[0]}, which is no input; name one"
+            if missing := sorted(set(batch.source_input) - names):
+                yield f"batch_{kind} reads {missing[0]}, which is no input; name one"
             elif len(batch.source_input) != 1:
                 yield f"batch_{kind} has {len(batch.source_input)} source_input; name one"
             if kind == "input" and dtype_of(batch) not in ("INT32", "FP32"):
@@ -401,22 +401,22 @@ def _wire_refusals(config: Any) -> Iterator[str]:
     """Why an ensemble's tensors do not reach each step and each output."""
     steps, inputs = config.ensemble_scheduling.step, {tensor.name for tensor in config.input}
     read = {name for step in steps for name in step.input_map.values()}
-    written = [*inputs, *(name for step in steps for name in step.output_map.values())]
-    for name in sorted({name for name in written if written.count(name) > 1}):
+    produced = [*inputs, *(name for step in steps for name in step.output_map.values())]
+    for name in sorted({name for name in produced if produced.count(name) > 1}):
         yield f"{name} is written twice; give each step's output a name of its own"
-    for name in sorted(read - set(written)):
+    for name in sorted(read - set(produced)):
         yield f"reads {name}, which nothing writes; mend the maps"
-    for name in sorted(set(written) - inputs - read - {tensor.name for tensor in config.output}):
+    for name in sorted(set(produced) - inputs - read - {tensor.name for tensor in config.output}):
         yield f"{name} is written, and nothing reads it; take it out of output_map"
     runnable, waiting = set(inputs), list(steps)
     while ready := [step for step in waiting if runnable.issuperset(step.input_map.values())]:
         waiting = [step for step in waiting if step not in ready]
         runnable.update(name for step in ready for name in step.output_map.values())
-    if waiting and read <= set(written):  # tensors that nothing writes are reported above
+    if waiting and read <= set(produced):  # tensors that nothing writes are reported above
         yield f"{waiting[0].model_name} waits for what comes of it; mend the maps"
     for name in sorted(inputs - read):
         yield f"no step reads input {name}; leave it out"
-    for name in sorted({tensor.name for tensor in config.output} - set(written)):
+    for name in sorted({tensor.name for tensor in config.output} - set(produced)):
         yield f"no step writes output {name}; mend output_map"
 
 
@@ -427,7 +427,7 @@ def _step_refusals(
     name = step.model_name
     if any(refusals(called, directory)):
         yield f"calls {name}, which does not load; mend that"
-    versions = {int(each.name) for each in served_versions(called, directory)}
+    versions = {int(version.name) for version in served_versions(called, directory)}
     if step.model_version not in {-1, *versions}:
         yield f"calls version {step.model_version} of {name}, which is not there; write -1"
     if called.max_batch_size and max_batch_size > called.max_batch_size:
@@ -435,8 +435,8 @@ def _step_refusals(
         yield f"{what}; set at most that"
     inputs = {tensor.name: tensor for tensor in called.input}
     outputs = {tensor.name: tensor for tensor in called.output}
-    lost = [*(set(step.input_map) - set(inputs)), *(set(step.output_map) - set(outputs))]
-    for key in sorted(lost):
+    unmapped = [*(set(step.input_map) - set(inputs)), *(set(step.output_map) - set(outputs))]
+    for key in sorted(unmapped):
         yield f"maps {key}, which {name} does not have; name one of its tensors"
     for key in sorted({key for key in inputs if not inputs[key].optional} - set(step.input_map)):
         yield f"maps nothing to input {key} of {name}; map a tensor to it"

@@ -170,8 +170,10 @@ class Parameter:
 
 def parameters_in(declared: type) -> dict[str, Parameter]:
     """The parameters that a dataclass declares, by key."""
-    found = ((each.name, each.metadata.get("parameter")) for each in dataclasses.fields(declared))
-    return {key: parameter for key, parameter in found if parameter is not None}
+    pairs = (
+        (field.name, field.metadata.get("parameter")) for field in dataclasses.fields(declared)
+    )
+    return {key: parameter for key, parameter in pairs if parameter is not None}
 
 
 def refusal(model: str, key: str, value: str, mend: str) -> SettingsError:
@@ -227,13 +229,13 @@ def parse_engine(text: str) -> EngineChoice:
     kind = next((each for each in EngineKind if text.startswith(each.value)), None)
     if kind is None:
         raise ValueError(text)
-    rest = text.removeprefix(kind.value)
+    target = text.removeprefix(kind.value)
     if kind is EngineKind.TRITON:
-        if not rest or "/" in rest or "," in rest:
+        if not target or "/" in target or "," in target:
             raise ValueError(text)
-        return EngineChoice(kind, (("", rest),))
+        return EngineChoice(kind, (("", target),))
     addresses: list[tuple[str, str]] = []
-    for part in rest.rstrip("/").split(","):
+    for part in target.rstrip("/").split(","):
         address, _, model = part.strip().partition("/")
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535 or "/" in model:
@@ -286,7 +288,7 @@ class ModelParameters:
     @property
     def limits(self) -> RequestLimits:
         """The limits of one request; each model has parameters for some of them."""
-        names = [each.name for each in dataclasses.fields(RequestLimits)]
+        names = [field.name for field in dataclasses.fields(RequestLimits)]
         return RequestLimits(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
 
@@ -677,9 +679,9 @@ class Parameters:
         """
         known = parameters_in(declared)
         values = {key: self._value(key, parameter) for key, parameter in known.items()}
-        for each in dataclasses.fields(declared):  # type: ignore[arg-type]
-            if each.name not in known:
-                values[each.name] = getattr(self, each.name)
+        for field in dataclasses.fields(declared):  # type: ignore[arg-type]
+            if field.name not in known:
+                values[field.name] = getattr(self, field.name)
         return declared(**values)
 
     def _value(self, key: str, declared: Parameter) -> Any:

@@ -256,8 +256,8 @@ class RequestServer:
             if not waiting:
                 # copy() is atomic under the GIL; a call that ends meanwhile is not gone.
                 waiting = list(self._open.copy())
-            asked, waiting = waiting[:WATCHED_AT_ONCE], waiting[WATCHED_AT_ONCE:]
-            for call in asked:
+            looked_at, waiting = waiting[:WATCHED_AT_ONCE], waiting[WATCHED_AT_ONCE:]
+            for call in looked_at:
                 if call.gone():
                     self.loop.call_soon_threadsafe(self._abandon, call)
 
@@ -429,9 +429,11 @@ class Call:
         where it has none."""
         if not self.client_id:
             raise InvalidRequest("stop", "needs the request id of the request that is to stop")
-        open_calls = [each for each in self._open_calls if each.may_be_stopped]
-        found = [each for each in open_calls if each.client_id == self.client_id]
-        for call in found[-1:] if newest_only else found:
+        namesakes = []
+        for call in self._open_calls:
+            if call.may_be_stopped and call.client_id == self.client_id:
+                namesakes.append(call)
+        for call in namesakes[-1:] if newest_only else namesakes:
             call.may_be_stopped, call.stopped = False, True
             if not call.abandoned:
                 self._open_calls[call].cancel(CancelCause.CALLER_LEFT.value)
@@ -508,8 +510,12 @@ class Call:
                 error = as_triton_error(pb, response, self.id)
                 self._sender.send(pb.InferenceResponse([], error=error), flags=flags)
             else:  # Triton 24.10 crashes on an output that the caller did not ask for
-                wanted = [pb.Tensor(*each) for each in response.items() if each[0] in self.wanted]
-                self._sender.send(pb.InferenceResponse(wanted), flags=flags)
+                outputs = [
+                    pb.Tensor(name, array)
+                    for name, array in response.items()
+                    if name in self.wanted
+                ]
+                self._sender.send(pb.InferenceResponse(outputs), flags=flags)
         except Exception as raised:  # Triton raises types of its own
             if not self._gone:
                 log.error("%s: a response could not be sent: %s", self.id, raised)

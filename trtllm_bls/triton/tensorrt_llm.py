@@ -43,8 +43,8 @@ class TritonPythonModel:
             before_error_status=partial(stream_thread_has_returned, own_grpc_url()),
         )
         self.execute = self._server.accept  # Triton calls it with its requests
-        told = tell_longest(self._engine, name)
-        asyncio.run_coroutine_threadsafe(told, self._server.loop)
+        work = tell_longest(self._engine, name)
+        asyncio.run_coroutine_threadsafe(work, self._server.loop)
 
     def finalize(self) -> None:
         """Called by Triton when it unloads the model."""

@@ -182,22 +182,22 @@ def _given_fields(row: Fields, names: Iterable[str]) -> dict[str, Any]:
     A ``top_p`` of 0 or less counts as not set. Inputs that nothing here opens become ``extras``, as
     arrays without batch dimension.
     """
-    given = {name: row[name] for name in names if name in row}
+    values = {name: row[name] for name in names if name in row}
     sampling = {name: row[name] for name in _SAMPLING if name in row}
     if sampling.get("top_p", 1) <= 0:
         del sampling["top_p"]
     if sampling:
-        given["sampling"] = Sampling(**sampling)
+        values["sampling"] = Sampling(**sampling)
     if not _WANT_KEYS.isdisjoint(row):
-        given["wants"] = Wants(**{name: row.get(f"return_{name}", False) for name in _WANTS})
+        values["wants"] = Wants(**{name: row.get(f"return_{name}", False) for name in _WANTS})
     if not _EXTRAS.keys().isdisjoint(row):
-        extras = given["extras"] = {}
+        extras = values["extras"] = {}
         for tensor in [tensor for key, tensor in _EXTRAS.items() if key in row]:
             value = row[tensor.key]
             if tensor.single:
                 value = [value.encode() if tensor.dtype == "STRING" else value]
             extras[tensor.name] = np.asarray(value, dtype=tensor.numpy_type)
-    return given
+    return values
 
 
 # --- requests to tensorrt_llm ---------------------------------------------------------------
@@ -238,13 +238,13 @@ def engine_requests(
         if len(row.get("decoder_input_ids", ())) > 1:
             problem = "the model has no encoder; send the text as input_ids"
             raise InvalidRequest("decoder_input_ids", problem)
-        given = _given_fields(row, _ENGINE_REQUEST)
+        values = _given_fields(row, _ENGINE_REQUEST)
         for key, name in (
             ("stop_sequences", "stop_words_list"),
             ("bad_sequences", "bad_words_list"),
         ):
             if key in row:
-                given[key] = unpack_words(name, row[key])
+                values[key] = unpack_words(name, row[key])
         if (bias := row.get("embedding_bias")) is not None and bias.size:
             if vocab_size is not None and len(bias) != vocab_size:
                 problem = f"holds {len(bias)} values; the vocabulary has {vocab_size} tokens"
@@ -252,23 +252,23 @@ def engine_requests(
             if not np.isfinite(bias).all():
                 raise InvalidRequest("embedding_bias", "holds a value that is not finite")
             (where,) = np.nonzero(bias)
-            given["embedding_bias"] = tuple((int(token), float(bias[token])) for token in where)
+            values["embedding_bias"] = tuple((int(token), float(bias[token])) for token in where)
         if len(drafted := row.get("draft_input_ids", ())):
-            given["draft"] = Draft(
+            values["draft"] = Draft(
                 token_ids=tuple(drafted.tolist()),
                 logits=row.get("draft_logits"),
                 acceptance_threshold=row.get("draft_acceptance_threshold"),
             )
         elif "draft_logits" in row and row["draft_logits"].size:
             raise InvalidRequest("draft_logits", "is only allowed together with draft_input_ids")
-        asked = EngineRequest(
+        request = EngineRequest(
             request_id=request_id,
             input_ids=tuple(ids[:length].tolist()),
             max_tokens=row["max_tokens"],
             streaming=streaming,
-            **given,
+            **values,
         )
-        requests.append((asked, row.get("exclude_input_in_output", exclude_input)))
+        requests.append((request, row.get("exclude_input_in_output", exclude_input)))
     return requests
 
 
@@ -311,9 +311,9 @@ def _text_request(
 ) -> TextRequest:
     if "max_tokens" not in row:
         raise InvalidRequest("max_tokens", "is missing")
-    given = _given_fields(row, _TEXT_REQUEST)
+    values = _given_fields(row, _TEXT_REQUEST)
     if speculation := {name: row[name] for name in _SPECULATION if name in row}:
-        given["speculation"] = SpeculationRequest(**speculation)
+        values["speculation"] = SpeculationRequest(**speculation)
     if "embedding_bias_words" in row or "embedding_bias_weights" in row:
         words = row.get("embedding_bias_words", ())
         weights = row.get("embedding_bias_weights", np.zeros(0))
@@ -325,9 +325,9 @@ def _text_request(
         if not np.isfinite(weights).all():
             raise InvalidRequest("embedding_bias_weights", "holds a value that is not finite")
         pairs = zip(words, weights, strict=True)
-        given["embedding_bias"] = tuple((word, float(weight)) for word, weight in pairs if word)
+        values["embedding_bias"] = tuple((word, float(weight)) for word, weight in pairs if word)
     if "timeout_ms" in row:
-        given["timeout_s"] = row["timeout_ms"] / 1000
+        values["timeout_s"] = row["timeout_ms"] / 1000
     return TextRequest(
         request_id=request_id,
         text=row.get("text_input"),
@@ -337,7 +337,7 @@ def _text_request(
         bad_words=tuple(filter(None, row.get("bad_words", ()))),
         exclude_input_in_output=row.get("exclude_input_in_output", exclude_input),
         traceparent=traceparent,
-        **given,
+        **values,
     )
 
 
@@ -552,9 +552,11 @@ def as_text_inputs(arrays: Mapping[str, Array]) -> dict[str, Array]:
     return {name: array for name, array in inputs.items() if name in BLS.input_named}
 
 
-def as_llmapi_outputs(outputs: Mapping[str, Array], asked: Mapping[str, Array]) -> dict[str, Array]:
+def as_llmapi_outputs(
+    outputs: Mapping[str, Array], inputs: Mapping[str, Array]
+) -> dict[str, Array]:
     """What upstream's model sends to a request with the inputs ``asked``."""
-    flags = {None, *(name for name, array in asked.items() if array.any())}
+    flags = {None, *(name for name, array in inputs.items() if array.any())}
     reasons = {name: _text("None") for name in ("finish_reason", "stop_reason")}  # of each response
     known = {name: array.reshape(-1) for name, array in {**reasons, **outputs}.items()}
     if known["finish_reason"][0] == b"end_id":

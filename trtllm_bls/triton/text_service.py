@@ -59,14 +59,14 @@ class TextService:
         Called in the thread that brings them: the tokeniser takes long and releases the GIL, so the
         event loop runs meanwhile.
         """
-        found = {}
+        read = {}
         for call in calls:
             with suppress(InvalidRequest):  # which ``handle`` raises
-                found[call] = self._requests(call)
+                read[call] = self._requests(call)
         room = max(0, self.orchestrator.admission.room)  # the others will be refused
-        requests = itertools.chain.from_iterable(found.values())
+        requests = itertools.chain.from_iterable(read.values())
         self.orchestrator.prompts.encode_ahead(itertools.islice(requests, room))
-        self._read_ahead |= found
+        self._read_ahead |= read
 
     def _requests(self, call: Call) -> list[TextRequest]:
         arrays = as_text_inputs(call.arrays) if self.llmapi else call.arrays
@@ -141,22 +141,26 @@ class Preprocessor:
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs for all batch rows; shorter rows are padded on the right."""
         maker = PromptMaker(self.tokenizer, self.add_special_tokens)
-        asked = [maker.make(request).asked for request in prompt_requests(inputs, self.limits)]
-        pads = _column([each.pad_id or 0 for each in asked])
-        widest = max(len(each.input_ids) for each in asked)
-        ids = np.full((len(asked), widest), self.tokenizer.pad_id or 0, dtype=np.int32)
-        for row, each in enumerate(asked):
-            ids[row, : len(each.input_ids)] = each.input_ids
-        biased = any(each.embedding_bias for each in asked)
+        prompts = [maker.make(request).asked for request in prompt_requests(inputs, self.limits)]
+        pads = _column([prompt.pad_id or 0 for prompt in prompts])
+        widest = max(len(prompt.input_ids) for prompt in prompts)
+        ids = np.full((len(prompts), widest), self.tokenizer.pad_id or 0, dtype=np.int32)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt.input_ids)] = prompt.input_ids
+        biased = any(prompt.embedding_bias for prompt in prompts)
         size = self.tokenizer.model_vocab_size if biased else 0
         return {
             "INPUT_ID": ids,
-            "REQUEST_INPUT_LEN": _column([len(each.input_ids) for each in asked]),
-            "BAD_WORDS_IDS": _word_lists([each.bad_sequences for each in asked]),
-            "STOP_WORDS_IDS": _word_lists([each.stop_sequences for each in asked]),
-            "EMBEDDING_BIAS": np.stack([dense_bias(each.embedding_bias, size) for each in asked]),
-            "REQUEST_OUTPUT_LEN": _column([each.max_tokens for each in asked]),
-            "OUT_END_ID": _column([-1 if each.end_id is None else each.end_id for each in asked]),
+            "REQUEST_INPUT_LEN": _column([len(prompt.input_ids) for prompt in prompts]),
+            "BAD_WORDS_IDS": _word_lists([prompt.bad_sequences for prompt in prompts]),
+            "STOP_WORDS_IDS": _word_lists([prompt.stop_sequences for prompt in prompts]),
+            "EMBEDDING_BIAS": np.stack(
+                [dense_bias(prompt.embedding_bias, size) for prompt in prompts]
+            ),
+            "REQUEST_OUTPUT_LEN": _column([prompt.max_tokens for prompt in prompts]),
+            "OUT_END_ID": _column(
+                [-1 if prompt.end_id is None else prompt.end_id for prompt in prompts]
+            ),
             "OUT_PAD_ID": pads,
             # What upstream's sends for a request without text for a decoder.
             "DECODER_INPUT_ID": pads,

@@ -60,7 +60,7 @@ def array_of(name: str, value: Any, dtype: str = "") -> Array:
     if kind not in "biufUO":
         raise TrtllmBlsError(f"{name}: {array.dtype} is no type of Triton")
     if kind in "UO":
-        texts = [_utf8(name, each) for each in array.reshape(-1).tolist()]
+        texts = [_utf8(name, text) for text in array.reshape(-1).tolist()]
         cast = np.array([*texts, None], np.object_)[:-1].reshape(array.shape)
         if dtype not in ("STRING", ""):
             raise _not_of(dtype, name, value)
@@ -115,7 +115,7 @@ def _without_numpys_bytes(value: Any, dtype: str) -> Any:
     """The value with bytes in place of ``numpy.bytes_``, which lose NULs at their ends in arrays,
     and for ``STRING`` in place of other buffers."""
     if isinstance(value, list) and value and not isinstance(value[0], (int, float)):
-        return [_without_numpys_bytes(each, dtype) for each in value]
+        return [_without_numpys_bytes(item, dtype) for item in value]
     is_buffer = dtype == "STRING" and isinstance(value, (bytearray, memoryview))
     return bytes(value) if is_buffer or isinstance(value, np.bytes_) else value
 

@@ -306,7 +306,9 @@ class Http2Client:
                     self._receive_other(received, kind, flags, stream_id, payload)
                 start = start_of_next
             if self._initial_window != window:  # it holds for open streams, too (6.9.2)
-                windows = [self._initial_window + each.window for each in self._streams.values()]
+                windows = [
+                    self._initial_window + stream.window for stream in self._streams.values()
+                ]
                 if max(windows, default=0) > _LARGEST or self._initial_window > _LARGEST:
                     raise ProtocolError(f"SETTINGS with windows of {self._initial_window} bytes")
                 self.unsent |= self._blocked

@@ -237,7 +237,7 @@ def arrays_of(tensors: Sequence[Any], raws: Sequence[bytes]) -> Mapping[str, Arr
 
 def datatype_of(array: Array) -> str:
     """Triton's data type of a numpy array."""
-    found = next(name for name, each in NUMPY_TYPES.items() if array.dtype == each)
+    found = next(name for name, numpy_type in NUMPY_TYPES.items() if array.dtype == numpy_type)
     return "BYTES" if found == "STRING" else found
 
 
