@@ -6,19 +6,15 @@ is left out. A 500 would be a defect: such a value got as far as code that did n
 
 from __future__ import annotations
 
-import copy
 import http.client
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.helpers.json_places import MISSING, VALUES, changed, places
 from tests.openai.conftest import Connect
 from trtllm_bls.openai import messages, responses
-
-MISSING: Any = object()
-VALUES = (MISSING, None, True, 7, -1.5, "x", "", [], ["x"], [["x"]], {}, {"type": ["x"]}, {"a": []})
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "weather", "description": "It", "parameters": SCHEMA, "strict": False}
@@ -193,27 +189,6 @@ BODIES = [
     ("/v1/completions", COMPLETIONS),
     ("/tokenize", CHAT),
 ]
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to each part of a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, part in inner:
-        yield (*path, key)
-        if isinstance(part, (dict, list)):
-            yield from places(part, (*path, key))
-
-
-def changed(body: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    body = copy.deepcopy(body)
-    part: Any = body
-    for key in path[:-1]:
-        part = part[key]
-    if value is MISSING:
-        del part[path[-1]]
-    else:
-        part[path[-1]] = copy.deepcopy(value)
-    return body
 
 
 def test_the_requests_have_items_of_every_kind() -> None:

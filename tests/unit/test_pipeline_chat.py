@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.json_places import VALUES, changed, places
 from tests.helpers.openai_server import ScriptedBackend
 from tests.helpers.scripted_text import saying
 from tests.helpers.tool_tokenizer import tool_tokenizer
@@ -192,3 +193,31 @@ def test_a_pipeline_is_not_named_as_the_language_model() -> None:
     names: Any = {"model_names": ("demo",), "pipelines": ("demo",)}
     with pytest.raises(SettingsError, match="demo is a pipeline of this server, too; choose"):
         create_app(backend, ApiSettings(**names))
+
+
+def test_what_no_api_of_ours_sends_is_a_mistake_of_its_sender() -> None:
+    """Any client of Triton may send the tensor: with JSON of every other form, or with none."""
+    body = json.loads(chat_request(request(token_bias=((5, 1.0),), cache_salt="a")))
+    texts = ["", "{", "[]", "7", '"x"', "null", "[" * 1000, '{"messages": NaN}']
+    for place in places(body):
+        texts += [json.dumps(changed(body, place, value)) for value in VALUES]
+    with serving(Echo, llm=["a"], tokenizer_dir=tool_tokenizer()) as model:
+        refused = 0
+        for text in texts:
+            error = model.ask(**{CHAT_REQUEST: text}).wait().error
+            if error is not None:
+                assert error.message().startswith(f"INVALID_ARG: {CHAT_REQUEST}: "), (text, error)
+                refused += 1
+    assert refused > 60
+
+
+class Echo(StreamingModel):
+    """Reads no more of a conversation than has been checked."""
+
+    async def load(self, deployment: Any) -> None:
+        deployment.llm()
+
+    async def chat(self, request: ChatRequest) -> AsyncIterator[Any]:
+        for message in request.messages:
+            yield message["role"]
+        yield f"{len(request.tools)} {sum(request.options['token_bias'])} {request.key}"

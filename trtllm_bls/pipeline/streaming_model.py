@@ -63,6 +63,7 @@ from trtllm_bls.settings.parameters import (
     suggestion,
 )
 from trtllm_bls.text.chat_parser import check_event
+from trtllm_bls.text.json_values import json_value
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.triton.request_server import Call
 from trtllm_bls.triton.served_model import ServedModel
@@ -340,14 +341,39 @@ class ChatRequest(Request):
 
     def __init__(self, call: Call, other_models: OtherModels, inputs: Collection[str]) -> None:
         super().__init__(call, other_models, inputs)
-        asked = json.loads(self.text(CHAT_REQUEST))
-        self.messages: list[dict[str, Any]] = asked["messages"]
-        self.tools: list[dict[str, Any]] = asked["tools"]
-        self.options: ConversationOptions = asked["options"]
-        bias = asked["options"].get("token_bias", {})  # whose keys JSON has as texts
+        chat = _checked_chat(self.text(CHAT_REQUEST))
+        self.messages: list[dict[str, Any]] = chat["messages"]
+        self.tools: list[dict[str, Any]] = chat["tools"]
+        self.options: ConversationOptions = chat["options"]
+        bias = chat["options"].get("token_bias", {})  # whose keys JSON has as texts
         self.options["token_bias"] = {int(key): value for key, value in bias.items()}
-        self.key: str | None = asked["key"]
-        self.cache_salt: str | None = asked.get("cache_salt")
+        self.key: str | None = chat["key"]
+        self.cache_salt: str | None = chat["cache_salt"]
+
+
+def _checked_chat(text: str) -> dict[str, Any]:
+    """What ``engines.chat_model`` sends, which any client of Triton may send, too.
+
+    Raises ``InvalidRequest``.
+    """
+    chat = json_value(text)
+    if not isinstance(chat, dict):
+        raise InvalidRequest(CHAT_REQUEST, "must be a JSON object")
+    for name in ("messages", "tools"):
+        items = chat.setdefault(name, None if name == "messages" else [])
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            raise InvalidRequest(CHAT_REQUEST, f"{name} must be a list of objects")
+    if not all(isinstance(message.get("role"), str) for message in chat["messages"]):
+        raise InvalidRequest(CHAT_REQUEST, "each of messages must have a role, a text")
+    if not isinstance(chat.setdefault("options", {}), dict):
+        raise InvalidRequest(CHAT_REQUEST, "options must be an object")
+    bias = chat["options"].get("token_bias", {})
+    if not isinstance(bias, dict) or not all(key.isdecimal() for key in bias):
+        raise InvalidRequest(CHAT_REQUEST, "options.token_bias must be an object of token ids")
+    for name in ("key", "cache_salt"):
+        if not isinstance(chat.setdefault(name, None), (str, type(None))):
+            raise InvalidRequest(CHAT_REQUEST, f"{name} must be a text")
+    return chat
 
 
 # What ``StreamingModel.chat`` gives: text, a step of a language model, or an event by its kind:
