@@ -232,8 +232,7 @@ def structure_problem(text: bytes) -> str | None:
     kinds = np.frombuffer(text.translate(_KINDS), np.int8)
     places = np.flatnonzero(kinds != 0)
     kinds = kinds[places]
-    # A backslash follows the character before it directly, or not; of those in a row, the first,
-    # third and so on escape what follows them.
+    # In a row of backslashes the first, the third and so on escape the character after them.
     follows = np.diff(places, prepend=-2) == 1
     slashes, numbers = kinds == _BACKSLASH, np.arange(len(kinds))
     in_row = slashes & follows & np.roll(slashes, 1)

@@ -250,6 +250,6 @@ def version_text() -> str:
     if not commit and (checkout / ".git").exists():
         with suppress(OSError, subprocess.SubprocessError):
             words = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-            told = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
-            commit = told.stdout.strip()
+            git = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+            commit = git.stdout.strip()
     return f"{__version__} (commit {commit[:12]})" if commit else __version__

@@ -522,6 +522,10 @@ class LLM:
 
         ``tools`` (as in OpenAI's API) may be called: see ``Step.calls``.
         """
+        for tool in tools or ():
+            function = tool.get("function")
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise InvalidRequest("tools", "each must have a function with a name")
         if options.get("tool_choice") == "none":
             tools = None
         chat = ChatOptions(tools=None if tools is None else json.dumps(tools))

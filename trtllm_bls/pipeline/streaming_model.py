@@ -367,6 +367,8 @@ def _checked_chat(text: str) -> dict[str, Any]:
         raise InvalidRequest(CHAT_REQUEST, "each of messages must have a role, a text")
     if not isinstance(chat.setdefault("options", {}), dict):
         raise InvalidRequest(CHAT_REQUEST, "options must be an object")
+    if unknown := chat["options"].keys() - ConversationOptions.__annotations__.keys():
+        raise InvalidRequest(CHAT_REQUEST, f"options: {min(unknown)} is no option; leave it out")
     bias = chat["options"].get("token_bias", {})
     if not isinstance(bias, dict) or not all(key.isdecimal() for key in bias):
         raise InvalidRequest(CHAT_REQUEST, "options.token_bias must be an object of token ids")

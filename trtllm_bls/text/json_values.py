@@ -15,9 +15,11 @@ def json_value(text: str) -> Any:
     """What a JSON text within a body or an answer says; ``None`` where it is none, is too deep, or
     has a number or half a character that other readers of JSON refuse."""
     with suppress(ValueError):  # also of what cannot be encoded
-        is_halved = _HALF.search(text) and JsonStrings().feed(text, end=True) != text
-        if not is_halved and structure_problem(text.encode()) is None:
-            return json.loads(text, parse_constant=_finite, parse_float=_finite)
+        if structure_problem(text.encode()) is None:
+            value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+            if _HALF.search(text):
+                dumped(value).encode()  # which half a character cannot be
+            return value
     return None
 
 
