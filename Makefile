@@ -43,7 +43,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: fuzz chaos soak slow-readers help demo test test-all test-clients test-lowest conformance test-transformers serve bench static check docs generate descriptor format clean
+.PHONY: fuzz chaos soak slow-readers help demo test test-all test-clients test-lowest conformance test-transformers serve bench static check docs man generate descriptor format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
@@ -63,6 +63,7 @@ help:
 	@echo 'make check    the same, and unit tests'
 	@echo 'make format   write the format that check wants'
 	@echo 'make docs     the documentation as a site, in site/'
+	@echo 'make man      a manual page of each command, in site/man/'
 	@echo 'make generate  write what is made of declarations: config.pbtxt of the models, tables of docs/'
 	@echo 'make clean    remove what the others made'
 	@echo
@@ -152,6 +153,10 @@ descriptor:
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo 'site/index.html'
+
+# One manual page a command; read one with `man -l site/man/trtllm-bls-serve.1`.
+man: $(VENV)/.docs
+	@$(BIN)/python docs/site/man_pages.py site/man
 
 $(VENV)/.docs: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'

@@ -1,63 +1,141 @@
-"""The command line. Each command is imported when it is asked for."""
+"""The command line: the table of commands, and the hints for commands that were mistyped.
+
+A command's module is imported when the command runs. The list of commands needs none of them, so
+`trtllm-bls --help` stays fast.
+"""
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
-from rich.text import Text
 
 from trtllm_bls.errors import TrtllmBlsError
 
-_COMMANDS = {
-    "chat": "trtllm_bls.client.terminal_chat:main",
-    "configure": "trtllm_bls.configure.configure_command:command",
-    "conformance": "trtllm_bls.operate.doctor:conformance",
-    "demo": "trtllm_bls.operate.serve:demo",
-    "doctor": "trtllm_bls.operate.doctor:command",
-    "drain": "trtllm_bls.operate.drain:command",
-    "dynamo": "trtllm_bls.openai.dynamo:command",
-    "generate": "trtllm_bls.client.terminal_generate:main",
-    "health": "trtllm_bls.operate.health:command",
-    "new": "trtllm_bls.configure.new:command",
-    "openai": "trtllm_bls.openai.openai_command:main",
-    "prove": "trtllm_bls.operate.prove:command",
-    "recipe": "trtllm_bls.configure.recipe:command",
-    "serve": "trtllm_bls.operate.serve:command",
-    "upgrade": "trtllm_bls.configure.upgrade:command",
+
+class Entry(NamedTuple):
+    """A command: where its function is, and its line in the list of commands."""
+
+    function: str  # "module:name"
+    line: str  # at most 60 characters: it fits a terminal of 80 columns
+
+
+_SECTIONS: dict[str, dict[str, Entry]] = {
+    "Try it": {
+        "demo": Entry("trtllm_bls.operate.serve:demo", "Stream three answers from a real server."),
+        "serve": Entry("trtllm_bls.operate.serve:command", "Serve a model until Ctrl-C."),
+        "chat": Entry("trtllm_bls.client.terminal_chat:main", "Chat in the terminal."),
+        "generate": Entry(
+            "trtllm_bls.client.terminal_generate:main", "Send a prompt, show the answer."
+        ),
+    },
+    "Deploy": {
+        "recipe": Entry(
+            "trtllm_bls.configure.recipe:command", "Print the commands that build an engine."
+        ),
+        "configure": Entry(
+            "trtllm_bls.configure.configure_command:command", "Write a model repository."
+        ),
+        "upgrade": Entry(
+            "trtllm_bls.configure.upgrade:command", "Bring a repository to this version."
+        ),
+        "new": Entry("trtllm_bls.configure.new:command", "Write a pipeline of your own."),
+        "openai": Entry(
+            "trtllm_bls.openai.openai_command:main", "Serve OpenAI's API in front of an engine."
+        ),
+        "dynamo": Entry("trtllm_bls.openai.dynamo:command", "Answer Dynamo's front end."),
+    },
+    "Operate": {
+        "doctor": Entry("trtllm_bls.operate.doctor:command", "Find what would go wrong."),
+        "health": Entry("trtllm_bls.operate.health:command", "Check that a server can answer."),
+        "drain": Entry("trtllm_bls.operate.drain:command", "Let a server finish and stop."),
+        "prove": Entry("trtllm_bls.operate.prove:command", "Examine a deployment, write a report."),
+        "conformance": Entry(
+            "trtllm_bls.operate.doctor:conformance", "Ask an engine for known answers."
+        ),
+    },
+    "This program": {
+        "help": Entry("trtllm_bls.cli:show_help", "Show the help of a command."),
+        "version": Entry("trtllm_bls.cli:show_version", "Print the version."),
+        "completion": Entry("trtllm_bls.cli:completion", "Print a completion script for a shell."),
+    },
+}
+_ENTRIES = {name: entry for section in _SECTIONS.values() for name, entry in section.items()}
+
+# Options that other servers have, by command, and what they are here.
+_OPTION_HINTS = {
+    ("serve", "--port"): (
+        "--openai-port is OpenAI's API, --http-port and --grpc-port are Triton's"
+    ),
+    ("serve", "--workers"): "--openai-workers and --bls-instances are numbers of processes",
+    ("generate", "--text"): "the prompt is an argument: trtllm-bls generate 'Once upon a time'",
 }
 
 
 class Commands(click.Group):
-    """Imports a command on first use; shows our errors without a traceback."""
+    """Imports a command on first use; shows the package's errors without a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_COMMANDS)
+        return sorted(_ENTRIES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module, _, attribute = _COMMANDS.get(cmd_name, "").partition(":")
-        return getattr(importlib.import_module(module), attribute) if module else None
+        entry = _ENTRIES.get(cmd_name)
+        if entry is None:
+            return None
+        module, _, attribute = entry.function.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command.short_help = entry.line
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands from the table, without importing them."""
+        for title, section in _SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, entry.line) for name, entry in section.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or name the nearest one."""
+        name = args[0]
+        if name not in _ENTRIES and not name.startswith("-"):
+            nearest = difflib.get_close_matches(name, _ENTRIES, n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else "see `trtllm-bls help`"
+            raise click.UsageError(f"no command {name!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            command = error.ctx.info_name if error.ctx else None
+            hint = _OPTION_HINTS.get((command or "", error.option_name))
+            if hint is None:
+                raise
+            message = f"no option {error.option_name}; {hint}"
+            raise click.UsageError(message, error.ctx) from error
         except TrtllmBlsError as error:
-            show_error(Console(stderr=True), error)
+            show_error(error)
             ctx.exit(1)
 
 
-def show_error(console: Console, error: TrtllmBlsError) -> None:
-    """One line that says what to do."""
-    console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+def show_error(error: TrtllmBlsError) -> None:
+    """Write one line that says what to do on standard error."""
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    click.echo(str(error), err=True)
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:
+def _print_version() -> None:
+    from trtllm_bls.operate.version import version_text
+
+    click.echo(f"trtllm-bls, version {version_text()}")
+
+
+def _version_option(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:
     if is_set:
-        from trtllm_bls.operate.checks import version_text
-
-        click.echo(f"trtllm-bls, version {version_text()}")
+        _print_version()
         ctx.exit()
 
 
@@ -67,8 +145,8 @@ def _print_version(ctx: click.Context, param: click.Parameter, is_set: bool) -> 
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=_print_version,
-    help="Print the version, and the commit where the installation knows it.",
+    callback=_version_option,
+    help="Print the version and, where it is known, the commit.",
 )
 def main() -> None:
     """TensorRT-LLM on Triton: exact streaming text, speculation, cancellation.
@@ -76,12 +154,67 @@ def main() -> None:
     \b
     Examples:
       trtllm-bls demo                   three prompts through a real server
-      trtllm-bls serve                  keep a server up on ports 8000 to 8003 and 9000
+      trtllm-bls serve                  a server on ports 8000 to 8003 and 9000
       trtllm-bls serve --model ./llama  serve your own checkpoint
       trtllm-bls generate "Hello"       text from a server on port 8001
       trtllm-bls chat                   a conversation with it
     """
 
 
+# --- commands about this program --------------------------------------------------------------
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.pass_context
+def show_help(ctx: click.Context, name: str | None) -> None:
+    """Show the help of a command, or of the whole program.
+
+    \b
+    Examples:
+      trtllm-bls help
+      trtllm-bls help serve
+    """
+    top = ctx.find_root()
+    if name is None:
+        click.echo(top.get_help())
+        return
+    _, command, _ = main.resolve_command(top, [name])
+    assert command is not None, name
+    click.echo(command.get_help(click.Context(command, parent=top, info_name=name)))
+
+
+@click.command()
+def show_version() -> None:
+    """Print the version and, where it is known, the commit.
+
+    \b
+    Examples:
+      trtllm-bls version
+    """
+    _print_version()
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script that completes commands and options in a shell.
+
+    Write it where your shell looks for completions, for bash into
+    ~/.local/share/bash-completion/completions/trtllm-bls.
+
+    \b
+    Examples:
+      trtllm-bls completion bash
+      trtllm-bls completion zsh
+      trtllm-bls completion fish
+    """
+    from click.shell_completion import get_completion_class
+
+    script = get_completion_class(shell)
+    assert script is not None, shell
+    click.echo(script(main, {}, "trtllm-bls", "_TRTLLM_BLS_COMPLETE").source())
+
+
 if __name__ == "__main__":
-    main()
+    main(prog_name="trtllm-bls")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -103,12 +104,98 @@ def test_help_lists_every_command() -> None:
         assert f"\n  {name} " in output
 
 
-def test_version() -> None:
-    """The package's own."""
-    code, told = run("--version")
-    assert code == 0 and re.fullmatch(
-        rf"trtllm-bls, version {re.escape(__version__)}( \(commit [0-9a-f]{{12}}\))?\n", told
+@pytest.mark.parametrize("words", ["--version", "version"])
+def test_version(words: str) -> None:
+    """The option and the command print the package's own number."""
+    code, output = run(words)
+    assert code == 0
+    line = rf"trtllm-bls, version {re.escape(__version__)}( \(commit [0-9a-f]{{12}}\))?\n"
+    assert re.fullmatch(line, output)
+
+
+def test_the_package_runs_as_a_module() -> None:
+    """`python -m trtllm_bls` is the command line where the script is not on the path."""
+    command = [sys.executable, "-m", "trtllm_bls", "help"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.startswith("Usage: trtllm-bls [OPTIONS] COMMAND [ARGS]...")
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    """`trtllm-bls --help` answers at once."""
+    probe = (
+        "import sys; from trtllm_bls.cli import main; main(['--help'], standalone_mode=False);"
+        "assert not [name for name in sys.modules if name.startswith('trtllm_bls.operate')]"
     )
+    subprocess.run([sys.executable, "-c", probe], capture_output=True, timeout=60, check=True)
+
+
+def test_help_fits_a_terminal_of_80_columns() -> None:
+    """No line of the list is cut or wrapped."""
+    _, output = run("--help")
+    assert max(len(line) for line in output.splitlines()) <= 80
+    assert "..." not in output.partition("Try it:")[2]
+
+
+def test_help_of_a_command_is_that_of_its_option() -> None:
+    """`trtllm-bls help serve` and `trtllm-bls serve --help` print the same."""
+    for name in COMMANDS:
+        assert run("help", name) == run(name, "--help")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["sevre"], "did you mean 'serve'?"),
+        (["help", "sevre"], "did you mean 'serve'?"),
+        (["xyzzy"], "see `trtllm-bls help`"),
+        (["serve", "--port", "9000"], "--openai-port is OpenAI's API"),
+        (["generate", "hello", "world"], "put it in quotes: 'hello world'"),
+        (["generate", "--url", "localhost", "hello"], "localhost:8001"),
+        (["chat", "--url", "::1"], "[::1]:8001"),
+        (["doctor", "--url", "gpu-host"], "gpu-host:8001"),
+        (["health", "--url", "gpu-host"], "gpu-host:8001"),
+        (["prove", "--url", "gpu-host"], "gpu-host:8001"),
+    ],
+)
+def test_a_mistyped_command_gets_the_right_one(words: list[str], hint: str) -> None:
+    """The line that refuses it says what to type."""
+    code, output = run(*words)
+    assert code == 2
+    assert hint in output
+
+
+def test_a_name_on_hugging_face_gets_the_command_that_downloads_it() -> None:
+    """`serve` reads a directory; other servers download."""
+    code, output = run("serve", "--model", "meta-llama/Llama-3.2-1B")
+    assert code == 1
+    assert "`hf download meta-llama/Llama-3.2-1B --local-dir ./Llama-3.2-1B`" in output
+    assert "hf download" not in run("serve", "--model", "./models/llama")[1]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(shell: str) -> None:
+    """The shell asks the program through the variable that the script sets."""
+    code, script = run("completion", shell)
+    assert code == 0
+    assert "_TRTLLM_BLS_COMPLETE" in script
+
+
+def test_bash_completes_the_commands() -> None:
+    """The printed script, sourced by bash, offers the commands that begin so."""
+    line = (
+        "source <(trtllm-bls completion bash); COMP_WORDS=(trtllm-bls se); COMP_CWORD=1;"
+        '_trtllm_bls_completion trtllm-bls; echo "${COMPREPLY[@]}"'
+    )
+    paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shown = subprocess.run(
+        ["bash", "-c", line],
+        env={**os.environ, "PATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert shown.stdout.split() == ["serve"]
 
 
 def test_a_malformed_override_shows_the_form() -> None:
@@ -250,17 +337,16 @@ def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
     assert file.getvalue() == b"three\n"
 
 
-def test_a_failure_shows_the_servers_last_words_once() -> None:
+def test_a_failure_shows_the_servers_last_words_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that were not shown as they came, and then the line that says what happened."""
     speaks, shown, _ = terminal()
     speaks.log(parse("printed by a model"))
     failed = ServerFailed("it ended", ("two\nlines", "printed by a model", "[red]end"))
     with pytest.raises(ServerFailed) as caught, speaks.lines_of_failure():
         raise failed
-    show_error(Console(file=shown), caught.value)
-    assert shown.getvalue() == (
-        "printed by a model\n  | two\n  | lines\n  | [red]end\nerror: it ended\n"
-    )
+    show_error(caught.value)
+    assert shown.getvalue() == "printed by a model\n  | two\n  | lines\n  | [red]end\n"
+    assert capsys.readouterr().err == "error: it ended\n"
 
 
 def test_a_line_of_the_log_does_not_interrupt_answers() -> None:

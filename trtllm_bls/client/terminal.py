@@ -21,7 +21,7 @@ import numpy as np
 
 from trtllm_bls.client.client import Client, Event, Model, Stream, Tls
 from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
-from trtllm_bls.settings.command_options import TlsConnection, options_of
+from trtllm_bls.settings.command_options import GrpcAddress, TlsConnection, options_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -153,7 +153,15 @@ def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Co
 def connection_options(*key_flags: str) -> Callable[[Command], Command]:
     """``--url``, ``--retries`` and TLS; ``key_flags`` are further spellings of ``--tls-key``."""
     return options(
-        click.option("-u", "--url", default="localhost:8001", show_default=True, help="host:port"),
+        click.option(
+            "-u",
+            "--url",
+            type=GrpcAddress(),
+            default="localhost:8001",
+            show_default=True,
+            metavar="HOST:PORT",
+            help="gRPC port of the server.",
+        ),
         click.option(
             "--retries",
             type=click.IntRange(0),

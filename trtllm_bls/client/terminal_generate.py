@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ _FAILED = {Exit.DEADLINE: "deadline", Exit.UNREACHABLE: "connection lost"}
 
 
 @program()
-@click.argument("prompt", required=False)
+@click.argument("words", nargs=-1, metavar="[PROMPT]")
 @click.option("-p", "--prompt", "prompt_option", help="The prompt, for those used to the option.")
 @click.option(
     "-f",
@@ -156,7 +157,13 @@ def _fields(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(options: dict[str, Any]) -> str:
-    sources = [options[name] for name in ("prompt", "prompt_option", "file")]
+    words = options["words"]
+    if len(words) > 1:
+        prompt = " ".join(words)
+        raise click.UsageError(
+            f"The prompt is one argument; put it in quotes: {shlex.quote(prompt)}"
+        )
+    sources = [*words, options["prompt_option"], options["file"]]
     named = [source for source in sources if source is not None]
     if len(named) > 1:
         raise click.UsageError("Give the prompt once: as argument, with --prompt or with --file.")

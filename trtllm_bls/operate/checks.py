@@ -7,21 +7,17 @@ were measured with Triton 24.10. Only ``check_open_files`` changes anything: thi
 from __future__ import annotations
 
 import importlib.util
-import json
 import platform
 import re
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from packaging.version import Version
 
-from trtllm_bls import __version__
 from trtllm_bls.errors import SetupError
 from trtllm_bls.operate.health import SHARED_MEMORY, free_shared_memory
 from trtllm_bls.settings.command_options import raise_open_files
@@ -238,18 +234,3 @@ def loaded_libraries(binary: Path, environment: dict[str, str]) -> dict[str, str
         raise SetupError(f"{binary}: {error.strerror}; install the server again") from error
     pairs = (line.split(" => ", 1) for line in trace.stdout.splitlines() if " => " in line)
     return {name.strip(): path.rsplit(" (", 1)[0].strip() for name, path in pairs}
-
-
-def version_text() -> str:
-    """The version and, where the installation knows it, the commit: that of a checkout, or the one
-    that pip installed from a repository."""
-    commit, checkout = "", PACKAGE.parent
-    with suppress(PackageNotFoundError, ValueError):
-        direct = distribution("trtllm-bls").read_text("direct_url.json") or "{}"
-        commit = json.loads(direct).get("vcs_info", {}).get("commit_id", "")
-    if not commit and (checkout / ".git").exists():
-        with suppress(OSError, subprocess.SubprocessError):
-            words = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-            git = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
-            commit = git.stdout.strip()
-    return f"{__version__} (commit {commit[:12]})" if commit else __version__

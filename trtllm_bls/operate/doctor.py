@@ -42,6 +42,7 @@ from trtllm_bls.operate.preparation import Scratch
 from trtllm_bls.pipeline.streaming_model import own_parameters, undeclared
 from trtllm_bls.settings import cpp_backend
 from trtllm_bls.settings.command_options import (
+    GrpcAddress,
     ServeSettings,
     TlsConnection,
     option,
@@ -81,6 +82,7 @@ from trtllm_bls.wire.contract import (
 )
 
 CPP_BACKEND = "tensorrtllm"
+GrpcUrl = Annotated[str, GrpcAddress()]
 Directory = Annotated[Path, click.Path(exists=True, file_okay=False, path_type=Path)]
 _PATH = click.Path(path_type=Path)
 
@@ -115,7 +117,7 @@ class Subject:
     """
 
     repository: Directory | None = setting("What is to be served.", flag="--model-repository")
-    url: str | None = setting("gRPC port of a running server.", metavar="HOST:PORT")
+    url: GrpcUrl | None = setting("gRPC port of a running server.", metavar="HOST:PORT")
     engine_dir: Directory | None = setting("Engine of the target model.")
     draft_engine_dir: Directory | None = setting("Engine of the draft model.")
     tokenizer_dir: Directory | None = setting("Tokenizer of the target model.")
@@ -1031,7 +1033,9 @@ def command(as_json: bool, **options: Any) -> None:
         for name, finding in findings:
             level = (f"{finding.level:<5} ", _STYLES[finding.level])
             console.print(Text.assemble(level, f"{name}: {finding}"), soft_wrap=True)
-        click.echo(f"{count['error']} errors, {count['warn']} warnings")
+        errors = "1 error" if count["error"] == 1 else f"{count['error']} errors"
+        warnings = "1 warning" if count["warn"] == 1 else f"{count['warn']} warnings"
+        click.echo(f"{errors}, {warnings}")
     sys.exit(1 if count["error"] else 0)
 
 

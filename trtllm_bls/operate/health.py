@@ -33,7 +33,12 @@ import psutil
 
 from trtllm_bls import errors
 from trtllm_bls.client.client import BLS, Client, Tls
-from trtllm_bls.settings.command_options import TlsConnection, is_loopback, options_of
+from trtllm_bls.settings.command_options import (
+    GrpcAddress,
+    TlsConnection,
+    is_loopback,
+    options_of,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_MEMORY = 4 * 2**20  # bytes free
@@ -269,7 +274,14 @@ def free_shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
 
 
 @click.command()
-@click.option("--url", default="127.0.0.1:8001", show_default=True, help="host:port of gRPC.")
+@click.option(
+    "--url",
+    type=GrpcAddress(),
+    default="127.0.0.1:8001",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="gRPC port of the server.",
+)
 @click.option(
     "--model",
     "models",

@@ -224,15 +224,26 @@ def model_directories(settings: ServeSettings) -> dict[str, str]:
     ):
         if directory is None:
             continue
+        named = directory
         directory = directory.expanduser().resolve()
         if not directory.is_dir():
-            raise SetupError(f"{option} {directory}: no such directory")
+            raise SetupError(f"{option} {directory}: no such directory{_download_hint(named)}")
         if settings.model_repository is None:  # else its models say what the directory is for
             if not settings.engine_is_elsewhere:
                 check_checkpoint(directory)
             check_tokenizer(directory)
         directories[variable] = str(directory)
     return directories
+
+
+def _download_hint(directory: Path) -> str:
+    """Return how to download a checkpoint where the path looks like a name on Hugging Face."""
+    owner, _, name = str(directory).partition("/")
+    looks_like_a_name = name and "/" not in name and owner not in ("", ".", "..", "~")
+    if not looks_like_a_name or Path(owner).is_dir():
+        return ""
+    command = f"hf download {directory} --local-dir ./{name}"
+    return f"; for Hugging Face's {directory}: `{command}`, then --model ./{name}"
 
 
 # --- links ----------------------------------------------------------------------------------

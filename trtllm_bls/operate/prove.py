@@ -37,9 +37,10 @@ from trtllm_bls.engines.conformance import examine as ask_engine
 from trtllm_bls.engines.own_port import listening_processes
 from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.operate.checks import version_text
 from trtllm_bls.operate.doctor import Subject, examine, installed
+from trtllm_bls.operate.version import version_text
 from trtllm_bls.orchestrator.status import ENGINE_REQUESTS, REQUESTS_LABEL
+from trtllm_bls.settings.command_options import GrpcAddress
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.text.tokenizer import load_tokenizer
 
@@ -95,7 +96,12 @@ class Report:
 @click.option("--model", type=_PATH, help="Serve this checkpoint (default: the demo's).")
 @click.option("--draft-model", type=_PATH, help="With drafts of this one.")
 @click.option("--engine", metavar="trtllm://HOST:PORT", help="Serve an engine that runs elsewhere.")
-@click.option("--url", metavar="HOST:PORT", help="Or the gRPC port of a server that runs already.")
+@click.option(
+    "--url",
+    type=GrpcAddress(),
+    metavar="HOST:PORT",
+    help="Or the gRPC port of a server that runs already.",
+)
 @click.option("--http-url", help="Its port 8000.  [default: on the same host]")
 @click.option("--openai-url", help="Its OpenAI API.  [default: port 9000 of the same host]")
 @click.option("--metrics-url", help="Its metrics.  [default: port 8002 of the same host]")

@@ -35,6 +35,27 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 AMPLE_OPEN_FILES = 65536  # room for idle connections, too
 
 
+class GrpcAddress(click.types.StringParamType):
+    """The address of a gRPC server, HOST:PORT.
+
+    gRPC would try port 443 for an address without a port, so such an address is refused. Addresses
+    with a scheme (`dns:///gpu:8001`, `http://HOST:PORT/v1` of `chat`) are read by the command.
+    """
+
+    name = "host:port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the address as it is; fails for a host that has no port."""
+        address = str(value)
+        bare_ipv6 = re.fullmatch(r"[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*", address)
+        host_alone = re.fullmatch(r"[\w.-]*|\[[0-9a-fA-F:.]*\]", address)
+        if host_alone or bare_ipv6:
+            host = f"[{address}]" if bare_ipv6 else address or "localhost"
+            example = f"{host}:8001"
+            self.fail(f"{address!r} names no port; Triton's gRPC port is 8001: {example}")
+        return address
+
+
 def _lora(text: str) -> str:
     name, separator, task_id = text.partition("=")
     number = int(task_id) if task_id.isdecimal() else -1
