@@ -116,8 +116,7 @@ class TerminalChat:
         """Until the user leaves. Without a terminal, the first failure ends it."""
         tty = sys.stdin.isatty()
         if tty:
-            with suppress(ImportError):
-                import readline  # noqa: F401  (input() edits lines with it from then on)
+            _edit_lines()
             self._say(f"{self._server.model}; /help lists the commands, Ctrl-D leaves")
         for line in _lines(tty):
             text = line.strip()
@@ -138,7 +137,11 @@ class TerminalChat:
         reply, failure = ClientReply(self._max_tokens), None
         reading = asyncio.create_task(self._read(reply))
         try:
-            with interruptible(reading) as interrupted, suppress(asyncio.CancelledError):
+            with (
+                _without_echo(),
+                interruptible(reading) as interrupted,
+                suppress(asyncio.CancelledError),
+            ):
                 await reading
         except TrtllmBlsError as error:
             failure = complain(error)
@@ -214,6 +217,37 @@ class TerminalChat:
                 self._say("the conversation begins anew")
             case _:
                 self._say(f"{command} is no command; /help lists them")
+
+
+def _edit_lines() -> None:
+    """Let ``input`` edit lines, keep a history, and take a pasted text as one message.
+
+    Python switches bracketed paste off when it loads readline, and without it each pasted line
+    would be sent by itself. A Python without readline has neither.
+    """
+    with suppress(ImportError):
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+@contextlib.contextmanager
+def _without_echo() -> Iterator[None]:
+    """Keep keys that are pressed during an answer out of it; the next prompt reads them."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    terminal = sys.stdin.fileno()
+    attributes = termios.tcgetattr(terminal)
+    silent = termios.tcgetattr(terminal)
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
 
 
 def _lines(tty: bool) -> Iterator[str]:
