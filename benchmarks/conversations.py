@@ -40,7 +40,7 @@ from bench.servers import openai_command, running, smg_command
 from bench.stepping import Doubles
 from rich.table import Table
 
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import unused_ports
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' }}"

@@ -69,7 +69,7 @@ from bench.servers import openai_command, running, serving, smg_command
 from bench.stepping import Doubles
 from speculation import summary
 
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import unused_ports
 from trtllm_bls.client import Client
 from trtllm_bls.operate.http_process import HttpProcess
 from trtllm_bls.operate.tritonserver import ServerFailed, TritonServer

@@ -41,7 +41,8 @@ from rich.table import Table
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.trtllm_service import Behaviour
-from tests.helpers.processes import Process, unused_ports
+from tests.helpers.ports import unused_ports
+from tests.helpers.processes import Process
 from tests.helpers.scripted_services import service_in_a_thread
 from trtllm_bls.text.tokenizer import load_tokenizer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from bench import repository
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import unused_ports
 from trtllm_bls.operate.preparation import SENDING_THREADS
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.settings.command_options import Override, ServeSettings

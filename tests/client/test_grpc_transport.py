@@ -7,7 +7,6 @@ import itertools
 import logging
 import socket
 import ssl
-from contextlib import closing
 
 import grpc
 import grpc.aio
@@ -246,7 +245,7 @@ async def test_after_goaway_running_calls_finish_and_new_ones_connect_anew() -> 
 async def test_tls_is_verified_and_speaks_h2() -> None:
     """A certificate of an authority that the context trusts, and one that it does not."""
     authority = trustme.CA()
-    certificate = authority.issue_cert("localhost")
+    certificate = authority.issue_cert("127.0.0.1")
     credentials = grpc.ssl_server_credentials(
         [(certificate.private_key_pem.bytes(), certificate.cert_chain_pems[0].bytes())]
     )
@@ -321,13 +320,15 @@ def test_a_target_is_a_host_and_a_port(target: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 async def test_a_refused_connection_is_unavailable(host: str) -> None:
     """Each call tries again."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
-    async with connected(f"{host}:{port}") as connection:
-        for _ in range(2):
-            error = await Caller(connection, "echo", b"a").end()
-            assert error and error.status == "UNAVAILABLE"
-            assert f"{host}:{port}" in error.details
+    with socket.socket(socket.AF_INET6) as held:  # bound on both families, and nobody listens
+        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("::", 0))
+        port = held.getsockname()[1]
+        async with connected(f"{host}:{port}") as connection:
+            for _ in range(2):
+                error = await Caller(connection, "echo", b"a").end()
+                assert error and error.status == "UNAVAILABLE"
+                assert f"{host}:{port}" in error.details
 
 
 @pytest.mark.parametrize(

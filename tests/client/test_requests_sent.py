@@ -84,7 +84,7 @@ async def test_a_field_that_cannot_be_sent_is_refused_before_sending() -> None:
 def test_an_address_with_a_scheme_is_refused() -> None:
     """``http://`` in front of a gRPC address would be looked up as a host name."""
     with pytest.raises(SettingsError, match="host:port"):
-        Client("http://localhost:8001")
+        Client("http://127.0.0.1:8001")
 
 
 async def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ async def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: P
                 await client.generate(**ASK)
     assert len(server.asked) == 1
     with pytest.raises(SettingsError, match="private key: cannot read"):
-        Client("localhost:8001", tls=Tls(private_key=tmp_path / "none.pem"))
+        Client("127.0.0.1:8001", tls=Tls(private_key=tmp_path / "none.pem"))

@@ -252,4 +252,4 @@ async def test_a_channel_is_closed_whatever_happens_meanwhile() -> None:
 def test_numbers_are_checked(options: dict[str, Any]) -> None:
     """By name."""
     with pytest.raises(SettingsError, match=next(iter(options))):
-        Client("localhost:8001", **options)
+        Client("127.0.0.1:8001", **options)

@@ -41,7 +41,7 @@ def outcome(program: str, *arguments: str, stdin: str | bytes = "") -> tuple[int
         (("Hi", "-t", "0"), "0.0 is not in the range"),
         (("Hi", "--stop-after-ms", "-1"), "-1 is not in the range"),
         (("Hi", "--set", "top_k"), "'top_k' is not NAME=VALUE"),
-        (("Hi", "-u", "http://localhost:8001"), "error: url: 'http://localhost:8001' has a scheme"),
+        (("Hi", "-u", "http://127.0.0.1:8001"), "error: url: 'http://127.0.0.1:8001' has a scheme"),
     ],
 )
 def test_a_wrong_text_command_is_explained(arguments: tuple[str, ...], words: str) -> None:

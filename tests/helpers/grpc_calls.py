@@ -81,14 +81,14 @@ async def grpcio(
 ) -> AsyncIterator[tuple[grpc.aio.Server, str]]:
     server = grpc.aio.server(options=OPTIONS + options)
     server.add_generic_rpc_handlers((service,))
-    address = f"localhost:{port}"
+    address = f"127.0.0.1:{port}"
     if credentials is None:
         port = server.add_insecure_port(address)
     else:
         port = server.add_secure_port(address, credentials)
     await server.start()
     try:
-        yield server, f"localhost:{port}"
+        yield server, f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
 

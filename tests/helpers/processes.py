@@ -1,11 +1,9 @@
-"""Programs that tests and benchmarks start, kill and end, and ports for them."""
+"""Programs that tests and benchmarks start, kill and end."""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,21 +13,6 @@ from pathlib import Path
 from tests.helpers.server_settings import ROOT
 
 NOTICE_S = 4  # more than a router's looks at /health are apart
-
-
-def unused_ports(count: int) -> list[int]:
-    """Of this machine, free when asked; none twice.
-
-    They lie below those that the kernel gives to a connection or to who asks for port 0, so that
-    none is taken before its program listens.
-    """
-    ports: list[int] = []
-    for port in random.sample(range(15_000, 32_000), 1_000):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-        if len(ports) == count:
-            return ports
-    raise RuntimeError(f"no {count} free ports between 15000 and 32000")
 
 
 @dataclass

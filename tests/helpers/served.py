@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import psutil
 
+from tests.helpers.ports import serve_ports
 from tests.helpers.server_settings import ROOT
 
 
@@ -58,11 +59,11 @@ class Served:
 
     def __init__(self, repository: Path | None, *more: str) -> None:
         services = ["http", "grpc", "metrics", "health"]
-        ports = [word for name in (*services, "openai") for word in (f"--{name}-port", "0")]
         services += ["openai"] * ("--openai-port" in more)  # which counts, since it comes later
         words = [
             "serve",
-            *ports,
+            *serve_ports(),
+            *("--openai-port", "0"),  # none
             *(["--model-repository", str(repository)] if repository else []),
             *("--exit-timeout", "20", "--ready-timeout", "200"),
             *more,

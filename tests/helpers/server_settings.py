@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.ports import unused_ports
 from trtllm_bls.settings.command_options import ServeSettings
 
 ROOT = Path(__file__).parents[2]
@@ -12,5 +13,6 @@ DEMO = ROOT / "assets" / "demo"
 
 
 def free_ports(**more: Any) -> ServeSettings:
-    """Settings of a server that takes whichever ports are free."""
-    return ServeSettings(http_port=0, grpc_port=0, metrics_port=0, **more)
+    """Return settings of a server on ports of its own."""
+    http, grpc, metrics = unused_ports(3)
+    return ServeSettings(**{"http_port": http, "grpc_port": grpc, "metrics_port": metrics} | more)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import unused_ports
 from tests.helpers.published import AGENTS, npm_install, templates_of_llama_cpp
 from tests.helpers.served import Served
 from tests.helpers.server_settings import ROOT

@@ -103,7 +103,7 @@ def test_a_killed_server_is_an_error_with_its_last_words(repository: Path) -> No
 
 
 def test_a_server_can_be_started_again(repository: Path) -> None:
-    """Also after it was killed; the addresses are new."""
+    """Also after it was killed."""
     server = TritonServer(free_ports(model_repository=repository))
     for _ in range(2):
         with server, stream(server.grpc_url, 1) as following:
@@ -127,7 +127,8 @@ class Snatcher(Listener):
 def test_a_port_taken_while_models_load_is_chosen_again(repository: Path) -> None:
     """The server binds a port seconds after it was found free; free ports are then chosen anew."""
     snatcher = Snatcher()
-    snatcher.server = TritonServer(free_ports(model_repository=repository), snatcher)
+    settings = free_ports(model_repository=repository, grpc_port=0)
+    snatcher.server = TritonServer(settings, snatcher)
     with snatcher.server, snatcher.taken[0], stream(snatcher.server.grpc_url, 1) as following:
         assert [following(), following()] == ["tick", None]
 

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.grpc import service_pb2_grpc
 
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served
 from tests.helpers.server_requests import ask_all, generate, generate_stream
 from tests.helpers.server_settings import DEMO

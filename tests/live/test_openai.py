@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.helpers.http2_offers import CLIENTS, post_twice
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import serve_ports, unused_ports
 from tests.helpers.server_settings import ROOT
 from tests.helpers.waiting import until, until_ended
 
@@ -40,12 +40,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """With two workers, which share the port."""
     log = tmp_path_factory.mktemp("served") / "log"
     (port,) = unused_ports(1)
-    services = ("http", "grpc", "metrics", "health")
-    ports = [word for name in services for word in (f"--{name}-port", "0")]
     api = ["--openai-port", str(port), "--openai-workers", "2"]
     with log.open("w") as written:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trtllm_bls.cli", "serve", *ports, *api],
+            [sys.executable, "-m", "trtllm_bls.cli", "serve", *serve_ports(), *api],
             stdout=subprocess.PIPE,
             stderr=written,
             text=True,

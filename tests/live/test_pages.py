@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served
 from tests.helpers.server_settings import ROOT
 from tests.helpers.waiting import until

@@ -26,11 +26,11 @@ import tritonclient.grpc as grpcsync
 import tritonclient.grpc.aio as grpcaio
 from tritonclient.utils import InferenceServerException
 
+from tests.helpers.ports import unused_ports
 from tests.helpers.server_requests import generate, generate_stream
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from tests.helpers.waiting import in_pieces, until
 from trtllm_bls.client import Client
-from trtllm_bls.operate.ports import choose
 from trtllm_bls.operate.tritonserver import TritonServer
 
 ATTACKS = 200
@@ -59,13 +59,13 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """The file as it is shipped, but for its four ports."""
     nginx, scratch = found_nginx(), tmp_path_factory.mktemp("nginx")
     with TritonServer(free_ports(model=DEMO / "target", threads=1)) as server:
-        own = choose(free_ports())
+        http_port, grpc_port = unused_ports(2)
         text = (ROOT / "deploy" / "nginx.conf").read_text()
         for shipped, here in (
             ("127.0.0.1:8000", server.http_url.removeprefix("http://")),
             ("127.0.0.1:8001", server.grpc_url),
-            ("listen 8080", f"listen 127.0.0.1:{own.http}"),
-            ("listen 8081", f"listen 127.0.0.1:{own.grpc}"),
+            ("listen 8080", f"listen 127.0.0.1:{http_port}"),
+            ("listen 8081", f"listen 127.0.0.1:{grpc_port}"),
             ("\nhttp {", f"\nhttp {{ access_log off; client_body_temp_path {scratch}/bodies;"),
         ):
             assert text.count(shipped) == 1
@@ -75,7 +75,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         if os.geteuid() == 0:
             order += " user root;"
         process = subprocess.Popen([nginx, "-p", str(scratch), "-c", "nginx.conf", "-g", order])
-        made = Proxy(f"http://127.0.0.1:{own.http}", f"127.0.0.1:{own.grpc}", server)
+        made = Proxy(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", server)
         try:
             until(lambda: status(made, "/v2/health/ready") == 200)
             yield made

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import serve_ports, unused_ports
 from tests.helpers.server_settings import ROOT
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
@@ -34,8 +34,7 @@ def serve(*words: str, further: str = "") -> subprocess.Popen[str]:
         pytest.skip("there are no namespaces here")
     order = ["unshare", "-m", "sh", "-c", NAMESPACE.format(root=ROOT, further=further), "-"]
     order += [sys.executable, "-m", "trtllm_bls.cli", "serve", *words]
-    for name in ("http", "grpc", "metrics", "health"):
-        order += [f"--{name}-port", "0"]
+    order += serve_ports()
     pipe = subprocess.PIPE
     return subprocess.Popen(order, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
 

@@ -27,7 +27,8 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
-from tests.helpers.processes import Process, unused_ports
+from tests.helpers.ports import unused_ports
+from tests.helpers.processes import Process
 from tests.helpers.published import pip_install
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT

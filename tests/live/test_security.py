@@ -19,7 +19,7 @@ import pytest
 import trustme
 from click.testing import CliRunner
 
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served, good
 from tests.helpers.server_requests import metric
 from tests.helpers.server_settings import DEMO
@@ -157,8 +157,7 @@ def https_url(
     guarded: TritonServer, files: dict[str, Files], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """Where ``serve`` answers Triton's HTTP API in front of ``guarded``."""
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        port = chosen.getsockname()[1]
+    (port,) = unused_ports(1)
     settings = replace(guarded.settings, http_port=port, openai_port=0)
     in_front = SimpleNamespace(
         **{

@@ -13,7 +13,7 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import serve_ports, unused_ports
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_requests import generate, post
 from tests.helpers.server_settings import DEMO, ROOT
@@ -65,8 +65,7 @@ def test_readiness_and_refusals_of_a_server_before_a_service() -> None:
         url,
     ):
         words = ["serve", "--engine", f"trtllm://{url}", "--model", str(DEMO / "target")]
-        for name in ("http", "grpc", "metrics", "health"):
-            words += [f"--{name}-port", "0"]
+        words += serve_ports()
         process = subprocess.Popen(
             [sys.executable, "-m", "trtllm_bls.cli", *words, "--openai-port", str(port)],
             stdout=subprocess.PIPE,

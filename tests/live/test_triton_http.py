@@ -290,7 +290,7 @@ def neighbours(draw: st.DrawFn) -> tuple[str, str, list[str], bytes]:
 
 
 def status_of(port: int, method: str, path: str, headers: list[str], body: bytes) -> int:
-    lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", f"content-length: {len(body)}"]
     with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
         raw.sendall("\r\n".join([*lines, *headers, "", ""]).encode("latin-1"))
         with suppress(ConnectionError):  # refused already
@@ -388,7 +388,7 @@ def test_when_the_caller_leaves_the_model_stops(
         {**ASK, "max_tokens": 3000, "end_id": -1, "stream": kind == "generate_stream"}
     ).encode()
     with socket.create_connection(("127.0.0.1", ports[1])) as connection:
-        head = f"POST {BLS}/{kind} HTTP/1.1\r\nHost: localhost\r\n"
+        head = f"POST {BLS}/{kind} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         wait_for("trtllm_bls_num_requests_running", 1)

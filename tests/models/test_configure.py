@@ -235,7 +235,7 @@ def test_unary_requests_are_a_choice_for_all_models(demo: Demo) -> None:
         ("--draft-gpu-device-ids", "1"),
         ("--gpu-device-ids", "first"),
         ("--max-num-tokens", "4096"),
-        ("--engine-url", "trtllm://localhost:50051"),
+        ("--engine-url", "trtllm://127.0.0.1:50051"),
         ("--set", "tensorrt_lm.max_beam_width=2"),
         ("--set", "tensorrt_llm.max_beam_with=2"),
         ("--set", "tensorrt_llm.max_beam_width=0"),

@@ -331,14 +331,14 @@ def test_the_containers_own_lines_install_it(image: Path, tmp_path: Path) -> Non
     levels = [each["level"] for each in found["findings"] if each["check"] == "packages"]
     assert levels == ["ok"], found
     api = [bin_ / "trtllm-bls", "openai", "--port", "0", "--workers", "2"]
-    api += ["--engine", "trtllm://localhost:1"]
+    api += ["--engine", "trtllm://127.0.0.1:1"]
     api += ["--tokenizer-dir", root / "assets" / "demo" / "target"]
     with subprocess.Popen([*map(str, api)], stdout=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout
             url = running.stdout.readline().split()[-1].removesuffix("/v1")
             until(lambda: b"trtllm_bls" in got(f"{url}/metrics"), seconds=120)
-            assert b"trtllm://localhost:1" in got(f"{url}/health")
+            assert b"trtllm://127.0.0.1:1" in got(f"{url}/health")
         finally:
             running.terminate()
 

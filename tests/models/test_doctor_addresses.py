@@ -46,9 +46,9 @@ def triton() -> Iterator[tuple[FakeTriton, str]]:
     with ThreadPoolExecutor(2) as threads:
         server, fake = grpc.server(threads), FakeTriton()
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
-        port = server.add_insecure_port("localhost:0")
+        port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        yield fake, f"localhost:{port}"
+        yield fake, f"127.0.0.1:{port}"
         server.stop(None).wait()
 
 
@@ -69,7 +69,7 @@ def test_a_server_behind_tls(tmp_path: Path) -> None:
         server = grpc.server(threads)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(FakeTriton(), server)
         keys = grpc.ssl_server_credentials([(issued.private_key_pem.bytes(), chain)])
-        url = f"localhost:{server.add_secure_port('localhost:0', keys)}"
+        url = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', keys)}"
         server.start()
         tls = Tls(root_certificates=ca, server_name="triton.test")
         assert "tensorrt_llm_bls is not ready" in only(findings("server", url=url, tls=tls)).what
@@ -94,8 +94,8 @@ def test_a_server_of_another_repository(demo: Demo, triton: tuple[FakeTriton, st
 def test_nobody_answers() -> None:
     """An error in one line, not a traceback."""
     with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        found = only(findings("server", url=f"localhost:{taken.getsockname()[1]}"))
+        taken.bind(("127.0.0.1", 0))
+        found = only(findings("server", url=f"127.0.0.1:{taken.getsockname()[1]}"))
     assert "no answer" in found.what
 
 
@@ -109,8 +109,8 @@ def test_engines_elsewhere(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
     """Each address by itself; the port of this server does not matter then."""
     demo.write()
     with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        nobody = f"localhost:{taken.getsockname()[1]}"
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
         change(demo, "tensorrt_llm_bls", engine=f"triton+grpc://{triton[1]}/m,{nobody}")
         assert nobody in only(findings("engine_addresses", repository=demo.out)).what
     assert findings("engine_port", repository=demo.out) == []
@@ -135,7 +135,7 @@ def test_a_port_that_serve_would_take(demo: Demo) -> None:
     """Named with its program and the option that avoids it."""
     demo.write()
     with socket.socket() as taken:
-        taken.bind(("localhost", 0))
+        taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         busy = only(findings("ports", repository=demo.out, ports={"--http-port": port}))

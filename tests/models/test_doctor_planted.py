@@ -383,9 +383,9 @@ def test_a_placeholder_in_a_backend_is_one_error(deployment: Deployment) -> None
 def test_an_address_where_nobody_is_while_the_server_runs(deployment: Deployment) -> None:
     """``--url`` names the running server; only ``serve`` mends ``engine_url`` by itself."""
     deployment.both()
-    deployment.set(BLS, engine_url="localhost:1")
-    deployment.subject["url"] = "localhost:2"
-    told = [each for each in deployment.findings() if "engine_url localhost:1" in each.what]
+    deployment.set(BLS, engine_url="127.0.0.1:1")
+    deployment.subject["url"] = "127.0.0.1:2"
+    told = [each for each in deployment.findings() if "engine_url 127.0.0.1:1" in each.what]
     assert [each.level for each in told] == ["warn"]
 
 

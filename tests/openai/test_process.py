@@ -30,7 +30,7 @@ from trtllm_bls.cli import main
 from trtllm_bls.openai.sockets import socket_protocol
 from trtllm_bls.orchestrator.status import StatusDirectory
 
-NOWHERE = "localhost:1"
+NOWHERE = "127.0.0.1:1"
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_who_shows_no_certificate_of_the_authority_is_refused_by_tls(
         ) as connection,
     ):
         assert version is not ssl.TLSVersion.TLSv1_2
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         connection.recv(1)
     assert get(f"{url}/metrics", authority) == 200
 

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served
 from tests.helpers.server_settings import DEMO
 from tests.live.conftest import echo_repository

@@ -32,7 +32,7 @@ def parameters(**more: Any) -> BlsParameters:
     values: dict[str, Any] = {
         "tokenizer_dir": Path(directory("byte-level")),
         "engine_transport": "grpc",
-        "engine_url": "localhost:1",
+        "engine_url": "127.0.0.1:1",
         "engine_stall_seconds": 1,
         "request_timeout_seconds": 0,
         "max_timeout_seconds": None,
@@ -104,7 +104,7 @@ async def test_a_service_is_asked_how_it_is_and_a_triton_model_is_not(
 
         await eventually(one_is_up)
         await made.close()
-    made = Deployment(parameters(engine_url="localhost:1"), Registry())
+    made = Deployment(parameters(engine_url="127.0.0.1:1"), Registry())
     assert await made.engine_problems() == {}
     await made.close()
 

@@ -25,13 +25,13 @@ import trustme
 from click.testing import CliRunner
 
 from tests.helpers.fake_tritonserver import HANGS, LOCKED, installation, starts
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served, good
 from tests.helpers.server_settings import DEMO, free_ports
 from tests.helpers.waiting import until, until_ended
 from trtllm_bls.cli import main
 from trtllm_bls.operate.logs import LogBook
-from trtllm_bls.operate.ports import Ports, choose
+from trtllm_bls.operate.ports import Ports
 from trtllm_bls.operate.preparation import Scratch
 from trtllm_bls.operate.tritonserver import (
     GuardedProcess,
@@ -139,7 +139,9 @@ def test_the_port_with_tls_stays_where_a_server_failed_to_start_again(
     issued.cert_chain_pems[0].write_to_path(str(files["tls_cert"]))
     issued.private_key_pem.write_to_path(str(files["tls_key"]))
     root = installation(tmp_path / "triton", "serve() if starts != 2 else os.abort()")
-    server = TritonServer(free_ports(server=root, model_repository=repository, **files))
+    server = TritonServer(
+        free_ports(server=root, model_repository=repository, http_port=0, **files)
+    )
     server.start()
     try:
         server.keep_ports()
@@ -180,11 +182,8 @@ def test_a_port_that_was_taken_meanwhile_is_chosen_again(
     """Unless all were asked for: the user has to choose others."""
     root = installation(tmp_path / "triton", TAKEN)
     settings = free_ports(server=root, model_repository=repository)
-    if not free:
-        ports = choose(settings)
-        settings = replace(
-            settings, http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics
-        )
+    if free:
+        settings = replace(settings, http_port=0)
     server = TritonServer(settings)
     if free:
         with server:
@@ -458,7 +457,7 @@ def test_a_stopped_worker_of_the_api_is_replaced(served: Served) -> None:
         for _ in range(4):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
             client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
                 b"content-type: application/json\r\ncontent-length: 9\r\n\r\n"
             )
             clients[client.getsockname()[1]] = client

@@ -15,7 +15,7 @@ import trustme
 from click.testing import CliRunner
 
 from tests.helpers.fake_grpc_server import FakeGrpcServer, text
-from tests.helpers.processes import unused_ports
+from tests.helpers.ports import unused_ports
 from trtllm_bls.cli import main
 from trtllm_bls.client import Tls
 from trtllm_bls.errors import SettingsError, SetupError
@@ -51,10 +51,11 @@ def test_the_server_is_known_by_its_certificate(tmp_path: Path, name: str) -> No
     tls = own_tls(ServeSettings(tls_cert=cert, tls_key=key))
 
     async def ask(trusted: Tls | None) -> str:
-        async with FakeGrpcServer([TOKEN], credentials(cert, key)) as server:
-            url = server.url.replace("localhost", "127.0.0.1")
-            async with Probe(url, tls=trusted) as probe:
-                return (await probe.canary(5.0)).outcome
+        async with (
+            FakeGrpcServer([TOKEN], credentials(cert, key)) as server,
+            Probe(server.url, tls=trusted) as probe,
+        ):
+            return (await probe.canary(5.0)).outcome
 
     assert asyncio.run(ask(tls)) == "answered"
     (tmp_path / "other").mkdir()
@@ -74,7 +75,7 @@ def test_a_certificate_of_the_older_form_has_its_name_in_the_subject(tmp_path: P
 def test_a_server_that_asks_for_certificates_is_shown_that_of_its_models(tmp_path: Path) -> None:
     """Where there is none, nothing is asked over gRPC, rather than in vain."""
     authority = trustme.CA()
-    cert, key = issued(tmp_path, authority, "localhost")
+    cert, key = issued(tmp_path, authority, "127.0.0.1")
     (tmp_path / "models").mkdir()
     own_cert, own_key = issued(tmp_path / "models", authority, "models")
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
@@ -101,7 +102,7 @@ def test_a_server_that_asks_for_certificates_is_shown_that_of_its_models(tmp_pat
         tls_cert=cert,
         tls_key=key,
         tls_client_ca=tmp_path / "ca.pem",
-        engine="trtllm://localhost:1",
+        engine="trtllm://127.0.0.1:1",
         model=tmp_path,
     )
     server: Any = SimpleNamespace(settings=elsewhere, grpc_url="x:1")
@@ -110,7 +111,7 @@ def test_a_server_that_asks_for_certificates_is_shown_that_of_its_models(tmp_pat
 
 def test_files_that_are_no_pair_are_refused_at_start(tmp_path: Path) -> None:
     """In one line, before any model loads."""
-    cert, key = issued(tmp_path, trustme.CA(), "localhost")
+    cert, key = issued(tmp_path, trustme.CA(), "127.0.0.1")
     mutual = ServeSettings(
         tls_cert=cert, tls_key=key, tls_client_ca=key, engine="trtllm://x:1", model=tmp_path
     )
@@ -140,13 +141,13 @@ def test_tritons_own_http_port_is_for_this_machine_alone() -> None:
 
 def test_the_command_asks_over_tls(tmp_path: Path) -> None:
     """With the options that the other terminal commands have."""
-    cert, key = issued(tmp_path, trustme.CA(), "localhost")
+    cert, key = issued(tmp_path, trustme.CA(), "127.0.0.1")
 
     async def ask() -> tuple[bool, bool]:
         async with FakeGrpcServer([TOKEN], credentials(cert, key)) as server:
             words = ["health", "--url", server.url, "--model", "a", "--timeout", "5"]
             plain = await look(server.url, ("a",), 5.0, canary=True)
-            words += ["--tls-ca", str(cert), "--tls-server-name", "localhost"]
+            words += ["--tls-ca", str(cert), "--tls-server-name", "127.0.0.1"]
             told = await asyncio.to_thread(CliRunner().invoke, main, words)
             return plain.ready, told.exit_code == 0
 

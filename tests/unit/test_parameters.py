@@ -155,12 +155,12 @@ def test_what_lies_beside_a_repository_of_links_is_beside_the_links(tmp_path: Pa
 def test_serve_overrides_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Even a template that was never filled in; an empty variable overrides nothing."""
     monkeypatch.setenv(MODEL_DIR, str(tmp_path))
-    monkeypatch.setenv(GRPC_URL, "localhost:9")
+    monkeypatch.setenv(GRPC_URL, "127.0.0.1:9")
     monkeypatch.setenv(MAX_STREAMS, "7")
     monkeypatch.setenv(DRAFT_MODEL_DIR, "")
     given = parameters(tokenizer_dir="${x}", engine_url="a:1", max_streams="3")
     bls = given.read(BlsParameters)
-    assert (bls.tokenizer_dir, bls.engine_url, bls.max_streams) == (tmp_path, "localhost:9", 7)
+    assert (bls.tokenizer_dir, bls.engine_url, bls.max_streams) == (tmp_path, "127.0.0.1:9", 7)
     assert bls.draft_tokenizer_dir is None
 
 

@@ -78,7 +78,7 @@ def test_requests_that_come_at_once_ask_for_the_models_inputs_once() -> None:
             return bytes(answer.SerializeToString())
 
     async def run() -> None:
-        program = TritonHttp("localhost:1", "http://localhost:1")
+        program = TritonHttp("127.0.0.1:1", "http://127.0.0.1:1")
         channel = cast(GrpcChannel, Metadata())
 
         def ask() -> asyncio.Task[dict[str, Any]]:
@@ -133,7 +133,7 @@ def test_a_version_is_asked_for_in_one_spelling() -> None:
         return {"type": "http.request", "body": b"{}"}
 
     async def run() -> None:
-        program = TritonHttp("localhost:1", "http://localhost:1")
+        program = TritonHttp("127.0.0.1:1", "http://127.0.0.1:1")
         program._grpc = cast(GrpcChannel, Metadata())
         path = b"/v2/models/m/versions/001/generate"
         headers = [(b"content-type", b"application/json")]
@@ -174,8 +174,8 @@ class Callers:
         self.opened: list[Channel] = []
         self.refused: list[Overloaded] = []
         self._program = TritonHttp(
-            "localhost:1",
-            "http://localhost:1",
+            "127.0.0.1:1",
+            "http://127.0.0.1:1",
             places=Admission(places, 0, None),
             on_refused=self.refused.append,
         )
