@@ -25,7 +25,7 @@ from doubles.guided import GuidedAnswers
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from trtllm_bls.engines.base import ChunkStream, Engine
-from trtllm_bls.engines.trtllm_fields import GUIDE_TYPES, guide_of
+from trtllm_bls.engines.trtllm_fields import GUIDE_TYPES, guide_text
 from trtllm_bls.engines.trtllm_service import service_messages as messages
 from trtllm_bls.errors import EngineError, EngineUnavailable, TrtllmBlsError
 from trtllm_bls.types import (
@@ -34,6 +34,7 @@ from trtllm_bls.types import (
     EngineChunk,
     EngineRequest,
     FinishReason,
+    Guide,
     PromptIds,
     Sampling,
     TokenIds,
@@ -396,7 +397,7 @@ def engine_request(message: Any, behaviour: Behaviour) -> EngineRequest:
         num_return_sequences=config.num_return_sequences or 1,
         end_id=-1 if message.ignore_eos else behaviour.eos_id,
         stop_sequences=tuple(stops),
-        extras=_guide(message.guided_decoding),
+        guide=_guide(message.guided_decoding),
         bad_sequences=tuple((token,) for token in message.bad_token_ids),
         embedding_bias=tuple(enumerate(message.embedding_bias)),
         wants=Wants(
@@ -406,15 +407,9 @@ def engine_request(message: Any, behaviour: Behaviour) -> EngineRequest:
     )
 
 
-def _guide(guided: Any) -> dict[str, Array]:
-    """The guide as inputs of ours. As the real service does, it ignores one without a text."""
-    if not guided.guide:
-        return {}
-    kind = GUIDE_TYPES[guided.guide_type - 1]
-    return {
-        "guided_decoding_guide_type": np.array([kind], np.object_),
-        "guided_decoding_guide": np.array([guided.guide], np.object_),
-    }
+def _guide(guided: Any) -> Guide | None:
+    """Read the guide. As the real service does, ignore one without a text."""
+    return Guide(GUIDE_TYPES[guided.guide_type - 1], guided.guide) if guided.guide else None
 
 
 def _check(message: Any, behaviour: Behaviour) -> None:
@@ -494,13 +489,13 @@ class EchoEngine:
                 yield chunk
 
     def _answer(self, request: EngineRequest) -> PromptIds:
-        guide = guide_of(request.extras)
+        guide = request.guide
         if guide is None:
             return request.input_ids
         if self._guided is None:
             raise EngineError("Guided decoding is not enabled")
         try:
-            return self._guided.answer(*guide, request.max_tokens)
+            return self._guided.answer(guide.kind, guide_text(guide), request.max_tokens)
         except ValueError as error:
             raise EngineError(f"Grammar error: {error}") from error
 

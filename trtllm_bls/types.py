@@ -98,7 +98,64 @@ class Wants:
     num_output_tokens: bool = False
 
 
-KEY_SALT = "key:"  # what the salts of API keys begin with; an engine without salts ignores them
+# The engine's inputs of a guide, under whose names errors speak of it.
+GUIDE_KIND_INPUT = "guided_decoding_guide_type"
+GUIDE_TEXT_INPUT = "guided_decoding_guide"
+# What a salt begins with on the wire where an engine without salts is to ignore it.
+_OPTIONAL_SALT = "key:"
+
+
+@dataclass(frozen=True)
+class Guide:
+    """The form that guided decoding gives an answer.
+
+    ``kind``: ``json``, ``json_schema``, ``regex``, ``ebnf_grammar``, ``structural_tag``, or another
+    that the engine knows. ``text``: the schema, expression or grammar; ``None``: the kind has none.
+    """
+
+    kind: str
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter, by whatever the engine knows it by.
+
+    ``task_id`` is its number in the engine's cache, ``name`` its name in the server's
+    ``model.yaml``, ``path`` and ``checkpoint_source`` its directory and who made it. ``weights``
+    and ``config`` are the adapter itself, for the C++ backend.
+    """
+
+    task_id: int | None = None
+    name: str | None = None
+    path: str | None = None
+    checkpoint_source: str | None = None
+    weights: Array | None = field(default=None, compare=False)  # [modules, size]
+    config: Array | None = field(default=None, compare=False)  # [modules, 3]
+
+
+@dataclass(frozen=True)
+class CacheSalt:
+    """A salt of the KV cache: requests share blocks only with requests of the same one.
+
+    An engine that cannot keep blocks apart refuses a salt that is ``required`` and ignores any
+    other, such as that of an API key. ``str`` of it is the salt on the wire.
+    """
+
+    text: str
+    required: bool = True
+
+    @classmethod
+    def parsed(cls, text: str) -> CacheSalt:
+        """Read a salt from the wire."""
+        return cls(text.removeprefix(_OPTIONAL_SALT), not text.startswith(_OPTIONAL_SALT))
+
+    def __str__(self) -> str:
+        return self.text if self.required else _OPTIONAL_SALT + self.text
+
+    def optional(self) -> CacheSalt:
+        """Return the same salt for a request that an engine without salts may answer."""
+        return replace(self, required=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +194,8 @@ class BaseRequest:
 
     ``tenant``: who asks, as the front end has authenticated it, never as the request says; requests
     of one tenant may draft from one another's answers. ``None``: nobody knows, or nobody may.
-    ``cache_salt``: where the engine can keep KV cache blocks apart, requests share them only with
-    requests of the same salt. ``traceparent`` is the caller's trace context (W3C). ``extras`` holds
-    further engine tensors by wire name (LoRA, prompt tables, guided decoding, ...), which are
-    passed on unopened.
+    ``traceparent`` is the caller's trace context (W3C). ``extras`` holds further engine tensors by
+    wire name (prompt tables, retention, ...), which are passed on unopened.
     """
 
     request_id: str
@@ -151,7 +206,9 @@ class BaseRequest:
     speculation: SpeculationRequest = SpeculationRequest()
     wants: Wants = Wants()
     tenant: str | None = None
-    cache_salt: str | None = None
+    guide: Guide | None = None
+    adapter: Adapter | None = None
+    cache_salt: CacheSalt | None = None
     traceparent: str | None = None
     extras: Mapping[str, Array] = field(default_factory=lambda: NOTHING, compare=False)
 

@@ -35,7 +35,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.pipeline.other_models import ModelStream
 from trtllm_bls.triton.tensors import ChunkWriter
-from trtllm_bls.types import EngineChunk, EngineMetrics, Wants
+from trtllm_bls.types import EngineChunk, EngineMetrics, Guide, Wants
 from trtllm_bls.wire.contract import ENGINE
 from trtllm_bls.wire.grpc_client import GrpcChannel
 from trtllm_bls.wire.kserve import packed_infer_message
@@ -114,14 +114,15 @@ async def test_every_sequence_ends_with_the_request() -> None:
         assert [c.token_ids for c in chunks if c.sequence_index == 1] == [(4,), ()]
 
 
-async def test_text_among_the_extras_is_sent_as_bytes() -> None:
+async def test_the_text_of_a_guide_is_sent_as_bytes() -> None:
     """The one type whose packing is not numpy's own."""
-    guide = {"guided_decoding_guide": np.array(["[ä-ü]".encode()], np.object_)}
+    guide = Guide("regex", "[ä-ü]")
     async with reaching(Say((3,), final=True)) as (engine, triton):
-        await read(engine, replace(ASK, extras=guide))
+        await read(engine, replace(ASK, guide=guide))
         assert inputs(triton.asked[0])["guided_decoding_guide"] == "[ä-ü]"
-        (tensor,) = [t for t in triton.asked[0].inputs if t.datatype == "BYTES"]
-        assert list(tensor.shape) == [1, 1]
+        assert inputs(triton.asked[0])["guided_decoding_guide_type"] == "regex"
+        shapes = [list(t.shape) for t in triton.asked[0].inputs if t.datatype == "BYTES"]
+        assert shapes == [[1, 1]] * 2
 
 
 async def test_many_streams_share_one_channel() -> None:

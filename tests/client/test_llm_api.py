@@ -34,7 +34,8 @@ from trtllm_bls.errors import (
     Unsupported,
 )
 from trtllm_bls.settings.parameters import EngineParameters
-from trtllm_bls.types import KEY_SALT, EngineRequest, FinishReason, Sampling, Wants
+from trtllm_bls.types import Adapter, EngineRequest, FinishReason, Guide, Sampling, Wants
+from trtllm_bls.wire.request_fields import TYPED_INPUTS, typed_fields
 
 EOS = 2
 ANSWER = (11, 12, 13, 14, 15)
@@ -168,18 +169,15 @@ async def test_the_likeliest_ids_come_with_each_token(
 async def test_what_is_sent_is_said_aloud(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy, guides, bad words and ends, in the API's own words."""
     async with opened(api, monkeypatch) as (engine, llm):
-        guide = {
-            "guided_decoding_guide_type": np.array([b"json_schema"], np.object_),
-            "guided_decoding_guide": np.array([b'{"type": "object"}'], np.object_),
-        }
-        asked = replace(ASK, bad_sequences=((7,),), extras=guide, stop_sequences=((99,),))
+        guide = Guide("json_schema", '{"type": "object"}')
+        asked = replace(ASK, bad_sequences=((7,),), guide=guide, stop_sequences=((99,),))
         await read(engine, asked)
         params = llm.requests[0]._params
         assert (params.top_k, params.end_id, params.bad_token_ids) == (1, EOS, [7])
         assert params.guided_decoding.json == '{"type": "object"}'
         assert (params.stop_token_ids, params.include_stop_str_in_output) == ([99], True)
         with pytest.raises(Unsupported, match=r"^lora_weights: "):
-            engine.generate(replace(ASK, extras={"lora_weights": np.zeros(1)}))
+            engine.generate(replace(ASK, adapter=Adapter(weights=np.zeros(1))))
 
 
 async def test_a_parameter_that_this_release_lacks_is_refused_by_name(
@@ -240,8 +238,10 @@ async def test_what_a_request_brings_is_passed_on_or_refused_by_name(
     async with opened(api, monkeypatch, more={"model_yaml": file}) as (engine, llm):
 
         async def told(trace: str | None = None, **extras: Any) -> dict[str, Any]:
-            brought = {name: np.array([value]) for name, value in extras.items()}
-            await read(engine, replace(ASK, extras=brought, traceparent=trace))
+            arrays = {name: np.array([value]) for name, value in extras.items()}
+            typed = typed_fields(arrays)
+            others = {name: arrays[name] for name in arrays.keys() - TYPED_INPUTS}
+            await read(engine, replace(ASK, **typed, extras=others, traceparent=trace))
             return dict(llm.options[-1])
 
         by_name = (await told(lora_name=b"sql"))["lora_request"]
@@ -269,7 +269,7 @@ async def test_what_a_request_brings_is_passed_on_or_refused_by_name(
         if release == "1.0.0":
             with pytest.raises(Unsupported, match=r"^cache_salt: "):
                 await told(cache_salt=b"a")
-            assert "cache_salt" not in await told(cache_salt=f"{KEY_SALT}1".encode())
+            assert "cache_salt" not in await told(cache_salt=b"key:1")
             assert "trace_headers" not in await told("00-1-2-01")
         else:
             assert (await told(cache_salt=b"a"))["cache_salt"] == "a"
@@ -356,8 +356,7 @@ async def test_model_yaml_is_read_as_upstreams(
         with pytest.raises(
             Unsupported, match=r"^guided_decoding_guide_type: .*model\.yaml sets no guided"
         ):
-            kind = np.array([b"json"], np.object_)
-            await read(engine, replace(ASK, extras={"guided_decoding_guide_type": kind}))
+            await read(engine, replace(ASK, guide=Guide("json")))
     for wrong, words in [
         ("tensor_parallel: 2", r"TorchLlmArgs.*tensor_parallel.*Extra inputs"),
         ("[1]", "the file is .*; write a mapping"),

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from doubles.scripted import Fault, Script, ScriptedEngine
@@ -20,10 +19,12 @@ from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
 from trtllm_bls.types import (
+    Adapter,
     EngineCapacity,
     EngineChunk,
     EngineRequest,
     FinishReason,
+    Guide,
     Sampling,
     Wants,
 )
@@ -289,7 +290,8 @@ async def test_a_whole_answer_is_ended_rather_than_resumed(
         {"num_return_sequences": 2},
         {"stop_sequences": ((3, 4),)},
         {"wants": Wants(log_probs=True)},
-        {"extras": {"lora_task_id": np.array([7])}},
+        {"adapter": Adapter(task_id=7)},
+        {"guide": Guide("json")},
     ],
 )
 async def test_what_needs_more_than_its_tokens_is_not_resumed(more: dict[str, Any]) -> None:

@@ -24,9 +24,12 @@ from trtllm_bls.errors import (
     Unsupported,
 )
 from trtllm_bls.types import (
+    Adapter,
+    CacheSalt,
     Draft,
     EngineCapacity,
     EngineRequest,
+    Guide,
     PromptIds,
     Sampling,
     Wants,
@@ -92,20 +95,22 @@ def test_ends_are_sent_as_far_as_the_service_knows_them(
 
 
 def test_guides_and_adapters_are_sent() -> None:
-    def guided(**extras: Any) -> Any:
-        given = {name: np.array([value]) for name, value in extras.items()}
-        return sent(replace(ASK, extras=given))
+    def guided(kind: str, text: str | None = None) -> Any:
+        return sent(replace(ASK, guide=Guide(kind, text)))
 
-    schema = guided(guided_decoding_guide_type=b"json_schema", guided_decoding_guide=b"{}")
+    def adapted(task_id: int) -> Any:
+        return sent(replace(ASK, adapter=Adapter(task_id=task_id)))
+
+    schema = guided("json_schema", "{}")
     assert (schema.guided_decoding.guide_type, schema.guided_decoding.guide) == (2, "{}")
-    plain = guided(guided_decoding_guide_type=b"json").guided_decoding
+    plain = guided("json").guided_decoding
     assert plain.guide_type == 1 and plain.guide  # an empty guide would be ignored
-    assert guided(lora_task_id=7).lora_config.task_id == 7
-    assert not guided(lora_task_id=0).HasField("lora_config")
+    assert adapted(7).lora_config.task_id == 7
+    assert not adapted(0).HasField("lora_config")
     with pytest.raises(InvalidRequest, match="guided_decoding_guide_type: 'xml' is unknown"):
-        guided(guided_decoding_guide_type=b"xml", guided_decoding_guide=b"<a>")
+        guided("xml", "<a>")
     with pytest.raises(InvalidRequest, match="guided_decoding_guide: is missing"):
-        guided(guided_decoding_guide_type=b"regex")
+        guided("regex")
 
 
 @pytest.mark.parametrize("ids", [(3, 10**6, 4), array("i", [3, 10**6, 4])])
@@ -135,8 +140,8 @@ def test_the_callers_trace_goes_along() -> None:
         ("bad_words_list", {"bad_sequences": ((1, 2),)}),
         ("beam_width", {"sampling": Sampling(beam_width=2)}),
         ("min_tokens", {"end_id": 13, "sampling": Sampling(min_tokens=3)}),
-        ("lora_weights", {"extras": {"lora_weights": np.zeros((1, 1))}}),
-        ("cache_salt", {"extras": {"cache_salt": np.zeros(1)}}),
+        ("lora_weights", {"adapter": Adapter(weights=np.zeros((1, 1)))}),
+        ("cache_salt", {"cache_salt": CacheSalt("a")}),
     ],
 )
 def test_what_the_service_cannot_honour_is_refused_by_name(
@@ -177,7 +182,9 @@ REQUEST: dict[str, Any] = {
     "embedding_bias": ((1, 1.0),),
     "draft": Draft(token_ids=(1,)),
     "wants": Wants(log_probs=True),
-    "extras": {"lora_task_id": np.array([7])},
+    "guide": Guide("json"),
+    "adapter": Adapter(task_id=7),
+    "extras": {"lookahead_window_size": np.array([7])},
 }
 NOT_SENT = {
     "request_id",  # made unique
@@ -200,11 +207,12 @@ def test_no_field_of_a_request_is_dropped_in_silence() -> None:
         for name, value in SAMPLING.items()
     }
     asked = service_request(drawn, "id", EOS, NO_LIMITS)
+    names = {"draft": "draft_input_ids", "extras": "lookahead_window_size"}
     for name, request in changed.items():
         try:
             assert service_request(request, "id", EOS, NO_LIMITS) != asked, name
         except Unsupported as error:
-            assert error.field == {"draft": "draft_input_ids"}.get(name, name)
+            assert error.field == names.get(name, name)
 
 
 def test_the_descriptor_is_that_of_the_proto() -> None:

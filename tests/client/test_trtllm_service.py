@@ -45,6 +45,7 @@ from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import (
     EngineCapacity,
     FinishReason,
+    Guide,
     Sampling,
     Wants,
 )
@@ -194,13 +195,9 @@ def test_the_played_service_keeps_to_a_guide() -> None:
     behaviour = Behaviour(eos_id=tokenizer.eos_id or 0)
 
     async def scenario(kind: str, guide: str) -> str:
-        extras = {
-            "guided_decoding_guide_type": np.array([kind], np.object_),
-            "guided_decoding_guide": np.array([guide], np.object_),
-        }
         client = TrtllmServiceEngine(url, eos_id=tokenizer.eos_id)
         await client.capacity()
-        asked = replace(ASK, max_tokens=90, end_id=tokenizer.eos_id, extras=extras)
+        asked = replace(ASK, max_tokens=90, end_id=tokenizer.eos_id, guide=Guide(kind, guide))
         try:
             return tokenizer.decode(ids(await read(client, asked)), skip_special_tokens=True)
         finally:

@@ -32,7 +32,16 @@ from trtllm_bls.engines.llm_api import LlmApiEngine
 from trtllm_bls.engines.triton_model import request_inputs
 from trtllm_bls.errors import InvalidRequest, TrtllmBlsError, Unsupported
 from trtllm_bls.settings.parameters import EngineParameters
-from trtllm_bls.types import Draft, EngineCapacity, EngineRequest, Sampling, Wants
+from trtllm_bls.types import (
+    Adapter,
+    CacheSalt,
+    Draft,
+    EngineCapacity,
+    EngineRequest,
+    Guide,
+    Sampling,
+    Wants,
+)
 
 ASK = EngineRequest(request_id="r", input_ids=(5, 6, 7), max_tokens=2, end_id=EOS)
 RULE = hashed(100, first=5)
@@ -74,18 +83,18 @@ PROBES: dict[str, dict[str, Any]] = {
     "`return_context_logits`": {"wants": Wants(context_logits=True)},
     "`return_generation_logits`": {"wants": Wants(generation_logits=True)},
     "`return_perf_metrics`": {"wants": Wants(perf_metrics=True)},
-    "`guided_decoding_guide`": _extras(
-        guided_decoding_guide_type=b"regex", guided_decoding_guide=b"[a-z]+"
-    ),
-    "`lora_task_id`": _extras(lora_task_id=0),
-    "`lora_name` alone, of the server's `model.yaml`": _extras(lora_name=b"sql"),
-    "`lora_weights`, `lora_config`": _extras(lora_weights=0.0, lora_config=0),
+    "`guided_decoding_guide`": {"guide": Guide("regex", "[a-z]+")},
+    "`lora_task_id`": {"adapter": Adapter(task_id=0)},
+    "`lora_name` alone, of the server's `model.yaml`": {"adapter": Adapter(name="sql")},
+    "`lora_weights`, `lora_config`": {
+        "adapter": Adapter(weights=np.array([0.0]), config=np.array([0]))
+    },
     "`prompt_embedding_table`": _extras(prompt_embedding_table=0.0),
     "`retention_…`": _extras(retention_decode_priority=1),
     "`lookahead_…`": _extras(
         lookahead_window_size=1, lookahead_ngram_size=1, lookahead_verification_set_size=1
     ),
-    "`cache_salt` (`llm_api`: from 1.1 on)": _extras(cache_salt=b"tenant"),
+    "`cache_salt` (`llm_api`: from 1.1 on)": {"cache_salt": CacheSalt("tenant")},
     "`priority` (`llm_api`: from 1.3 on)": _extras(priority=np.float32(0.5)),
 }
 

@@ -34,7 +34,7 @@ from trtllm_bls.errors import (
     Unsupported,
 )
 from trtllm_bls.settings.parameters import EngineParameters
-from trtllm_bls.types import Draft, EngineChunk, EngineRequest, FinishReason, Wants
+from trtllm_bls.types import Adapter, Draft, EngineChunk, EngineRequest, FinishReason, Wants
 
 TRUTH = generated(IDS := prompt(14), 20)
 
@@ -367,7 +367,7 @@ def test_a_draft_too_long_names_its_length_and_the_limit(engine: EmbeddedEngine)
     ("field", "change"),
     [
         ("beam_width", {"sampling": {"beam_width": 2}}),
-        ("lora_task_id", {"extras": {"lora_task_id": np.array([1], dtype=np.uint64)}}),
+        ("lora_task_id", {"adapter": Adapter(task_id=1)}),
         ("lookahead_window_size", {"extras": {"lookahead_window_size": np.array([4], np.int32)}}),
     ],
 )

@@ -38,6 +38,7 @@ from trtllm_bls.types import (
     Draft,
     EngineRequest,
     FinishReason,
+    Guide,
     Sampling,
     SpeculationRequest,
 )
@@ -70,14 +71,10 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(DEMO)
 
 
-def guided(kind: str | None, guide: str | None = None, **more: Any) -> EngineRequest:
-    extras = {}
-    if kind is not None:
-        extras["guided_decoding_guide_type"] = np.array([kind.encode()], dtype=np.object_)
-    if guide is not None:
-        extras["guided_decoding_guide"] = np.array([guide.encode()], dtype=np.object_)
+def guided(kind: str | None, text: str | None = None, **more: Any) -> EngineRequest:
+    guide = None if kind is None else Guide(kind, text)
     fields = {"request_id": "g", "input_ids": tuple(range(200, 216)), "max_tokens": 400}
-    return EngineRequest(**fields | {"end_id": 2, "extras": extras} | more)
+    return EngineRequest(**fields | {"end_id": 2, "guide": guide} | more)
 
 
 def texts(
@@ -416,7 +413,6 @@ def test_drafts_that_the_guide_forbids_are_rejected(
         ("ebnf_grammar", 'start: %json {"enum": [1]}', "guided_decoding_guide", "%json is not"),
         ("xml", "a", "guided_decoding_guide_type", "'xml' is unknown"),
         ("regex", None, "guided_decoding_guide", "is missing"),
-        (None, "a", "guided_decoding_guide_type", "is missing"),
     ],
 )
 def test_a_bad_guide_is_refused_by_name(

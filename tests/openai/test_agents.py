@@ -36,7 +36,7 @@ from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse, error_
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import decode
 from trtllm_bls.orchestrator.orchestrator import Admission
-from trtllm_bls.types import Ending, FinishReason, TextChunk
+from trtllm_bls.types import Adapter, Ending, FinishReason, TextChunk
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "agent_requests.json").read_text()
@@ -607,10 +607,8 @@ def test_an_adapter_is_a_model_by_its_name(speak: Any) -> None:
     model.openai.responses.create(model="math", input="x")
     model.anthropic.messages.create(model="poems", max_tokens=9, messages=turn)
     model.openai.chat.completions.create(model=MODEL, messages=turn)
-    by_number, by_name, without = [request.extras for request in model.engine.requests]
-    assert by_number["lora_task_id"].tolist() == [7]
-    assert by_name["lora_name"].tolist() == [b"poems"]
-    assert not without
+    adapters = [request.adapter for request in model.engine.requests]
+    assert adapters == [Adapter(task_id=7), Adapter(name="poems"), None]
 
 
 @pytest.mark.parametrize("wrong", ["math=x", "=7", "math=-1", f"math={2**64}"])

@@ -506,7 +506,7 @@ def test_forms_in_the_words_of_other_servers(
     path, body = api({"type": "text", "text": "x"})
     assert model.post(path, {**body, field: value})[0] == 200
     (asked,) = model.engine.requests
-    assert asked.extras["guided_decoding_guide_type"].tolist() == [kind.encode()]
+    assert asked.guide is not None and asked.guide.kind == kind
     status, told = model.post(path, {**body, "grammar": "root ::= a"})
     assert status == 400 and "send guided_grammar" in json.loads(told)["error"]["message"]
 

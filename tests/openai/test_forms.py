@@ -223,7 +223,7 @@ def test_a_demanded_call_is_json_whatever_the_family(family: str) -> None:
     formats = ChatFormats(TOOL_FORMATS[family], REASONING_TAGS.get(family, REASONING_TAGS["think"]))
     response = response_to(formats, tools=[PING, WEATHER], tool_choice=NAMED)
     (asked,) = response.requests
-    assert asked.extras["guided_decoding_guide_type"].tolist() == [b"json_schema"]
+    assert asked.guide is not None and asked.guide.kind == "json_schema"
     assert asked.skip_special_tokens is None
     message = message_of(response, '[{"name": "weather", "arguments": {"warm": true}}]')
     (call,) = message["tool_calls"]

@@ -29,6 +29,7 @@ from tests.helpers.scripted_text import drafted, saying, tokenizer
 from tests.helpers.waiting import until
 from tests.openai.conftest import Connect
 from tests.openai.test_leaving import endless
+from trtllm_bls.types import Adapter
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None)
@@ -593,7 +594,7 @@ def test_the_model_is_chosen(browser: webdriver.Chrome, connect: Connect) -> Non
     page.script("$('model').value = 'poet'; $('model').dispatchEvent(new Event('change'))")
     page.set("max_tokens", "3")
     page.ask("Hi")
-    assert "lora_task_id" in engine.requests[0].extras
+    assert engine.requests[0].adapter == Adapter(task_id=7)
     browser.refresh()
     page.starts()
     assert page.find("#model").get_property("value") == "poet"

@@ -34,7 +34,7 @@ from trtllm_bls.openai import app
 from trtllm_bls.openai.schema import CompletionRequest, decode
 from trtllm_bls.orchestrator.orchestrator import Admission, Defaults
 from trtllm_bls.text.json_values import json_value
-from trtllm_bls.types import KEY_SALT
+from trtllm_bls.types import CacheSalt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}
@@ -530,12 +530,6 @@ def test_a_tenant_is_the_key_that_was_checked(connect: Connect) -> None:
     assert [each.tenant for each in engine.requests] == [first] * 3 + [None, second, None]
 
 
-def salt_of(request: Any) -> str | None:
-    """As the engine has it; that of a request's own field must be honoured."""
-    extra = request.extras.get("cache_salt")
-    return request.cache_salt if extra is None else extra[0].decode()
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_keys_do_not_share_the_kv_cache_unless_they_may(connect: Connect, shared: bool) -> None:
     """Also where two clients send the same salt; the salt does not tell the key."""
@@ -545,16 +539,16 @@ def test_keys_do_not_share_the_kv_cache_unless_they_may(connect: Connect, shared
         _, client = connect(engine, key=key, keys=keys, share_kv_cache=shared)
         for body in ({}, {"cache_salt": "mine"}, {"draft_memory": False}):
             client.completions.create(model=MODEL, prompt=PROMPT, extra_body=body)
-    salts = [salt_of(each) for each in engine.requests]
+    typed = [request.cache_salt for request in engine.requests]
+    salts = [salt and salt.text for salt in typed]
     assert salts[:3:2] == [salts[0]] * 2 and salts[3::2] == [salts[3]] * 2
     if shared:
         assert salts == [None, "mine", None] * 2
     else:
         assert len({*salts} - {None}) == 4
-        assert all(each and each.startswith(KEY_SALT) for each in salts[::3])
         assert not any(key.hex() in (salt or "") for key in keys for salt in salts)
-    explicit = [each.extras.get("cache_salt") is not None for each in engine.requests]
-    assert explicit == [False, True, False] * 2
+    required = [salt is not None and salt.required for salt in typed]
+    assert required == [False, True, False] * 2
 
 
 def test_without_keys_the_salt_is_the_requests_own(connect: Connect) -> None:
@@ -562,7 +556,7 @@ def test_without_keys_the_salt_is_the_requests_own(connect: Connect) -> None:
     _, client = connect(engine)
     for body in ({}, {"cache_salt": "mine"}):
         client.completions.create(model=MODEL, prompt=PROMPT, extra_body=body)
-    assert [salt_of(each) for each in engine.requests] == [None, "mine"]
+    assert [request.cache_salt for request in engine.requests] == [None, CacheSalt("mine")]
 
 
 def test_keys_come_from_the_environment_too(

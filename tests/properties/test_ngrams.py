@@ -16,7 +16,7 @@ from trtllm_bls.errors import Unsupported
 from trtllm_bls.speculative.learned import SpeculationShared
 from trtllm_bls.speculative.ngrams import NgramAcceptance, NgramDrafts, NgramIndex
 from trtllm_bls.speculative.options import DraftSource
-from trtllm_bls.types import EngineRequest, Sampling, SpeculationRequest, SpeculationStats
+from trtllm_bls.types import EngineRequest, Guide, Sampling, SpeculationRequest, SpeculationStats
 
 TEXT = tuple(range(10, 90))
 PROMPT, END = (1, 2, 3), 9
@@ -230,7 +230,7 @@ async def test_a_useless_prediction_leaves_one_plain_request() -> None:
     [
         {"num_return_sequences": 2},
         {"sampling": Sampling(top_p=0.5, top_p_decay=0.9)},
-        {"extras": {"guided_decoding_guide": b"{}"}},
+        {"guide": Guide("json_schema", "{}")},
     ],
 )
 def test_a_prediction_is_no_demand(fields: dict[str, object]) -> None:

@@ -45,6 +45,7 @@ from trtllm_bls.types import (
     EngineChunk,
     EngineRequest,
     FinishReason,
+    Guide,
     Sampling,
     SpeculationRequest,
 )
@@ -404,7 +405,7 @@ async def test_cancelling_at_any_time_ends_both_engines_work(
         ({"sampling": replace(GREEDY, top_p_decay=0.9)}, "runtime_top_p_decay"),
         ({"sampling": replace(GREEDY, top_p_reset_id=3)}, "runtime_top_p_reset_ids"),
         ({"draft": Draft(token_ids=(1,))}, "draft_input_ids"),
-        ({"extras": {"guided_decoding_guide": b"{}"}}, "guided_decoding_guide"),
+        ({"guide": Guide("json_schema", "{}")}, "guided_decoding_guide_type"),
         ({"extras": {"prompt_table_extra_ids": b""}}, "prompt_table_extra_ids"),
     ],
 )
@@ -425,7 +426,7 @@ async def test_what_rounds_cannot_keep_is_refused_by_name(
 async def test_a_prompt_with_a_table_of_its_own_is_not_shown_to_the_draft() -> None:
     """Ids beyond the vocabulary mean nothing to it; n-grams still work."""
     engines = hashed_pair()
-    extras = {"prompt_embedding_table": b"", "lora_task_id": b""}
+    extras = {"prompt_embedding_table": b"", "prompt_vocab_size": b""}
     engine = engines.speculative(num_draft_tokens=2, draft_source=DraftSource.MIXED)
     await read(engine, ask((1, 2, 3, 4, 1, 2, 3), extras=extras))
     assert engines.draft.requests == []

@@ -74,7 +74,7 @@ def test_an_agent_calls_a_tool_and_ends_with_an_object() -> None:
     last = json.loads(model.llm.requests[-1].messages or "")
     assert [each["role"] for each in last] == ["user", "assistant", "tool", "assistant", "user"]
     assert last[2]["content"] == "A small animal of the woods."
-    assert "guided_decoding_guide" in model.llm.requests[-1].extras
+    assert model.llm.requests[-1].guide is not None
 
 
 def test_the_best_of_n_has_the_highest_reward() -> None:

@@ -27,7 +27,7 @@ from trtllm_bls.pipeline.language_model import (
     text_request,
 )
 from trtllm_bls.pipeline.testing import ScriptedLLM, serving
-from trtllm_bls.types import ChatOptions, Sampling, SpeculationRequest, TextRequest, Wants
+from trtllm_bls.types import ChatOptions, Guide, Sampling, SpeculationRequest, TextRequest, Wants
 
 RIGHT: dict[str, Any] = {
     "max_tokens": 5,
@@ -57,10 +57,10 @@ def test_options_become_the_fields_of_a_request() -> None:
     assert request.stop_token_ids == (1, 2)
     assert (request.token_bias, request.embedding_bias) == (((5, 1.5),), (("word", -1.0),))
     assert request.wants.log_probs
-    assert request.extras["lora_task_id"].tolist() == [7]
-    assert request.extras["lora_config"].tolist() == [[1, 2, 3]]
-    assert request.extras["guided_decoding_guide_type"].tolist() == [b"json_schema"]
-    assert json.loads(request.extras["guided_decoding_guide"][0]) == {"type": "object"}
+    assert request.adapter is not None and request.adapter.task_id == 7
+    assert request.adapter.config is not None and request.adapter.config.tolist() == [[1, 2, 3]]
+    assert request.guide == Guide("json_schema", '{"type": "object"}')
+    assert not request.extras
 
 
 @pytest.mark.parametrize("name", sorted(get_type_hints(ConversationOptions)))
@@ -334,7 +334,7 @@ def test_every_field_of_a_request_is_an_option() -> None:
     """Or it is not for a pipeline."""
     known = set(get_type_hints(ConversationOptions)) | {"tools"}
     own = {"text", "prompt_ids", "messages", "chat", "stream", "text_ids", "api", "tenant"}
-    own |= {"cache_salt"}
+    own |= {"cache_salt", "guide", "adapter"}  # of which options make the latter two
     own |= {"traceparent", "request_id", "sampling", "wants", "return_tokens", "return_drafted"}
     own |= {"exclude_input_in_output", "beam_width", "early_stopping", "add_generation_prompt"}
     own |= {"perf_metrics", "num_input_tokens", "num_output_tokens"}

@@ -21,6 +21,7 @@ from trtllm_bls.types import (
     EngineMetrics,
     EngineRequest,
     FinishReason,
+    Guide,
     Sampling,
     TextRequest,
     Wants,
@@ -132,21 +133,20 @@ def test_logits_are_counted_before_they_are_computed() -> None:
 @pytest.mark.parametrize(
     ("guide", "problem"),
     [
-        (b"a" * 101, "101 bytes; at most 100 .*max_guide_bytes"),
-        (b"[" * 6 + b"]" * 6, "6 levels; at most 5 .*max_guide_depth"),
-        (b"1,2,3,4,5,6,7,8,9,10,11,12", "11 nodes; at most 10 .*max_guide_nodes"),
+        ("a" * 101, "101 bytes; at most 100 .*max_guide_bytes"),
+        ("[" * 6 + "]" * 6, "6 levels; at most 5 .*max_guide_depth"),
+        ("1,2,3,4,5,6,7,8,9,10,11,12", "11 nodes; at most 10 .*max_guide_nodes"),
     ],
 )
-def test_a_guide_that_is_costly_to_compile_is_refused(guide: bytes, problem: str) -> None:
+def test_a_guide_that_is_costly_to_compile_is_refused(guide: str, problem: str) -> None:
     """Whatever the engine: one behind Triton has no limits of its own."""
     limits = RequestLimits(max_guide_bytes=100, max_guide_depth=5, max_guide_nodes=10)
-    extras = {"guided_decoding_guide": np.array([guide], np.object_)}
     with pytest.raises(InvalidRequest, match=f"^guided_decoding_guide: {problem}"):
-        run(asking(extras=extras), limits=limits)
-    for taken in (b'["[[[[[[,,,,,,,,,,,"]', b"[]" * 5):  # depth is of what is open
-        limits.check_guide({"guided_decoding_guide": np.array([taken], np.object_)})
+        run(asking(guide=Guide("json_schema", guide)), limits=limits)
+    for taken in ('["[[[[[[,,,,,,,,,,,"]', "[]" * 5):  # depth is of what is open
+        limits.check_guide(Guide("json_schema", taken))
     flat = RequestLimits(max_guide_bytes=1000, max_guide_depth=1, max_guide_nodes=1000)
-    flat.check_guide({"guided_decoding_guide": np.array([b"[],{},()," * 30], np.object_)})
+    flat.check_guide(Guide("json_schema", "[],{},()," * 30))
 
 
 def test_a_prediction_has_a_limit() -> None:

@@ -19,7 +19,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import regex
 
@@ -52,6 +51,7 @@ from trtllm_bls.types import (
     Ending,
     EngineChunk,
     FinishReason,
+    Guide,
     Outcome,
     RequestStats,
     Sampling,
@@ -433,12 +433,12 @@ def guarded(value: Callable[[int], Any], size: int) -> Callable[[], object]:
 
 
 def guide(text: Callable[[int], str], size: int) -> Callable[[], object]:
-    inputs = {"guided_decoding_guide": np.array([text(size).encode()], np.object_)}
+    made = Guide("json_schema", text(size))
     limits = RequestLimits(max_guide_bytes=1 << 30)
 
     def run() -> None:
         with suppress(InvalidRequest):
-            limits.check_guide(inputs)
+            limits.check_guide(made)
 
     return run
 

@@ -19,7 +19,7 @@ from trtllm_bls.openai.app import ApiSettings, create_app
 from trtllm_bls.pipeline import ChatRequest, StreamingModel
 from trtllm_bls.pipeline.testing import LoadedModel, serving
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
-from trtllm_bls.types import KEY_SALT, ChatOptions, TextRequest
+from trtllm_bls.types import CacheSalt, ChatOptions, TextRequest
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALLED = '[{"name": "add", "arguments": {"a": 1}}]'
@@ -63,7 +63,8 @@ def test_a_demanded_call_is_a_call(choice: str) -> None:
         (inner,) = model.llm.requests
     assert called["call"]["name"] == "add"
     assert json.loads(called["call"]["arguments"]) == {"a": 1}
-    guide = json.loads(inner.extras["guided_decoding_guide"][0])
+    assert inner.guide is not None
+    guide = json.loads(inner.guide.text or "")
     assert guide["maxItems"] == 1 and "add" in json.dumps(guide)
 
 
@@ -88,13 +89,13 @@ def test_a_tool_choice_that_cannot_be_is_refused() -> None:
 @pytest.mark.parametrize("chosen", [None, "mine"])
 def test_inner_calls_have_the_callers_key_and_salt(chosen: str | None) -> None:
     """So neither drafts nor the engine's KV cache tell one key what another has sent."""
-    salt = {"cache_salt": np.array([b"mine"], np.object_)} if chosen else {}
-    asked = request(tenant="digest", cache_salt=f"{KEY_SALT}own", extras=salt)
+    salt = CacheSalt(chosen) if chosen else CacheSalt("own", required=False)
+    asked = request(tenant="digest", cache_salt=salt)
     with serving(PassesOn, llm=["a"], tokenizer_dir=tool_tokenizer()) as model:
         assert events(model, asked) == [{"text": "a"}]
         (inner,) = model.llm.requests
     assert inner.tenant == "digest"
-    assert inner.cache_salt == KEY_SALT + (chosen or "own")
+    assert inner.cache_salt == CacheSalt(chosen or "own", required=False)
 
 
 def test_calls_of_other_models_have_neither() -> None:
@@ -105,7 +106,7 @@ def test_calls_of_other_models_have_neither() -> None:
                 pass
             yield "a"
 
-    asked = request(tenant="digest", cache_salt=f"{KEY_SALT}own")
+    asked = request(tenant="digest", cache_salt=CacheSalt("own", required=False))
     with serving(Calls, models={"other": lambda inputs: {"y": 1}}) as model:
         assert events(model, asked) == [{"text": "a"}]
     assert [(list(each.inputs), each.parameters) for each in model.calls] == [(["x"], {})] * 2
@@ -195,7 +196,7 @@ def test_a_pipeline_is_not_named_as_the_language_model() -> None:
         create_app(backend, ApiSettings(**names))
 
 
-@pytest.mark.parametrize("more", [{}, {"cache_salt": "a", "token_bias": ((5, 1.0),)}])
+@pytest.mark.parametrize("more", [{}, {"cache_salt": CacheSalt("a"), "token_bias": ((5, 1.0),)}])
 def test_what_no_api_of_ours_sends_is_a_mistake_of_its_sender(more: dict[str, Any]) -> None:
     """Any client of Triton may send the tensor: with JSON of every other form, or with none."""
     asked = request(stop_words=("never",), prediction="so", **more)

@@ -16,6 +16,7 @@ from trtllm_bls.engines.triton_model import ResponseReader, request_inputs
 from trtllm_bls.errors import EngineError
 from trtllm_bls.triton.tensors import ChunkWriter, text_arrays
 from trtllm_bls.types import (
+    CacheSalt,
     Ending,
     EngineChunk,
     EngineMetrics,
@@ -297,9 +298,10 @@ def test_the_likeliest_ids_survive_the_wire(engine: str) -> None:
 def test_the_salt_of_a_key_goes_to_engines_that_tell_salts_apart(engine: str) -> None:
     """Others are sent none, and do not refuse the request; one of its own goes to any."""
     model = replace(LAST_FORM, parameters={"engine": engine})
-    own = {"cache_salt": np.array([b"own"], np.object_)}
-    for extras, wanted in (({}, b"key:1" if engine == "llm_api" else None), (own, b"own")):
-        request = replace(ASK, cache_salt="key:1", extras=extras)
+    of_key = CacheSalt("1", required=False)
+    kept = b"key:1" if engine == "llm_api" else None
+    for salt, wanted in ((of_key, kept), (CacheSalt("own"), b"own")):
+        request = replace(ASK, cache_salt=salt)
         inputs = {name: array for name, _, array in request_inputs(request, model, 100)}
         assert inputs.get("cache_salt", np.array([[None]])).tolist() == [[wanted]]
 

@@ -25,8 +25,11 @@ from trtllm_bls.engines.triton_model import request_inputs
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.triton.tensors import engine_requests
 from trtllm_bls.types import (
+    Adapter,
+    CacheSalt,
     Draft,
     EngineRequest,
+    Guide,
     Sampling,
     Wants,
 )
@@ -51,6 +54,10 @@ samplings = st.builds(
     early_stopping=st.none() | st.booleans(),
     seed=st.none() | st.integers(0, 2**64 - 1),
 )
+names = st.none() | st.text(min_size=1, max_size=4)
+adapters = st.builds(
+    Adapter, name=st.text(min_size=1, max_size=4), task_id=st.none() | st.just(2**63), path=names
+)
 requests = st.builds(
     EngineRequest,
     request_id=st.just("r"),
@@ -72,6 +79,9 @@ requests = st.builds(
         generation_logits=st.booleans(),
         perf_metrics=st.booleans(),
     ),
+    guide=st.none() | st.builds(Guide, st.sampled_from(("json", "regex")), names),
+    adapter=st.none() | adapters,
+    cache_salt=st.none() | st.builds(CacheSalt, st.text(min_size=1, max_size=4)),
 )
 
 
@@ -110,10 +120,23 @@ def test_draft_logits_and_extras_come_back_too() -> None:
 def test_extras_of_a_text_request_reach_the_engine() -> None:
     """A guide given to the text model arrives at tensorrt_llm in its own type and shape."""
     request = text(guided_decoding_guide_type=words("json"), lora_task_id=np.array([7], np.uint64))
-    arrays = sent(replace(ASK, extras=request.extras))
+    assert request.guide == Guide("json") and request.adapter == Adapter(task_id=7)
+    arrays = sent(replace(ASK, guide=request.guide, adapter=request.adapter))
     assert arrays["guided_decoding_guide_type"].tolist() == [[b"json"]]
     assert arrays["lora_task_id"].dtype == np.uint64
     assert arrays["lora_task_id"].tolist() == [[7]]
+
+
+def test_a_guide_without_its_kind_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"^guided_decoding_guide_type: is missing"):
+        text(guided_decoding_guide=words("a+"))
+
+
+def test_a_salt_that_may_be_ignored_is_still_so_behind_the_wire() -> None:
+    """The engine's side reads the same salt; a draft model drafts without it all the same."""
+    salts = [CacheSalt("a"), CacheSalt("a", required=False), CacheSalt("a").optional()]
+    assert [CacheSalt.parsed(str(salt)) for salt in salts] == salts
+    assert str(salts[1]) == "key:a"
 
 
 def test_a_prompt_tables_id_is_one_number() -> None:
@@ -194,7 +217,7 @@ def test_a_guide_that_the_backend_would_ignore_is_refused(
 ) -> None:
     """The C++ backend says nothing where one of its two parameters is missing."""
     model = replace(LAST_FORM, parameters={"gpt_model_type": "inflight_batching", **told})
-    asked = replace(ASK, extras={"guided_decoding_guide": np.array([b"a"], np.object_)})
+    asked = replace(ASK, guide=Guide("regex", "a"))
     with pytest.raises(InvalidRequest, match=missing):
         sent(asked, model)
     both = {"guided_decoding_backend": "xgrammar", "xgrammar_tokenizer_info_path": "/info.json"}

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2
 
 from trtllm_bls.errors import EngineError, EngineUnavailable, Unsupported, from_wire
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
-from trtllm_bls.types import KEY_SALT, Sampling, TextRequest
+from trtllm_bls.types import Sampling, TextRequest
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.wire.kserve import (
     SERVICE,
@@ -52,19 +52,17 @@ def chat_request(request: TextRequest) -> bytes:
         "parallel_tool_calls": None if request.chat.parallel_tool_calls else False,
         "continue_final_message": request.chat.continue_final_message,
     }
-    guide = {name: array.item().decode() for name, array in request.extras.items()}
-    if (kind := guide.get("guided_decoding_guide_type")) is not None:
-        name = _GUIDES.get(kind, "json_schema")
-        options[name] = guide.get("guided_decoding_guide", '{"type":"object"}')
-    salt = request.cache_salt  # one that the caller chose is another, of its key
-    if "cache_salt" in guide:
-        salt = KEY_SALT + guide["cache_salt"]
+    if (guide := request.guide) is not None:
+        name = _GUIDES.get(guide.kind, "json_schema")
+        options[name] = '{"type":"object"}' if guide.text is None else guide.text
+    salt = request.cache_salt
     body = {
         "messages": json.loads(request.messages),
         "tools": json.loads(request.chat.tools or "[]"),
         "options": {name: value for name, value in options.items() if value not in (None, (), {})},
         "key": request.tenant,
-        "cache_salt": salt,
+        # The engine behind the pipeline's language model may have no salts.
+        "cache_salt": None if salt is None else str(salt.optional()),
     }
     return json.dumps(body).encode()
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
 from trtllm_bls.engines.base import Engine, join_chunks
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.types import (
+    CacheSalt,
     EngineChunk,
     EngineRequest,
+    Guide,
     Sampling,
     SpeculationStats,
     TokenIds,
@@ -30,7 +30,7 @@ _TOKENS, _AT_ONCE = 16, 32
 _SECONDS = 120.0  # for one request
 _SAMPLE = Sampling(top_p=1.0, temperature=1.0, seed=7)
 _said = attrgetter("token_ids", "finish_reason")
-_DIGITS = {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"[0-9]{4}"}
+_DIGITS = Guide("regex", "[0-9]{4}")
 
 
 async def examine(
@@ -47,8 +47,7 @@ async def examine(
     several = {"num_return_sequences": 2, "sampling": _SAMPLE}
     least = {"end_id": one, "sampling": Sampling(min_tokens=_TOKENS)}
     best = {"wants": Wants(log_probs=True, top_log_probs=2)}
-    digits = {name: np.array([value]) for name, value in _DIGITS.items()}
-    guide = {"extras": digits, "end_id": eos_id}
+    guide = {"guide": _DIGITS, "end_id": eos_id}
     # A name, the fields of a request, what is looked at in each sequence, and what it is to be.
     checks: list[tuple[str, dict[str, Any], Callable[[Any], Any], Any]] = [
         ("a stream", {}, _said, (greedy, "length")),
@@ -64,7 +63,7 @@ async def examine(
         ("min_tokens", least, lambda c: len(c.token_ids), _TOKENS),
         ("alternatives", best, lambda c: [each[0][0] for each in c.top_log_probs], [*greedy]),
         ("guide", guide, lambda c: re.sub("[0-9]", "0", decode(c.token_ids)), "0000"),
-        ("cache_salt", {"extras": {"cache_salt": np.array([b"a"])}}, _said, (greedy, "length")),
+        ("cache_salt", {"cache_salt": CacheSalt("a")}, _said, (greedy, "length")),
         ("an id that is no token", {"input_ids": (2**31 - 1,)}, _said, None),
         ("a prompt that is too long", {"input_ids": too_long}, _said, None),
     ]

@@ -34,7 +34,9 @@ from trtllm_bls.errors import (
 from trtllm_bls.settings.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.types import (
-    KEY_SALT,
+    GUIDE_KIND_INPUT,
+    GUIDE_TEXT_INPUT,
+    Adapter,
     Array,
     EngineCapacity,
     EngineChunk,
@@ -56,7 +58,7 @@ _RETENTION = [tensor.name for tensor in ENGINE.inputs if tensor.name.startswith(
 _DECODE_PRIORITY = 35  # KvCacheRetentionConfig's own default
 _ADAPTER = ("lora_name", "lora_path", "lora_task_id")
 _TAKEN = {
-    *("guided_decoding_guide_type", "guided_decoding_guide", "logits_post_processor_name"),
+    *(GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, "logits_post_processor_name"),
     *("lora_task_id", "lora_name", "lora_path", "lora_ckpt_source", "cache_salt", "priority"),
     *_RETENTION,
     *("embedding_bias", "return_perf_metrics"),
@@ -121,7 +123,7 @@ def open_llm(
     )
     refused = {}
     if not arguments.get("guided_decoding_backend"):
-        refused["guided_decoding_guide_type"] = _UNGUIDED
+        refused[GUIDE_KIND_INPUT] = _UNGUIDED
     if capacity.speculates:
         refused["logits_post_processor_name"] = _EDITED
     return LlmApiEngine(name, api, llm, capacity, config.adapters, processors, refused)
@@ -205,8 +207,9 @@ class LlmApiEngine:
             fields["logprobs"] = max(1, request.wants.top_log_probs)
         if request.wants.perf_metrics or self._capacity.speculates:
             fields["return_perf_metrics"] = True
-        if guide := trtllm.guide_of(request.extras):
-            kind, text = guide
+        if guide := request.guide:
+            kind = guide.kind
+            text = trtllm.guide_text(guide)
             how = {"json_object": True} if kind == "json" else {_GUIDES.get(kind, kind): text}
             fields["guided_decoding"] = self._class("GuidedDecodingParams")(**how)
         if name := trtllm.text_of(request.extras, "logits_post_processor_name"):
@@ -231,11 +234,11 @@ class LlmApiEngine:
     def _options(self, request: EngineRequest) -> dict[str, Any]:
         """What ``generate_async`` is given beside ids and sampling."""
         extras = request.extras
-        options: dict[str, Any] = {"lora_request": self._adapter(extras)}
+        options: dict[str, Any] = {"lora_request": self._adapter(request.adapter)}
         options["kv_cache_retention_config"] = self._retention(extras)
-        salt = trtllm.text_of(extras, "cache_salt")
-        if "cache_salt" in self._takes or not (salt or "").startswith(KEY_SALT):
-            options["cache_salt"] = salt  # nobody asked for that of a key
+        salt = request.cache_salt
+        if salt is not None and (salt.required or "cache_salt" in self._takes):
+            options["cache_salt"] = str(salt)
         if "priority" in extras:
             options["priority"] = float(extras["priority"].reshape(-1)[0])
         if request.traceparent and "trace_headers" in self._takes:
@@ -245,19 +248,19 @@ class LlmApiEngine:
             raise Unsupported(name, "the LLM API of this TensorRT-LLM does not take it")
         return options
 
-    def _adapter(self, extras: Mapping[str, Array]) -> Any:
-        name, path, number = (trtllm.text_of(extras, key) or None for key in _ADAPTER)
+    def _adapter(self, adapter: Adapter | None) -> Any:
+        if adapter is None:
+            return None
+        name, path, number = adapter.name, adapter.path, adapter.task_id
         if name and path is None and number is None:
             number, path = _known("lora_name", name, self._adapters)
-        if name is None and path is None and number is None:
-            return None
         if name is None or path is None or number is None:
             problem = "send it alone, for an adapter of the server's model.yaml, or all of"
             raise InvalidRequest("lora_name", f"{problem} {', '.join(_ADAPTER)}")
-        source = trtllm.text_of(extras, "lora_ckpt_source")
+        source = adapter.checkpoint_source
         make = importlib.import_module("tensorrt_llm.executor.request").LoRARequest
         more = {"lora_ckpt_source": source} if source else {}
-        return make(lora_name=name, lora_int_id=int(number), lora_path=path, **more)
+        return make(lora_name=name, lora_int_id=number, lora_path=path, **more)
 
     def _retention(self, extras: Mapping[str, Array]) -> Any:
         values = {name: extras[name].reshape(-1).tolist() for name in _RETENTION if name in extras}

@@ -271,5 +271,7 @@ def _can_resume(request: EngineRequest) -> bool:
         and sampling.top_p_decay in (None, 1.0)
         and all(len(stop) == 1 for stop in request.stop_sequences)
         and request.wants == Wants()
+        and request.guide is None
+        and request.adapter is None
         and not request.extras
     )

@@ -45,6 +45,7 @@ from trtllm_bls.settings.cpp_backend import GUIDES
 from trtllm_bls.settings.parameters import is_true
 from trtllm_bls.types import (
     ENGINE_METRICS,
+    GUIDE_TEXT_INPUT,
     Array,
     EngineCapacity,
     EngineChunk,
@@ -58,6 +59,7 @@ from trtllm_bls.types import (
 from trtllm_bls.wire.contract import ENGINE
 from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
 from trtllm_bls.wire.kserve import SERVICE, is_final, output_arrays, packed_infer_message
+from trtllm_bls.wire.request_fields import input_arrays
 from trtllm_bls.wire.words import dense_bias, pack_words
 
 _ID = struct.Struct("<i")
@@ -365,9 +367,9 @@ def request_inputs(
     """
     declared, sequences, draft = model.inputs, request.num_return_sequences, request.draft
     missing = [key for key in GUIDES if not model.parameters.get(key)]
-    if "guided_decoding_guide" in request.extras and model.is_cpp_backend and missing:
+    if request.guide is not None and model.is_cpp_backend and missing:
         problem = f"the engine would ignore it; set its parameter {' and '.join(missing)}"
-        raise Unsupported("guided_decoding_guide", problem)
+        raise Unsupported(GUIDE_TEXT_INPUT, problem)
     salted = model.speculates and "cache_salt" in declared
     numbers = {
         "max_tokens": request.max_tokens,
@@ -378,8 +380,6 @@ def request_inputs(
         **vars(request.sampling),
         "draft_acceptance_threshold": draft.acceptance_threshold if draft is not None else None,
         "input_lengths": len(request.input_ids),
-        # Only where the engine tells salts apart.
-        "cache_salt": request.cache_salt.encode() if salted and request.cache_salt else None,
     }
     for name, demand in vars(request.wants).items():
         # Counts are the caller's own business; the engine need not send them.
@@ -398,7 +398,8 @@ def request_inputs(
             else:
                 raise InvalidRequest(spellings[0], _NO_INPUT)
     arrays["input_ids"] = _ids_row(request.input_ids)
-    arrays |= {name: array[None] for name, array in request.extras.items()}
+    passed_on = {**input_arrays(request, salted=salted), **request.extras}
+    arrays |= {name: array[None] for name, array in passed_on.items()}
     if request.stop_sequences:
         arrays["stop_words_list"] = pack_words(request.stop_sequences)[None]
     if request.bad_sequences:

@@ -20,15 +20,19 @@ from trtllm_bls.engines.request_checks import HONOURED, check_request
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.text.stopping import StoppingCriteria
 from trtllm_bls.types import (
+    GUIDE_KIND_INPUT,
+    GUIDE_TEXT_INPUT,
     Array,
     EngineCapacity,
     EngineChunk,
     EngineRequest,
     FinishReason,
+    Guide,
     Sampling,
     TokenIds,
     TopLogProbs,
 )
+from trtllm_bls.wire.request_fields import required_inputs
 
 # Why a sequence ended; a stop of the request's own is seen in the ids.
 REASONS = {
@@ -69,7 +73,8 @@ def check(
         "return_generation_logits": request.wants.generation_logits,
         "return_perf_metrics": request.wants.perf_metrics,
         "bad_words_list": any(len(words) > 1 for words in request.bad_sequences),
-    } | dict.fromkeys(request.extras, True)
+    }
+    present |= dict.fromkeys((*required_inputs(request), *request.extras), True)
     for name, is_there in present.items():
         if is_there and (name in refused or name not in taken):
             raise Unsupported(name, f"cannot be honoured: {refused.get(name, otherwise)}")
@@ -109,27 +114,20 @@ def likeliest(pairs: Iterable[tuple[int, float]], count: int) -> TopLogProbs:
     return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
 
 
-def guide_of(extras: Mapping[str, Array], *, empty: bool = False) -> tuple[str, str] | None:
-    """What guides the answer: one of ``GUIDE_TYPES``, and its text, which is empty for ``json``.
+def guide_text(guide: Guide, *, may_be_empty: bool = False) -> str:
+    """Return the text of a guide whose kind is one of ``GUIDE_TYPES``; empty for ``json``.
 
-    ``empty``: it may be for others. Raises ``InvalidRequest``.
+    ``may_be_empty``: it may be so for other kinds. Raises ``InvalidRequest``.
     """
-    kind, text = (
-        text_of(extras, name) for name in ("guided_decoding_guide_type", "guided_decoding_guide")
-    )
-    if kind is None:
-        if text is not None:
-            raise InvalidRequest("guided_decoding_guide_type", "is missing beside the guide")
-        return None
-    if kind not in GUIDE_TYPES:
+    if guide.kind not in GUIDE_TYPES:
         known = ", ".join(GUIDE_TYPES)
-        problem = f"{kind!r} is unknown; send one of: {known}"
-        raise InvalidRequest("guided_decoding_guide_type", problem)
-    if kind == "json":
-        return kind, ""
-    if not text and (text is None or not empty):
-        raise InvalidRequest("guided_decoding_guide", f"is missing for {kind}")
-    return kind, text or ""
+        problem = f"{guide.kind!r} is unknown; send one of: {known}"
+        raise InvalidRequest(GUIDE_KIND_INPUT, problem)
+    if guide.kind == "json":
+        return ""
+    if guide.text is None or not (guide.text or may_be_empty):
+        raise InvalidRequest(GUIDE_TEXT_INPUT, f"is missing for {guide.kind}")
+    return guide.text
 
 
 def text_of(extras: Mapping[str, Array], name: str) -> str | None:

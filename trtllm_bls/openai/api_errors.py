@@ -23,6 +23,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.http.limits import RETRY, Refused
 from trtllm_bls.orchestrator.deployment import SHUTTING_DOWN
+from trtllm_bls.types import GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT
 
 DONE = b"data: [DONE]\n\n"  # the last event of every stream
 _CODES = {421: "unknown_host", 403: "foreign_origin", 503: "overloaded"}
@@ -46,7 +47,6 @@ _CALLERS_NAMES = {
     "return_context_logits": "echo",
     "end_id": "ignore_eos",
 }
-_OF_THE_GUIDE = ("guided_decoding_guide_type", "guided_decoding_guide")
 # Messages of TensorRT-LLM's executor, where its limits are not known.
 _TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_seq_len")
 
@@ -120,7 +120,8 @@ def api_error(
         return ApiError(400, message, param=prompt, code=code, too_long=sizes)
     if isinstance(error, InvalidRequest):
         name = prompt if error.field in PROMPT_FIELDS else error.field
-        name = guide if name in _OF_THE_GUIDE else _CALLERS_NAMES.get(name, name)
+        of_guide = name in (GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT)
+        name = guide if of_guide else _CALLERS_NAMES.get(name, name)
         return invalid(name, error.problem)
     if isinstance(error, Overloaded) and text == SHUTTING_DOWN:
         return ApiError(503, text, code="shutting_down", headers=RETRY)

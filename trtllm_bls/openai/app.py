@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -77,7 +76,8 @@ from trtllm_bls.orchestrator.reports import (
 )
 from trtllm_bls.orchestrator.status import StatusDirectory, common_problem, engines_up
 from trtllm_bls.types import (
-    KEY_SALT,
+    Adapter,
+    CacheSalt,
     Ending,
     FinishReason,
     SpeculationRequest,
@@ -570,11 +570,11 @@ class _Api:
         served = self.pipeline if request.model in self.pipelines else self.served
         response = builder(request, served, **referred)
         if (task_id := self.settings.loras.get(request.model)) is not None:
-            adapter = {"lora_name": np.array([request.model.encode()], np.object_)}
+            adapter = Adapter(name=request.model)
             if task_id:
-                adapter = {"lora_task_id": np.array([int(task_id)], np.uint64)}
+                adapter = Adapter(task_id=int(task_id))
             for text_request in response.requests:
-                text_request.extras = {**text_request.extras, **adapter}
+                text_request.adapter = adapter
         return response
 
 
@@ -681,9 +681,9 @@ class _Generate:
             text.api, text.tenant, text.traceparent = response.object, tenant, trace
             if request.cache_salt:  # refused by an engine that has none
                 salt = _salt(owner, request.cache_salt) if owner else request.cache_salt
-                text.extras = {**text.extras, "cache_salt": np.array([salt.encode()], np.object_)}
+                text.cache_salt = CacheSalt(salt)
             elif owner:
-                text.cache_salt = KEY_SALT + _salt(owner, "")
+                text.cache_salt = CacheSalt(_salt(owner, ""), required=False)
         return response
 
 

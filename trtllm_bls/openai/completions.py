@@ -63,7 +63,7 @@ class CompletionResponse(ChoicesBuilder):
                 context_logits=scored and bool(request.echo),
             ),
             "return_tokens": scored,
-            "extras": guide.extras if guide else {},
+            "guide": guide.guide if guide else None,
         }
         requests = [
             TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared) for prompt in prompts

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.api_errors import invalid
@@ -34,7 +33,7 @@ from trtllm_bls.text.chat_formats import (
 from trtllm_bls.text.chat_parser import ChatParser, EventParser
 from trtllm_bls.text.json_values import JsonStrings, json_value
 from trtllm_bls.text.tokenizer import Tokenizer
-from trtllm_bls.types import Array, ChatOptions, Sampling, SpeculationRequest, TextRequest
+from trtllm_bls.types import ChatOptions, Guide, Sampling, SpeculationRequest, TextRequest
 
 # Below it, temperature and top_p select the likeliest token, or overflow in the engine.
 _COLDEST = 1e-5
@@ -111,14 +110,9 @@ class GuidedDecoding:
     text: str = ""
 
     @property
-    def extras(self) -> dict[str, Array]:
-        """The engine's inputs."""
-        values = {"guided_decoding_guide_type": self.kind, "guided_decoding_guide": self.text}
-        return {
-            name: np.array([value.encode()], dtype=np.object_)
-            for name, value in values.items()
-            if value
-        }
+    def guide(self) -> Guide:
+        """The form as the engine is asked for it."""
+        return Guide(self.kind, self.text or None)
 
 
 @dataclass(frozen=True)
@@ -463,7 +457,7 @@ def chat_turn(
         messages=json_text(formats.conversations.fitted(asked.messages)),
         chat=options,
         num_return_sequences=choices,
-        extras=guide.extras if guide else {},
+        guide=guide.guide if guide else None,
         **{**shared, **fields},
     )
     opened = reasoning is not None and tokenizer.prompt_ends_with(reasoning.begin, options)

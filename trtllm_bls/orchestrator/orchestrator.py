@@ -372,8 +372,7 @@ class Orchestrator:
         if not request.fits_max_tokens:
             limits.check("max_output_tokens", "max_tokens", request.max_tokens, "tokens")
         limits.check("max_timeout_seconds", "timeout_ms", request.timeout_s, "s")
-        if request.extras:
-            limits.check_guide(request.extras)
+        limits.check_guide(request.guide)
 
     async def _prepared(self, request: TextRequest) -> tuple[EngineRequest, Answer]:
         """What is asked of the engine, and what its chunks will become."""

@@ -32,8 +32,10 @@ from trtllm_bls.text.chat_parser import Arguments, ChatParser, Content, Reasonin
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import (
     Array,
+    CacheSalt,
     ChatOptions,
     FinishReason,
+    Guide,
     Sampling,
     SpeculationRequest,
     TextChunk,
@@ -43,6 +45,7 @@ from trtllm_bls.types import (
     Wants,
 )
 from trtllm_bls.wire.contract import BLS, ENGINE
+from trtllm_bls.wire.request_fields import TYPED_INPUTS, typed_fields
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -204,18 +207,19 @@ def text_request(options: Mapping[str, Any], **prompt: Any) -> TextRequest:
     if len(guides) > 1:
         raise InvalidRequest(guides[1], f"{guides[0]} is another form; send one")
     for name in guides:
-        guide = read.pop(name)
-        extras["guided_decoding_guide_type"] = _GUIDES[name]
+        form = read.pop(name)
         try:
-            text = guide if isinstance(guide, str) else json.dumps(guide)
+            text = form if isinstance(form, str) else json.dumps(form)
         except (TypeError, ValueError) as error:
             raise InvalidRequest(name, f"is not JSON: {error}") from None
-        extras["guided_decoding_guide"] = text
+        read["guide"] = Guide(_GUIDES[name], text)
     for name, value in extras.items():
         if name not in ENGINE.input_named:
             hint = nearest(name, ENGINE.input_named)
             raise InvalidRequest(name, f"is no input of an engine; {hint}".rstrip("; "))
         extras[name] = ENGINE.input_named[name].array(value)
+    read = {**typed_fields(extras), **read}
+    extras = {name: array for name, array in extras.items() if name not in TYPED_INPUTS}
     for name in ("stop_words", "bad_words"):
         if isinstance(read.get(name), str):
             read[name] = (read[name],)
@@ -255,12 +259,10 @@ def _demand_calls(request: TextRequest, tools: Sequence[Mapping[str, Any]]) -> N
     name = None if choice == "required" else choice
     if not names or (name is not None and name not in names):
         raise InvalidRequest("tool_choice", f"{choice!r:.80} of the tools {names!r:.200}")
-    if "guided_decoding_guide_type" in request.extras:
+    if request.guide is not None:
         raise InvalidRequest("tool_choice", "demands a call, and a guide another form; send one")
     schema = forced_calls(tools, name, parallel=request.chat.parallel_tool_calls)
-    guide = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": schema}
-    arrays = {key: ENGINE.input_named[key].array(value) for key, value in guide.items()}
-    request.extras = {**request.extras, **arrays}
+    request.guide = Guide("json_schema", schema)
 
 
 # --- answers ----------------------------------------------------------------------------------
@@ -556,7 +558,9 @@ class LLM:
         request.request_id = f"{caller.id if caller else 'llm'}/{next(_numbers)}"
         if caller is not None:
             request.traceparent = caller.traceparent
-            request.tenant, request.cache_salt = caller.key, caller.cache_salt
+            request.tenant = caller.key
+            if caller.cache_salt is not None:
+                request.cache_salt = CacheSalt.parsed(caller.cache_salt)
         if request.messages is not None:
             _demand_calls(request, tools)
         parsers: list[ChatParser] = []
@@ -573,8 +577,7 @@ class LLM:
         if request.chat.tool_choice != "auto":
             form = FORCED
         # Where there is a guide, the engine enforces the form from the first token on.
-        guided = "guided_decoding_guide_type" in request.extras
-        tags = REASONING_TAGS[thoughts] if thoughts and not guided else None
+        tags = REASONING_TAGS[thoughts] if thoughts and request.guide is None else None
         if form is None and tags is None:
             return []
         marked = any(markup is not None and markup.special for markup in (form, tags))

@@ -8,11 +8,10 @@ is asked for. Each refusal names the field, its value, the limit and the paramet
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.types import GUIDE_TEXT_INPUT, Guide
 
 _LOGIT_BYTES = 4  # FP32
 # Of a guide: a text in quotes, the last of which may not end; what is no structure.
@@ -39,25 +38,24 @@ class RequestLimits:
         if most is not None and value is not None and value > most:
             raise above_limit(field, f"{value:.15g} {unit}; at most {most:.15g} are allowed", limit)
 
-    def check_guide(self, extras: Mapping[str, Any]) -> None:
-        """Raises ``InvalidRequest`` if the grammar of guided decoding in an engine's further
-        inputs is too large or too deep.
+    def check_guide(self, guide: Guide | None) -> None:
+        """Raise ``InvalidRequest`` if the grammar of guided decoding is too large or too deep.
 
         Compiling one costs an engine far more than reading it. Depth is that of its brackets,
         nodes are its brackets, commas and alternatives; those within quotes do not count.
         """
-        field = "guided_decoding_guide"
-        values = extras[field].reshape(-1).tolist() if field in extras else []
-        guide = values[0] if values and isinstance(values[0], bytes) else b""
-        self.check("max_guide_bytes", field, len(guide), "bytes")
-        outside = _QUOTED.sub(lambda quoted: b"" if quoted[2] else quoted[1], guide)
+        if guide is None or not guide.text:
+            return
+        grammar = guide.text.encode()
+        self.check("max_guide_bytes", GUIDE_TEXT_INPUT, len(grammar), "bytes")
+        outside = _QUOTED.sub(lambda quoted: b"" if quoted[2] else quoted[1], grammar)
         marks = outside.translate(None, _NO_MARKS)
         depth = deepest = 0
         for mark in marks[: self.max_guide_nodes + 1]:
             depth += (mark in b"([{") - (mark in b")]}")
             deepest = max(deepest, depth)
-        self.check("max_guide_depth", field, deepest, "levels")
-        self.check("max_guide_nodes", field, len(marks), "nodes")
+        self.check("max_guide_depth", GUIDE_TEXT_INPUT, deepest, "levels")
+        self.check("max_guide_nodes", GUIDE_TEXT_INPUT, len(marks), "nodes")
 
     def check_logits(self, rows: int, vocab_size: int | None) -> None:
         """Raises ``InvalidRequest`` for too many rows of logits, of ``vocab_size`` each, in all

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from trtllm_bls.errors import InvalidRequest, Unsupported
-from trtllm_bls.types import EngineRequest
+from trtllm_bls.types import GUIDE_KIND_INPUT, EngineRequest
 
+_STARTS_AFRESH = "starts afresh in every round of speculation; send it without num_draft_tokens"
 # Inputs that speculation cannot keep, by why.
 _REFUSED_EXTRAS = {
-    "starts afresh in every round of speculation; send it without num_draft_tokens": (
-        *("guided_decoding_guide_type", "guided_decoding_guide", "context_phase_params"),
-    ),
+    _STARTS_AFRESH: ("context_phase_params",),
     "is another way to speculate": (
         *("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
     ),
@@ -121,6 +120,8 @@ def check_speculative(request: EngineRequest) -> None:
     for field, present in refused.items():
         if present:
             raise Unsupported(field, "cannot be combined with speculation")
+    if request.guide is not None:
+        raise Unsupported(GUIDE_KIND_INPUT, _STARTS_AFRESH)
     for why, fields in _REFUSED_EXTRAS.items():
         for field in fields:
             if field in request.extras:

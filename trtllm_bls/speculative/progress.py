@@ -155,6 +155,7 @@ class Progress:
         generated = self.generated + len(guessed)
         # Not while a minimum of tokens forbids the end id, which only the engine can do.
         by_logits = self._by_logits and self._criteria.may_end
+        salt = request.cache_salt
         likeliest = Sampling(
             top_k=1,
             repetition_penalty=asked.repetition_penalty,
@@ -172,6 +173,10 @@ class Progress:
             sampling=self._sampling(generated, "draft") if by_logits else likeliest,
             end_id=-1 if by_logits else request.end_id,
             wants=Wants(generation_logits=by_logits),
+            guide=None,
+            adapter=None,
+            # A draft model without salts drafts all the same.
+            cache_salt=None if salt is None else salt.optional(),
             extras={},
         )
 

@@ -154,6 +154,8 @@ class PromptMaker:
             speculation=speculation,
             wants=request.wants,
             tenant=request.tenant,
+            guide=request.guide,
+            adapter=request.adapter,
             cache_salt=request.cache_salt,
             traceparent=request.traceparent,
             extras=extras,

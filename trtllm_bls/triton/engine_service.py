@@ -94,7 +94,7 @@ class EngineService:
             )
         for asked, _ in rows:
             self.limits.check("max_output_tokens", "request_output_len", asked.max_tokens, "tokens")
-            self.limits.check_guide(asked.extras)
+            self.limits.check_guide(asked.guide)
         logit_rows = sum(asked.logit_rows(capacity) for asked, _ in rows)
         self.limits.check_logits(logit_rows, capacity.vocab_size)
         call.outbox.sequences = len(rows) * sequences_each

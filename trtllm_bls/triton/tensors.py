@@ -41,6 +41,7 @@ from trtllm_bls.wire.contract import (
     Model,
     Tensor,
 )
+from trtllm_bls.wire.request_fields import TYPED_INPUTS, typed_fields
 from trtllm_bls.wire.words import unpack_words
 
 Fields = dict[str, Any]
@@ -55,6 +56,7 @@ _SPECULATION = tuple(field.name for field in fields(SpeculationRequest))
 _CONVERTED = {
     *("input_ids", "max_tokens", "streaming", "exclude_input_in_output", "embedding_bias"),
     *("stop_words", "bad_words", "stop_sequences", "bad_sequences"),
+    *TYPED_INPUTS,
 }
 
 
@@ -74,6 +76,7 @@ _OPENED = {
     *("end_id", "pad_id", "stop_sequences", "bad_sequences", "embedding_bias"),
     *("draft_input_ids", "draft_logits", "draft_acceptance_threshold"),
     *("exclude_input_in_output", "stop", "decoder_input_ids", "decoder_input_lengths"),
+    *TYPED_INPUTS,
 }
 _EXTRAS = {tensor.key: tensor for tensor in ENGINE.inputs if tensor.key not in _OPENED}
 # W3C Trace Context: version, trace id, parent id, flags. What is not of this form is no context.
@@ -190,6 +193,8 @@ def _given_fields(row: Fields, names: Iterable[str]) -> dict[str, Any]:
         values["sampling"] = Sampling(**sampling)
     if not _WANT_KEYS.isdisjoint(row):
         values["wants"] = Wants(**{name: row.get(f"return_{name}", False) for name in _WANTS})
+    if not TYPED_INPUTS.isdisjoint(row):
+        values |= typed_fields(row)
     if not _EXTRAS.keys().isdisjoint(row):
         extras = values["extras"] = {}
         for tensor in [tensor for key, tensor in _EXTRAS.items() if key in row]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from trtllm_bls.errors import InvalidRequest, SettingsError, TrtllmBlsError, half_character
-from trtllm_bls.types import Array
+from trtllm_bls.types import GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, Array
 
 NUMPY_TYPES: Mapping[str, type] = {
     "BOOL": np.bool_,
@@ -317,7 +317,7 @@ _RETURN_FLAGS = (
 )
 
 
-_GUIDED = _alike("STRING", "guided_decoding_guide_type", "guided_decoding_guide", ragged=True)
+_GUIDED = _alike("STRING", GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, ragged=True)
 # Ours, for TensorRT-LLM's LLM API: an adapter of the server's model.yaml, or any by name, id
 # (lora_task_id) and directory, as upstream's llmapi model takes it; a salt, whose prompts share KV
 # cache blocks with each other alone; the rank among waiting requests; a processor of model.yaml.

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
-from trtllm_bls.engines.embedded.guides import GUIDE, GUIDE_TYPE, GrammarMatcher, Guides
+from trtllm_bls.engines.embedded.guides import GrammarMatcher, Guides
 from trtllm_bls.engines.embedded.model import Runner, Segment, load
 from trtllm_bls.engines.request_checks import check_request
 from trtllm_bls.engines.sampling import TokenSampler, log_prob
@@ -37,6 +37,8 @@ from trtllm_bls.errors import (
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.text.stopping import StoppingCriteria
 from trtllm_bls.types import (
+    GUIDE_KIND_INPUT,
+    GUIDE_TEXT_INPUT,
     Array,
     EngineCapacity,
     EngineChunk,
@@ -44,6 +46,7 @@ from trtllm_bls.types import (
     EngineRequest,
     FinishReason,
 )
+from trtllm_bls.wire.request_fields import required_inputs
 
 _QUEUE_SIZE = 1024  # where the parameter leaves it to the engine
 _SHORT = 64  # rows; a draft round or a chat's next turn: cheap enough to pass a long prompt
@@ -372,14 +375,14 @@ class EmbeddedEngine:
     async def _answer(self, request: EngineRequest, chunks: QueuedChunks) -> None:
         """Fill ``chunks``; cancelling it cancels the request."""
         check_request(request, self._capacity)
-        for name, array in request.extras.items():
-            if np.size(array) and name not in (GUIDE, GUIDE_TYPE):
+        for name, value in {**required_inputs(request), **request.extras}.items():
+            if np.size(value) and name not in (GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT):
                 raise Unsupported(name, "this engine cannot honour it")
         needed, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
         if needed > length:
             note = "%s: prompt and completion of %d tokens are cut to %d"
             _log.warning(note, request.request_id, needed, length)
-        guide = await self._guides.of(request) if request.extras else None
+        guide = await self._guides.of(request)
         submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
         sequences = [
             Sequence(request, index, self._capacity, submission, guide and guide.copy())

@@ -31,14 +31,13 @@ from trtllm_bls.engines.grammars import (
     load_tokenizer,
     tried,
 )
-from trtllm_bls.engines.trtllm_fields import guide_of
+from trtllm_bls.engines.trtllm_fields import guide_text
 from trtllm_bls.errors import InvalidRequest, Overloaded, Unsupported
-from trtllm_bls.types import Array, EngineRequest
+from trtllm_bls.types import GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, Array, EngineRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
 # An earlier one knows neither the option against keys in escapes nor brief errors.
 _LLGUIDANCE = Version("1.6")
 _CACHED = 64  # grammars, those that were refused among them
@@ -86,13 +85,15 @@ class GrammarMatcher:
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():
             problem = f"cannot be enforced: {first_line(matcher.get_error())}"
-            raise InvalidRequest(GUIDE, problem)
+            raise InvalidRequest(GUIDE_TEXT_INPUT, problem)
         unpacked = np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little")
         self._allowed = unpacked.astype(np.bool_)
         self._allowed[self._barred] = False
         if not self._allowed.any():
             if not complete:
-                raise InvalidRequest(GUIDE, "no token of the vocabulary continues what it allows")
+                raise InvalidRequest(
+                    GUIDE_TEXT_INPUT, "no token of the vocabulary continues what it allows"
+                )
             self.ended = True
         self._allowed[self._ends] = complete
 
@@ -117,14 +118,14 @@ class Guides:
         threading.stack_size(before)
 
     async def of(self, request: EngineRequest) -> GrammarMatcher | None:
-        """What the request's guided-decoding fields ask for; ``None`` where they are absent.
+        """Return the compiled guide of the request, if it has one.
 
         Raises ``InvalidRequest`` naming the field, ``Unsupported`` where the checkpoint's
         vocabulary or this installation cannot, and ``Overloaded``.
         """
-        grammar = guide_of(request.extras, empty=True)
-        if grammar is None:
+        if request.guide is None:
             return None
+        grammar = request.guide.kind, guide_text(request.guide, may_be_empty=True)
         if self._waiting >= _MOST_WAITING:
             raise Overloaded(f"{_MOST_WAITING} grammars wait to be compiled", retry_after_s=1)
         self._waiting += 1
@@ -145,7 +146,7 @@ class Guides:
             try:
                 matcher = tried(self._file, self._vocab_size, self._seconds, *grammar)
             except TimeoutError as error:
-                raise InvalidRequest(GUIDE, str(error)) from None
+                raise InvalidRequest(GUIDE_TEXT_INPUT, str(error)) from None
             if matcher is None:
                 try:
                     matcher = compiled(tokenizer, *grammar)
@@ -156,7 +157,7 @@ class Guides:
         if len(self._known) > _CACHED:
             self._known.popitem(last=False)
         if isinstance(matcher, str):
-            raise InvalidRequest(GUIDE, matcher)
+            raise InvalidRequest(GUIDE_TEXT_INPUT, matcher)
         stops = [stop[0] for stop in request.stop_sequences if len(stop) == 1]
         ends = {token for token in stops if self._tokenizer.is_special_token(token)}
         if request.end_id is not None and request.end_id >= 0:
@@ -171,13 +172,13 @@ class Guides:
                 problem = (
                     f"needs llguidance {_LLGUIDANCE}; {installed} is here, as TensorRT-LLM pins"
                 )
-                raise Unsupported(GUIDE_TYPE, problem)
+                raise Unsupported(GUIDE_KIND_INPUT, problem)
             return load_tokenizer(self._file, self._vocab_size)
         except Unsupported:
             raise
         except ModuleNotFoundError:  # the package's, or its version's
             problem = "needs llguidance: run `pip install 'trtllm-bls[embedded]'`"
-            raise Unsupported(GUIDE_TYPE, problem) from None
+            raise Unsupported(GUIDE_KIND_INPUT, problem) from None
         except Exception as error:  # a missing file, or whatever the library says of it
             problem = f"cannot be kept with {self._file}: {first_line(str(error))}"
-            raise Unsupported(GUIDE_TYPE, problem) from error
+            raise Unsupported(GUIDE_KIND_INPUT, problem) from error

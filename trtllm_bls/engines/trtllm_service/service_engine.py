@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from google.protobuf.message import DecodeError
 from packaging.version import InvalidVersion, Version
 
@@ -35,6 +34,8 @@ from trtllm_bls.errors import (
     Unsupported,
 )
 from trtllm_bls.types import (
+    GUIDE_KIND_INPUT,
+    GUIDE_TEXT_INPUT,
     EngineCapacity,
     EngineChunk,
     EngineRequest,
@@ -69,7 +70,7 @@ log = logging.getLogger(__name__)
 
 _NOWHERE = "TrtllmService has no field for it"
 _DROPPED = "TrtllmService drops what it computes of them"
-_TAKEN = {"guided_decoding_guide_type", "guided_decoding_guide", "lora_task_id"}
+_TAKEN = {GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, "lora_task_id"}
 _REFUSED = {
     "draft_input_ids": f"{_NOWHERE}; {trtllm.SPECULATES}",
     "embedding_bias": "TrtllmService wants another length than that of the logits",
@@ -108,13 +109,12 @@ def service_request(
     known = _add_ends(message, request, eos_id)
     # An answer that is ended from here is read while it grows.
     message.streaming = request.streaming or not known
-    if (guide := trtllm.guide_of(request.extras)) is not None:
-        kind, text = guide
-        message.guided_decoding.guide_type = _GUIDE_TYPES[kind]
-        message.guided_decoding.guide = text or kind  # without one nothing is guided
-    adapter = np.asarray(request.extras.get("lora_task_id", 0)).reshape(-1)[0]
-    if adapter:  # 0 is the model itself
-        message.lora_config.task_id = int(adapter)
+    if (guide := request.guide) is not None:
+        text = trtllm.guide_text(guide)
+        message.guided_decoding.guide_type = _GUIDE_TYPES[guide.kind]
+        message.guided_decoding.guide = text or guide.kind  # without one nothing is guided
+    if request.adapter is not None and request.adapter.task_id:  # 0 is the model itself
+        message.lora_config.task_id = request.adapter.task_id
     return messages.packed_request(message, request.input_ids), known
 
 

@@ -27,7 +27,7 @@ from tensorrt_llm.llmapi import RequestError
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.errors import EngineStalled, TrtllmBlsError
-from trtllm_bls.types import EngineRequest, FinishReason, Sampling, Wants
+from trtllm_bls.types import EngineRequest, FinishReason, Guide, Sampling, Wants
 
 ENGINE: Engine | None = None  # a test's own
 RELEASES = ("1.0.0", "1.2.1", "1.4.0rc1")
@@ -303,7 +303,7 @@ class _Llm:
                 log_probs=params.logprobs is not None,
                 generation_logits=params.logprobs is not None,
             ),
-            extras=_guide(params.guided_decoding),
+            guide=_guide(params.guided_decoding),
         )
         self.options.append({name: value for name, value in options.items() if value is not None})
         self.requests.append(RequestOutput(self, request, params))
@@ -382,13 +382,12 @@ class _Llm14(_Llm):
         return self._generate(inputs, sampling_params, streaming, **more)
 
 
-def _guide(params: GuidedDecodingParams | None) -> dict[str, Any]:
+def _guide(params: GuidedDecodingParams | None) -> Guide | None:
     if params is None:
-        return {}
+        return None
     found = [(_GUIDES[name], getattr(params, name)) for name in _GUIDES if getattr(params, name)]
     kind, text = found[0] if found else ("json", "")
-    pairs = {"guided_decoding_guide_type": kind, "guided_decoding_guide": text}
-    return {name: np.array([value.encode()], np.object_) for name, value in pairs.items() if value}
+    return Guide(kind, text or None)
 
 
 def _embedded(model: str, max_batch: int) -> Engine:
