@@ -16,7 +16,7 @@ from doubles.scripted import Script
 from doubles.speaking import SpeakingEngine
 from tests.helpers.openai_server import RunningApi, ScriptedBackend, serving
 from tests.helpers.small_tokenizers import directory
-from trtllm_bls.openai import app
+from trtllm_bls.openai import generating
 from trtllm_bls.text.tokenizer import load_tokenizer
 
 MODEL = "obedient"
@@ -61,11 +61,11 @@ def obedient_server() -> Iterator[RunningApi]:
     tokenizer.hf.chat_template = _TEMPLATE
     script = Script(vocab_size=tokenizer.model_vocab_size, step_seconds=0.006)
     engine = SpeakingEngine(tokenizer, answer, script)
-    usual, app._PING_S = app._PING_S, 0.004
+    usual, generating._PING_S = generating._PING_S, 0.004
     formats = {"tool_parser": "hermes", "reasoning_parser": "think"}
     backend = ScriptedBackend(engine, tokenizer)
     try:
         with serving(engine, backend, model_names=(MODEL,), **formats) as api:
             yield api
     finally:
-        app._PING_S = usual
+        generating._PING_S = usual

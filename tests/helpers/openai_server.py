@@ -16,7 +16,8 @@ from tests.helpers.scripted_text import tokenizer
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.http.limits import ConnectionLimits
-from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.api_settings import ApiSettings
+from trtllm_bls.openai.app import create_app
 from trtllm_bls.openai.sockets import PATH
 from trtllm_bls.openai.workers import uvicorn_options
 from trtllm_bls.orchestrator.deployment import SHUTTING_DOWN

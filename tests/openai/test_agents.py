@@ -29,7 +29,7 @@ from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineError, PromptTooLong, from_wire
 from trtllm_bls.http.keys import read_keys
-from trtllm_bls.openai import app
+from trtllm_bls.openai import generating
 from trtllm_bls.openai.api_errors import ApiError, api_error
 from trtllm_bls.openai.conversation import ChatModel, Transcript
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse, error_answer
@@ -553,7 +553,7 @@ def test_an_engine_that_fails_in_a_stream_ends_it_with_an_error(speak: Any) -> N
 def test_a_client_that_waits_is_sent_events(speak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comments would not reset the idle timer of Codex, and OpenAI's own packages, whose types are
     checked here, know no ``ping``."""
-    monkeypatch.setattr(app, "_PING_S", 0.02)
+    monkeypatch.setattr(generating, "_PING_S", 0.02)
     script = Script(vocab_size=tokenizer().model_vocab_size, prefill_seconds=0.02)
     model = speak("Done.", script)
     asked = {"model": MODEL, "input": "x", "stream": True}
@@ -567,7 +567,7 @@ def test_a_client_that_waits_is_sent_events(speak: Any, monkeypatch: pytest.Monk
     asked = {"model": MODEL, "max_tokens": 9, "messages": [turn], "stream": True}
     told = [event["type"] for event in events(model.post("/v1/messages", asked)[1])]
     assert told[:2] == ["message_start", "ping"] and told[-1] == "message_stop"
-    monkeypatch.setattr(app, "_PING_S", 3600.0)
+    monkeypatch.setattr(generating, "_PING_S", 3600.0)
     model.post("/v1/messages", asked)
     until(lambda: not pinging())  # none outlives its stream
 

@@ -20,7 +20,7 @@ from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.openai import asgi_app
-from trtllm_bls.openai.app import ApiSettings
+from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.orchestrator.status import StatusDirectory
 from trtllm_bls.text.tokenizer import load_tokenizer
 

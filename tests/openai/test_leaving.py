@@ -35,9 +35,11 @@ from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
-from trtllm_bls.openai.app import ApiSettings, Health, create_app
+from trtllm_bls.openai.api_settings import ApiSettings
+from trtllm_bls.openai.app import create_app
 from trtllm_bls.openai.exchange import Reply, run_all
 from trtllm_bls.openai.exposition import SharedSamples, samples, written
+from trtllm_bls.openai.health import Health
 from trtllm_bls.orchestrator.orchestrator import Defaults, Orchestrator
 from trtllm_bls.orchestrator.reports import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
 from trtllm_bls.orchestrator.status import StatusDirectory

@@ -30,7 +30,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.http import limits as guard
 from trtllm_bls.http.keys import KEYS_VARIABLE, read_keys
-from trtllm_bls.openai import app
+from trtllm_bls.openai import generating
 from trtllm_bls.openai.schema import CompletionRequest, decode
 from trtllm_bls.orchestrator.orchestrator import Admission, Defaults
 from trtllm_bls.text.json_values import json_value
@@ -279,7 +279,7 @@ def test_no_token_before_the_time_limit_is_no_answer(
 ) -> None:
     """Over every API: 504, or an error event where pings have begun the stream."""
     if pings:
-        monkeypatch.setattr(app, "_PING_S", 0.01)
+        monkeypatch.setattr(generating, "_PING_S", 0.01)
     engine = saying(SAYS, step_seconds=60)
     api, _ = connect(engine, backend=ScriptedBackend(engine, defaults=Defaults(timeout_s=0.3)))
     status, text = post(api, path, {**asked, "stream": stream})

@@ -15,7 +15,8 @@ from tests.helpers.scripted_text import saying
 from tests.helpers.tool_tokenizer import tool_tokenizer
 from trtllm_bls.engines.chat_model import chat_request
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.api_settings import ApiSettings
+from trtllm_bls.openai.app import create_app
 from trtllm_bls.pipeline import ChatRequest, StreamingModel
 from trtllm_bls.pipeline.testing import LoadedModel, serving
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST

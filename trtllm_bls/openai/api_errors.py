@@ -64,13 +64,18 @@ class Error(msgspec.Struct):
 class ApiError(Refused):
     """A request that ends with ``status``; ``param`` names the field, ``code`` the kind.
 
+    ``problem``: the message without the field's name; the message itself unless given.
     ``too_long``: the prompt's tokens, and how many the model takes.
     """
 
     _: KW_ONLY
     param: str | None = None
     code: str | None = None
+    problem: str = ""
     too_long: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self.problem = self.problem or self.message
 
     @property
     def body(self) -> bytes:
@@ -88,7 +93,7 @@ def error_body(status: int, message: str) -> bytes:
 
 def invalid(param: str, problem: str, code: str | None = None) -> ApiError:
     """The error for a field whose value cannot be used."""
-    return ApiError(400, f"{param}: {problem}", param=param, code=code)
+    return ApiError(400, f"{param}: {problem}", param=param, code=code, problem=problem)
 
 
 def api_error(

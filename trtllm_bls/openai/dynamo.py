@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Message
 
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 from trtllm_bls.openai.api_errors import ApiError, api_error, invalid
-from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.api_settings import ApiSettings
+from trtllm_bls.openai.app import create_app
 from trtllm_bls.openai.conversation import sampling as sampling_of
 from trtllm_bls.openai.openai_command import DECLARED, given_parameters, read_parameters
 from trtllm_bls.openai.schema import CompletionRequest

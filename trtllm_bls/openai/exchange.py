@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trtllm_bls.errors import CancelCause, TrtllmBlsError
@@ -216,6 +217,26 @@ async def _cancel_when_client_leaves(receive: Receive, work: asyncio.Task[None])
     while (await receive())["type"] != "http.disconnect":
         pass
     work.cancel(CancelCause.CALLER_LEFT.value)
+
+
+class JsonResponse(Response):
+    """A ``Reply`` of JSON or of an ``ApiError``, for Starlette's routes."""
+
+    def __init__(self, content: object) -> None:
+        super().__init__()
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(scope, send)
+        if isinstance(self._content, ApiError):
+            await reply.error(self._content)
+        else:
+            await reply.json(self._content)
+
+
+def owner_of(scope: Scope) -> str:
+    """Return whose stored responses a request may use: those of its key."""
+    return scope.get("tenant") or ""
 
 
 class RunningRequests:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from trtllm_bls.openai.app import ApiSettings
+    from trtllm_bls.openai.api_settings import ApiSettings
 
 
 def asgi_app(
@@ -34,7 +34,8 @@ def asgi_app(
     connections. Raises ``SetupError`` for settings that cannot be used.
     """
     from trtllm_bls.http.keys import read_keys
-    from trtllm_bls.openai.app import ApiSettings, create_app
+    from trtllm_bls.openai.api_settings import ApiSettings
+    from trtllm_bls.openai.app import create_app
     from trtllm_bls.openai.openai_command import read_parameters
     from trtllm_bls.orchestrator.deployment import Deployment
     from trtllm_bls.orchestrator.log_lines import log_to_stderr

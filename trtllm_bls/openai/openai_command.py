@@ -83,7 +83,7 @@ def main(context: click.Context, /, **options: Any) -> None:
     """
     try:
         from trtllm_bls.http.keys import read_keys
-        from trtllm_bls.openai.app import ApiSettings
+        from trtllm_bls.openai.api_settings import ApiSettings
         from trtllm_bls.openai.workers import TritonFront, end_with_parent, serve
     except ModuleNotFoundError as error:
         raise SettingsError(

@@ -11,6 +11,7 @@ import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -232,11 +233,27 @@ def _model_name(name: object, namespace: str | None) -> str:
     return f"{namespace}__{name}" if namespace else str(name)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Referred:
+    """What a request refers to, and what becomes of its response.
+
+    ``earlier``: the items of the conversation that the request goes on with. ``can_store``: there
+    is something to store responses in. ``continues``: the next request may go on from the response
+    although it is not stored, so its ``conversation`` is needed.
+    """
+
+    earlier: tuple[dict[str, Any], ...] = ()
+    can_store: bool = False
+    continues: bool = False
+
+
+_NO_REFERENCES = Referred()
+
+
 class ResponsesResponse(PartsBuilder):
     """Builds the response to a ``ResponsesRequest``. Raises ``ApiError`` if it cannot be served.
 
-    ``earlier``: the items of the conversation that the request goes on with. ``stores``: there is
-    something to store responses in. ``keeps``: ``conversation`` will be asked for.
+    ``referred``: what ``References.resolve`` found.
     """
 
     object = "response"
@@ -247,16 +264,14 @@ class ResponsesResponse(PartsBuilder):
         self,
         request: ResponsesRequest,
         model: ChatModel,
-        earlier: Sequence[dict[str, Any]] = (),
-        stores: bool = False,
-        keeps: bool = False,
+        referred: Referred = _NO_REFERENCES,
     ) -> None:
         self._tools, alternatives = _Tools(), request.top_logprobs or 0
         scored = bool(alternatives) or _SCORES in (request.include or ())
         super().__init__(
             request,
             model,
-            _conversation(request, self._tools, model.reader, earlier),
+            _conversation(request, self._tools, model.reader, referred.earlier),
             max_tokens=request.max_output_tokens,
             wants=Wants(log_probs=scored, top_log_probs=alternatives),
             # Without them nobody knows how many tokens were reasoning.
@@ -265,9 +280,11 @@ class ResponsesResponse(PartsBuilder):
         self._scores = TokenScores(model.tokenizer, alternatives) if scored else None
         self._annotations: list[Any] = []  # of the message so far
         self._numbers = itertools.count()  # of events
-        self._before_it = [*earlier, *own_items(request)] if keeps else []
+        self._before_it: list[dict[str, Any]] = []
+        if referred.continues:
+            self._before_it = [*referred.earlier, *own_items(request)]
         self._input = b""
-        if stores and request.store is not False:
+        if referred.can_store and request.store is not False:
             self._input = msgspec.json.encode(list(map(_as_stored, own_items(request))))
         # A client that is told so sends the whole conversation.
         self._is_stored = 0 < len(self._input) <= MOST_STORED_BYTES
@@ -464,15 +481,15 @@ class CompactResponse(ResponsesResponse):
         self,
         request: CompactRequest,
         model: ChatModel,
-        earlier: Sequence[dict[str, Any]] = (),
-        stores: bool = False,
+        referred: Referred = _NO_REFERENCES,
     ) -> None:
         own = own_items(request)
-        self._said = [_as_stored(item) for item in (*earlier, *own) if item.get("role") == "user"]
+        items = (*referred.earlier, *own)
+        self._said = [_as_stored(item) for item in items if item.get("role") == "user"]
         asked = {"type": "message", "role": "user", "content": _SUM_UP}
         form = {"tools": None, "tool_choice": None, "text": None, "stream": False, "store": False}
         request = msgspec.structs.replace(request, input=[*own, asked], **form)
-        super().__init__(request, model, earlier)
+        super().__init__(request, model, Referred(earlier=referred.earlier))
 
     def _first_events(self) -> bytes:
         return b""

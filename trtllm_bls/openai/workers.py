@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import inspect
 import logging
 import multiprocessing
@@ -34,10 +33,12 @@ from trtllm_bls.http.limits import (
     accepting,
 )
 from trtllm_bls.openai.api_errors import error_body
-from trtllm_bls.openai.app import ApiSettings, create_app
+from trtllm_bls.openai.api_settings import ApiSettings
+from trtllm_bls.openai.app import create_app
 from trtllm_bls.openai.exposition import SharedSamples
 from trtllm_bls.openai.sockets import PATH, socket_protocol
 from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.orchestrator.garbage import freeze_loaded
 from trtllm_bls.orchestrator.log_lines import json_line, log_to_stderr
 from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.settings.command_options import listen, raise_open_files
@@ -164,8 +165,7 @@ def serve(
             scheme = "https" if tls_cert else "http"
             address = f"OpenAI API: {scheme}://{host}:{port}/v1"
             print(json_line(address) if as_json else address, flush=True)
-        gc.collect()
-        gc.freeze()  # a collection in a worker would write to the objects, and so copy them
+        freeze_loaded()
         older = () if _SUPERVISES else (uvicorn.Server(config).run,)
         supervisor = _Workers(config, *older, sockets)
         supervisor.run()

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import gc
 import itertools
 import logging
 import queue
@@ -53,6 +52,7 @@ from trtllm_bls.errors import (
     to_wire,
     unexpected,
 )
+from trtllm_bls.orchestrator.garbage import collect_rarely
 from trtllm_bls.triton.one_core import OneCore
 
 # Each question whether a caller has left costs a round trip to the server. The watcher asks for at
@@ -122,13 +122,8 @@ class RequestServer:
             threading.Thread(target=self._run_loop, name="event-loop", daemon=True),
             threading.Thread(target=self._watch, name="watcher", daemon=True),
         ]
-        # The objects made at load stay for good. A full collection would look through all of them
-        # and pause every stream for tens of milliseconds, so they are frozen. Requests leave no
-        # reference cycles, so frequent collections would find nothing.
         if owns_process:
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(20_000, 50, 50)
+            collect_rarely()
         self._one_core: OneCore | None = None
         for thread in self._threads:
             thread.start()

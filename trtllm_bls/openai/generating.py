@@ -1,0 +1,235 @@
+"""Routes that generate: one request from its body to its whole answer or stream."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from trtllm_bls.errors import InvalidRequest, Overloaded
+from trtllm_bls.http.limits import BodyReader, ClientGone, Refused, traceparent
+from trtllm_bls.openai.api_errors import ApiError, api_error, is_too_long
+from trtllm_bls.openai.builder import PartsBuilder, ResponseBuilder
+from trtllm_bls.openai.conversation import ChatModel
+from trtllm_bls.openai.exchange import Reply, RunningRequests, owner_of, run_all
+from trtllm_bls.openai.health import Health
+from trtllm_bls.openai.references import References
+from trtllm_bls.openai.refusals import Refusals
+from trtllm_bls.openai.responses import Referred, ResponsesRequest, is_stateful
+from trtllm_bls.openai.schema import Generation, decode
+from trtllm_bls.openai.served_models import ServedModels
+from trtllm_bls.orchestrator.orchestrator import Orchestrator
+from trtllm_bls.types import CacheSalt, FinishReason, TextChunk
+
+_PING_S = 10.0
+
+
+class Builder(Protocol):
+    """A class that builds the response to one kind of request. It raises ``ApiError``."""
+
+    prompt_field: str
+
+    def __call__(self, request: Any, model: ChatModel, /) -> ResponseBuilder: ...
+
+
+class ReferringBuilder(Protocol):
+    """A ``Builder`` for requests that may refer to earlier responses."""
+
+    prompt_field: str
+
+    def __call__(
+        self, request: Any, model: ChatModel, referred: Referred, /
+    ) -> ResponseBuilder: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """The objects that all routes that generate share.
+
+    ``share_kv_cache``: requests of different API keys may share the engine's KV cache.
+    """
+
+    orchestrator: Orchestrator
+    models: ServedModels
+    references: References
+    refusals: Refusals
+    running: RunningRequests
+    health: Health
+    bodies: BodyReader
+    share_kv_cache: bool
+
+
+class _GenerateRoute:
+    """``POST`` of one kind of request, as an ASGI application."""
+
+    def __init__(
+        self, services: Services, request_type: type[Generation], prompt_field: str
+    ) -> None:
+        self._services = services
+        self._request_type = request_type
+        self._prompt_field = prompt_field
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = self._services
+        reply = Reply(scope, send)
+        response: ResponseBuilder | None = None
+        try:
+            try:
+                # A full server refuses a request without reading it.
+                services.orchestrator.admission.check_room()
+                response = await self._read(scope, reply, receive)
+            except (InvalidRequest, Overloaded, Refused) as error:
+                raise services.refusals.report(reply, error, self._prompt_field) from None
+            with services.running.one(reply.request_id.decode()):
+                await self._answer(scope, response, reply, receive)
+            services.health.proven()
+        except ClientGone:
+            if response is not None and reply.begun:
+                await services.references.keep(scope, response, "cancelled")
+        except asyncio.CancelledError:
+            ends = ApiError(503, "the server shuts down", code="shutting_down")
+            await self._fail(scope, ends, response, reply)
+        except Exception as error:
+            api_problem = await self._error(error, response, reply)
+            await self._fail(scope, api_problem, response, reply)
+
+    async def _read(self, scope: Scope, reply: Reply, receive: Receive) -> ResponseBuilder:
+        """Read the request. The body is dropped on return, since a stream may be long."""
+        bodies = self._services.bodies
+        async with bodies.read(scope, receive) as body:
+            request = await bodies.in_turn(len(body), decode, body, self._request_type)
+            if is_stateful(request):  # what it refers to is in files
+                return await asyncio.to_thread(self._prepare, scope, reply, request)
+            return await bodies.in_turn(len(body), self._prepare, scope, reply, request)
+
+    def _prepare(self, scope: Scope, reply: Reply, request: Generation) -> ResponseBuilder:
+        """Build the response, with text requests that the orchestrator can run."""
+        services = self._services
+        response = self._build(scope, request)
+        services.models.add_adapter(response.model, response.requests)
+        tenant = None if request.draft_memory is False else scope.get("tenant")
+        trace = traceparent(scope).decode() or None
+        # The log can be searched for a response's x-request-id. Clients may repeat theirs, which an
+        # engine must not see.
+        owner = "" if services.share_kv_cache else owner_of(scope)
+        for text in response.requests:
+            text.request_id = f"{reply.request_id.decode()}-{text.request_id[:8]}"
+            text.api = response.object
+            text.tenant = tenant
+            text.traceparent = trace
+            if request.cache_salt:  # refused by an engine that has none
+                salt = _salt(owner, request.cache_salt) if owner else request.cache_salt
+                text.cache_salt = CacheSalt(salt)
+            elif owner:
+                text.cache_salt = CacheSalt(_salt(owner, ""), required=False)
+        return response
+
+    def _build(self, scope: Scope, request: Generation) -> ResponseBuilder:
+        """Build the response. Raises ``ApiError``."""
+        raise NotImplementedError
+
+    async def _answer(
+        self, scope: Scope, response: ResponseBuilder, reply: Reply, receive: Receive
+    ) -> None:
+        services = self._services
+        is_late = False
+
+        def on_chunk(index: int, chunk: TextChunk) -> None:
+            nonlocal is_late
+            services.running.responses += 1
+            end = chunk.ending
+            if end and end.finish_reason is FinishReason.TIMEOUT and not end.completion_tokens:
+                is_late = True
+            elif events := response.add(index, chunk):
+                reply.put(events)
+
+        pinging = None
+        if response.stream and isinstance(response, PartsBuilder):
+            pinging = asyncio.create_task(_ping(response, reply))
+        try:
+            pipeline = services.models.pipelines.get(response.model)
+            await run_all(
+                services.orchestrator,
+                response.requests,
+                on_chunk,
+                reply,
+                receive,
+                response.count_prompt,
+                pipeline.run if pipeline is not None else None,
+            )
+        finally:
+            if pinging is not None:
+                pinging.cancel()
+        if is_late:
+            raise ApiError(504, "the engine gave no token before the time limit", code="timeout")
+        end = response.last_events if response.stream else response.whole
+        # On the event loop, a whole answer's log-probabilities would hold up all streams.
+        is_large = response.requests[0].wants.log_probs
+        last = await asyncio.to_thread(end) if is_large else end()
+        await services.references.keep(scope, response)
+        if response.stream:
+            await reply.events(last, end=True)
+        else:
+            await reply.json(last)
+
+    async def _error(
+        self, error: Exception, response: ResponseBuilder | None, reply: Reply
+    ) -> ApiError:
+        max_tokens = None
+        if is_too_long(error):
+            max_tokens = await self._services.models.max_tokens()
+        guide_field = response.guide_field if response else ""
+        request_id = reply.request_id.decode()
+        return api_error(error, self._prompt_field, max_tokens, guide_field, request_id)
+
+    async def _fail(
+        self, scope: Scope, error: ApiError, response: ResponseBuilder | None, reply: Reply
+    ) -> None:
+        if response is not None and reply.begun:  # its client knows its id
+            await self._services.references.keep(scope, response, "failed", error)
+        await reply.error(error, response)
+
+
+class Generate(_GenerateRoute):
+    """A route whose requests bring all that they need."""
+
+    def __init__(
+        self, services: Services, request_type: type[Generation], builder: Builder
+    ) -> None:
+        super().__init__(services, request_type, builder.prompt_field)
+        self._builder = builder
+
+    def _build(self, scope: Scope, request: Generation) -> ResponseBuilder:
+        return self._builder(request, self._services.models.resolve(request))
+
+
+class GenerateReferring(_GenerateRoute):
+    """A route whose requests may refer to earlier responses."""
+
+    def __init__(
+        self, services: Services, request_type: type[ResponsesRequest], builder: ReferringBuilder
+    ) -> None:
+        super().__init__(services, request_type, builder.prompt_field)
+        self._builder = builder
+
+    def _build(self, scope: Scope, request: Generation) -> ResponseBuilder:
+        assert isinstance(request, ResponsesRequest)
+        referred = self._services.references.resolve(request, scope)
+        return self._builder(request, self._services.models.resolve(request), referred)
+
+
+def _salt(owner: str, cache_salt: str) -> str:
+    """Return the salt of one key, which no other key has, and which does not tell the key."""
+    return hashlib.sha256(f"{owner} {cache_salt}".encode()).hexdigest()
+
+
+async def _ping(response: PartsBuilder, reply: Reply) -> None:
+    """Show a client that waits for a stream's next event that the server works."""
+    while True:
+        num_puts = reply.num_puts
+        await asyncio.sleep(_PING_S)
+        if reply.num_puts == num_puts:
+            reply.put(response.ping())

@@ -1,0 +1,91 @@
+"""What requests of the Responses API refer to, and what is kept for later ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.types import Scope
+
+from trtllm_bls.openai.api_errors import ApiError
+from trtllm_bls.openai.api_settings import ApiSettings
+from trtllm_bls.openai.builder import ResponseBuilder
+from trtllm_bls.openai.exchange import owner_of
+from trtllm_bls.openai.responses import Referred, ResponsesRequest, with_references
+from trtllm_bls.openai.sockets import SOCKET, LastResponses
+from trtllm_bls.openai.stored import PrivateDirectory, StoredResponses
+
+log = logging.getLogger(__name__)
+# Stands for an item that is no longer stored, with ``--lost-items sentence``.
+_LOST_ITEM = {
+    "type": "message",
+    "role": "assistant",
+    "content": "[This part of the conversation is no longer stored.]",
+}
+
+
+class References:
+    """The stored responses, and the last response of each WebSocket.
+
+    ``store`` is ``None`` where nothing is to be stored. Raises ``SettingsError`` for a directory
+    that cannot be used.
+    """
+
+    def __init__(self, settings: ApiSettings) -> None:
+        self.store: StoredResponses | None = None
+        self.last_responses = LastResponses(settings.max_body_bytes)
+        self._replaces_lost = settings.lost_items == "sentence"
+        self._private: PrivateDirectory | None = None
+        if not settings.store_bytes:
+            return
+        directory = settings.store_dir
+        if directory is None:
+            self._private = PrivateDirectory()
+            directory = self._private.path
+        self.store = StoredResponses(
+            directory,
+            max_bytes=settings.store_bytes,
+            max_s=settings.store_hours * 3600,
+            max_chain_bytes=settings.max_body_bytes,
+        )
+
+    def resolve(self, request: ResponsesRequest, scope: Scope) -> Referred:
+        """Put what ``request`` refers to into it, and return the conversation before it.
+
+        Waits for the disk. Raises ``ApiError``.
+        """
+        socket = scope.get(SOCKET, "")
+        last = self.last_responses.take(socket, request.previous_response_id or "")
+        substitute = _LOST_ITEM if self._replaces_lost else None
+        earlier = with_references(request, owner_of(scope), self.store, substitute, last)
+        return Referred(
+            earlier=tuple(earlier), can_store=self.store is not None, continues=bool(socket)
+        )
+
+    async def keep(
+        self,
+        scope: Scope,
+        response: ResponseBuilder,
+        status: str = "",
+        error: ApiError | None = None,
+    ) -> None:
+        """Store the response, if it is to be stored; ``status`` of one that did not end well."""
+        socket = scope.get(SOCKET)
+        if socket is not None and not status:
+            self.last_responses.keep(socket, response.id, response.conversation)
+        if self.store is None:
+            return
+        stored = response.stored(status, error)
+        if stored is None:
+            return
+        try:
+            await asyncio.to_thread(self.store.save, owner_of(scope), stored)
+        except ApiError as problem:  # the client has its answer all the same
+            log.warning("%s is not stored: %s", stored.id, problem.message)
+
+    async def close(self) -> None:
+        """Close the store, and remove the directory that only this process used."""
+        if self.store is not None:
+            await asyncio.to_thread(self.store.close)
+        if self._private is not None:
+            self._private.close()

@@ -1,0 +1,36 @@
+"""Requests that are refused before they run: counted, logged and answered."""
+
+from __future__ import annotations
+
+from starlette.types import Scope, Send
+
+from trtllm_bls.errors import InvalidRequest, Overloaded
+from trtllm_bls.http.limits import Refused
+from trtllm_bls.openai.api_errors import ApiError, api_error
+from trtllm_bls.openai.exchange import Reply
+from trtllm_bls.orchestrator.orchestrator import Orchestrator
+
+# The header that a status blames.
+_HEADERS = {401: "authorization", 403: "origin", 415: "content-type", 421: "host"}
+
+
+class Refusals:
+    """Reports refused requests as the orchestrator reports those that it refuses itself."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+
+    async def answer(self, scope: Scope, send: Send, cause: Refused) -> None:
+        """Answer a request that did not get as far as its route."""
+        reply = Reply(scope, send)
+        await reply.error(self.report(reply, cause))
+
+    def report(self, reply: Reply, cause: Exception, prompt_field: str = "") -> ApiError:
+        """Count and log a refused request, and return the error to answer."""
+        error = api_error(cause, prompt_field, None)
+        if not isinstance(cause, Overloaded):
+            field = error.param or _HEADERS.get(error.status, "body")
+            limit = "max_body_bytes" if error.status == 413 else None
+            cause = InvalidRequest(field, error.problem, limit)
+        self._orchestrator.refused(reply.request_id.decode(), cause)
+        return error

@@ -1,0 +1,145 @@
+"""The models that requests may name, and the routes that list them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trtllm_bls import __version__
+from trtllm_bls.errors import SettingsError, TrtllmBlsError
+from trtllm_bls.openai.api_errors import ApiError, invalid
+from trtllm_bls.openai.api_settings import ApiSettings
+from trtllm_bls.openai.content import ContentReader
+from trtllm_bls.openai.conversation import ChatFormats, ChatModel
+from trtllm_bls.openai.exchange import JsonResponse
+from trtllm_bls.openai.schema import Generation
+from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.orchestrator.reports import UNREADABLE_ARGUMENTS, UNREADABLE_CONTENT
+from trtllm_bls.orchestrator.status import StatusDirectory
+from trtllm_bls.types import Adapter, TextRequest
+
+
+class ServedModels:
+    """The language model by its names, its LoRA adapters, and pipelines that answer chats.
+
+    ``pipelines`` runs a request of a pipeline, by the pipeline's name. Raises ``SettingsError``
+    where a pipeline has the name of another model.
+    """
+
+    def __init__(self, backend: Deployment, settings: ApiSettings) -> None:
+        language_models = {*settings.model_names, *settings.loras}
+        if twice := language_models.intersection(settings.pipelines):
+            problem = f"{min(twice)} is a pipeline of this server, too"
+            raise SettingsError(f"--served-model-name: {problem}; choose another name")
+        self.names = (*settings.model_names, *settings.loras, *settings.pipelines)
+        self.pipelines = backend.chat_pipelines(settings.pipelines) if settings.pipelines else {}
+        self._engine = backend.engine
+        self._status_dir = settings.status_dir
+        self._base_name = settings.model_names[0]
+        self._loras = settings.loras
+        self._created = int(time.time())
+
+        tokenizer = backend.tokenizer
+        metrics = backend.reports.metrics
+        fingerprint = _fingerprint(
+            self._base_name, backend.engine.name, __version__, tokenizer.fingerprint
+        )
+        reader = ContentReader(
+            settings.unreadable == "refuse",
+            lambda kind: metrics.record(UNREADABLE_CONTENT, (kind,), 1),
+        )
+        self._language_model = ChatModel(
+            tokenizer,
+            ChatFormats.of(tokenizer, settings.tool_parser, settings.reasoning_parser),
+            fingerprint,
+            reader,
+            lambda name: metrics.record(UNREADABLE_ARGUMENTS, (name,), 1),
+        )
+        self._pipeline_model = ChatModel(
+            tokenizer, ChatFormats(), fingerprint, reader, pipeline=True
+        )
+
+    def check(self, name: str) -> None:
+        """Raise ``ApiError`` for a model that this server does not have."""
+        if name not in self.names:
+            problem = f"The model {name[:200]!r} does not exist"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+
+    def resolve(self, request: Generation) -> ChatModel:
+        """Return the model that ``request`` names, and name the default one in the request.
+
+        Raises ``ApiError``. With LoRA adapters there is no default.
+        """
+        if not request.model and not self._loras:
+            request.model = self.names[0]
+        elif not request.model:
+            raise invalid("model", f"is missing; send one of {', '.join(self.names)}"[:500])
+        self.check(request.model)
+        if request.model in self.pipelines:
+            return self._pipeline_model
+        return self._language_model
+
+    def add_adapter(self, model: str, requests: Sequence[TextRequest]) -> None:
+        """Ask the engine for the LoRA adapter that is served as ``model``, if one is."""
+        task_id = self._loras.get(model)
+        if task_id is None:
+            return
+        adapter = Adapter(name=model)
+        if task_id:
+            adapter = Adapter(task_id=int(task_id))
+        for request in requests:
+            request.adapter = adapter
+
+    async def max_tokens(self) -> int | None:
+        """Return how many tokens prompt and completion may have; ``None`` where nobody knows."""
+        with suppress(TrtllmBlsError):
+            capacity = await self._engine.capacity()
+            if longest := capacity.max_sequence_tokens or capacity.max_prompt_tokens:
+                return longest
+        if not self._status_dir:
+            return None
+        return StatusDirectory(self._status_dir).longest(self._engine.name)
+
+    async def list(self, request: Request) -> Response:
+        """Answer ``GET /v1/models``."""
+        cards = [await self._card(name) for name in self.names]
+        return JsonResponse(
+            {
+                "object": "list",
+                "data": cards,
+                # Anthropic's list has these, OpenAI's has not.
+                "has_more": False,
+                "first_id": self.names[0],
+                "last_id": self.names[-1],
+            }
+        )
+
+    async def get(self, request: Request) -> Response:
+        """Answer ``GET /v1/models/NAME``."""
+        name = request.path_params["name"]
+        self.check(name)
+        return JsonResponse(await self._card(name))
+
+    async def _card(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "trtllm-bls",
+            "parent": self._base_name if name in self._loras else None,
+            "max_model_len": await self.max_tokens(),
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, timezone.utc).isoformat(),
+        }
+
+
+def _fingerprint(*identity: str) -> str:
+    digest = hashlib.sha256("\n".join(identity).encode())
+    return f"fp_{digest.hexdigest()[:10]}"
