@@ -8,13 +8,14 @@ from typing import Any
 from google.protobuf import text_format
 
 from tests.models.configured import Demo
+from trtllm_bls.operate import doctor  # whose checks are in the list then
 from trtllm_bls.operate.checks import PYTHON
-from trtllm_bls.operate.doctor import CHECKS, Finding, Subject, examine
+from trtllm_bls.operate.findings import Finding, Subject, examine
 
 
 def findings(name: str, **subject: Any) -> list[Finding]:
     """What one check found, without what is as it should be."""
-    checks = [each for each in CHECKS if each.name == name]
+    checks = [each for each in doctor.CHECKS if each.name == name]
     assert checks, name
     return [finding for _, finding in examine(Subject(**subject), checks) if finding.level != "ok"]
 

@@ -16,7 +16,8 @@ from tests.models.doctored import change, container, findings, only, rewrite
 from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.cli import main
 from trtllm_bls.operate import doctor
-from trtllm_bls.operate.doctor import Subject, examine
+from trtllm_bls.operate.doctor import diagnose
+from trtllm_bls.operate.findings import Subject, examine
 
 
 def with_draft(demo: Demo, tmp_path: Path, **more: Any) -> Path:
@@ -32,7 +33,7 @@ def test_what_configure_writes_is_sound(demo: Demo, tmp_path: Path) -> None:
     """Every check that looks at a repository passes on one with a target and a draft."""
     with_draft(demo, tmp_path)
     server = container(tmp_path / "server")
-    found = list(examine(Subject(repository=demo.out, server=server, ports={})))
+    found = list(diagnose(Subject(repository=demo.out, server=server, ports={})))
     assert {finding.level for _, finding in found} == {"ok"}, found
     names = {name for name, _ in found}
     assert names >= {"placeholders", "parameters", "speculation", "logits_types", "vocabulary"}
@@ -365,10 +366,16 @@ def test_what_new_writes_and_what_is_bundled_is_clean(tmp_path: Path) -> None:
     told = CliRunner().invoke(main, ["new", str(model)])
     assert told.exit_code == 0, told.output
     for repository in (model.parent, REPOSITORY):
-        for name in ("readable", "layout", "fitness", "placeholders", "wiring", "tensors"):
+        for name in (
+            "readable",
+            "layout",
+            "programs",
+            "fitness",
+            "placeholders",
+            "wiring",
+            "tensors",
+        ):
             assert findings(name, repository=repository) == []
-    (model / "1" / "model.py").write_text("class TritonPythonModel:\n  def\n")
-    assert "is no Python" in only(findings("layout", repository=model.parent)).what
 
 
 def test_a_pipelines_own_parameters_are_listed_and_read(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.helpers.scripted_services import service_in_a_thread
 from tests.models.configured import Demo
 from tests.models.doctored import change, findings, only
 from trtllm_bls.client import Tls
-from trtllm_bls.operate.doctor import Subject
+from trtllm_bls.operate.findings import Subject
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]

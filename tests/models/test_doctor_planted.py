@@ -17,7 +17,8 @@ import pytest
 from tests.helpers.small_tokenizers import directory
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, make_engine
 from tests.models.doctored import change, container, rewrite
-from trtllm_bls.operate.doctor import Finding, Subject, examine
+from trtllm_bls.operate.doctor import diagnose
+from trtllm_bls.operate.findings import Finding, Subject
 
 BLS, ENGINE, DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
 
@@ -78,7 +79,7 @@ class Deployment(Demo):
         self.edit(model, edit)
 
     def findings(self) -> list[Finding]:
-        found = [finding for _, finding in examine(Subject(**self.subject))]
+        found = [finding for _, finding in diagnose(Subject(**self.subject))]
         return [finding for finding in found if finding.level != "ok"]
 
 

@@ -7,9 +7,12 @@ and ``llmapi`` (converted) are for TensorRT-LLM's LLM API. Those that it could s
 
 from __future__ import annotations
 
+import os
 import re
 import tarfile
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -25,9 +28,12 @@ from tests.models.configured import BUILD, PLAIN, error_of, make_engine
 from tests.models.doctored import findings
 from trtllm_bls import __version__
 from trtllm_bls.cli import main
+from trtllm_bls.configure.file_writes import write_files
 from trtllm_bls.configure.pbtxt import FORMAT
-from trtllm_bls.configure.upgrade import edited, needs_upgrade
-from trtllm_bls.errors import SettingsError
+from trtllm_bls.configure.upgrade import edited
+from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.operate.findings import Subject
+from trtllm_bls.operate.preflight import LOADING, preflight
 from trtllm_bls.operate.preparation import prepare_models
 from trtllm_bls.settings.command_options import ServeSettings
 from trtllm_bls.settings.model_config import values_of
@@ -63,6 +69,15 @@ def opened(version: str, kind: str, place: Path) -> Path:
 
 def upgraded(repository: Path, *more: str) -> Result:
     return CliRunner().invoke(main, ["upgrade", str(repository), *more])
+
+
+def refusal(repository: Path) -> str:
+    """Why ``serve`` would not load a repository; empty where it would."""
+    try:
+        preflight(LOADING, Subject(repository=repository, ports={}), print, refuses=True)
+    except SetupError as error:
+        return str(error)
+    return ""
 
 
 def files(repository: Path) -> dict[str, bytes]:
@@ -108,8 +123,17 @@ def test_every_version_is_brought_to_todays_form(version: str, kind: str, tmp_pa
     text = values_of(parsed(repository, "tensorrt_llm_bls"))
     kept = {key: value for key, value in text.items() if key in SET and kind in ("cpp", "llm_api")}
     assert {**SET, **kept} == SET
-    assert needs_upgrade(repository) == ""
-    checks = ("readable", "placeholders", "parameters", "layout", "fitness", "wiring", "tensors")
+    assert refusal(repository) == ""
+    checks = (
+        "readable",
+        "placeholders",
+        "parameters",
+        "layout",
+        "program_versions",
+        "fitness",
+        "wiring",
+        "tensors",
+    )
     for name in (*checks, "decoupled"):
         assert findings(name, repository=repository) == []
     if kind in ("cpp", "embedded"):
@@ -173,21 +197,38 @@ def test_what_the_user_wrote_stays_to_the_letter(tmp_path: Path) -> None:
 
 
 def test_a_changed_model_file_stays_and_is_named(tmp_path: Path) -> None:
-    """With ``--map`` it is replaced, which is named too; so is a model of another name."""
+    """Its changes are shown, with today's places of what it imports; upgrade says so by its exit
+    code, too, as long as the file does not load."""
     repository = opened("0.1.0", "embedded", tmp_path)
     code = repository / "preprocessing" / "1" / "model.py"
-    code.write_text(code.read_text() + "\n# our own\n")
-    result = upgraded(repository)
-    assert "lost: preprocessing: its model.py is not as any version wrote it" in result.output
-    assert code.read_text().endswith("# our own\n") and "preprocessing" in needs_upgrade(repository)
+    code.write_text(code.read_text() + "\nLIMIT = 5  # our own\n")
+    for _ in range(2):
+        result = upgraded(repository)
+        assert result.exit_code == 1 and "next:" not in result.output
+        assert "lost: preprocessing: its model.py is not as any version wrote it" in result.output
+        changes = [line for line in result.output.splitlines() if line[:1] in ("+", "-")]
+        assert changes[-1] == "+LIMIT = 5  # our own" and code.read_text().endswith("# our own\n")
+    assert "(trtllm_bls.text.tokenizer.load_tokenizer today)" in result.output
+    (found,) = findings("program_versions", repository=repository)[:1]
+    assert found.level == "warn" and "run trtllm-bls upgrade" in found.mend
     checked = upgraded(repository, "--check")  # nothing to write, and it does not load
     assert checked.exit_code == 1 and "cannot mend it" in checked.output
+
+
+def test_todays_file_is_written_beside_a_changed_one(tmp_path: Path) -> None:
+    """With ``--keep``; with ``--map`` in its place, and the changed one beside it."""
+    repository = opened("0.1.0", "embedded", tmp_path)
+    code = repository / "preprocessing" / "1" / "model.py"
+    changed = code.read_text() + "\nLIMIT = 5\n"
+    code.write_text(changed)
+    todays = (ROOT / "models" / "preprocessing" / "1" / "model.py").read_text()
+    assert upgraded(repository, "--keep").exit_code == 1
+    assert code.read_text() == changed and code.with_name("model.py.new").read_text() == todays
     result = upgraded(repository, "--map", "preprocessing=preprocessing")
-    assert "lost: preprocessing: its own model.py" in result.output
-    assert needs_upgrade(repository) == ""
-    assert {model.name for model in repository.iterdir()} == {
-        *("ensemble", "preprocessing", "postprocessing", "tensorrt_llm", "tensorrt_llm_bls")
-    }
+    assert result.exit_code == 0 and "is model.py.old" in result.output
+    assert code.read_text() == todays and code.with_name("model.py.old").read_text() == changed
+    assert refusal(repository) == ""
+    assert upgraded(repository, "--check").exit_code == 0
 
 
 def test_a_changed_model_file_that_loads_is_named(tmp_path: Path) -> None:
@@ -197,6 +238,77 @@ def test_a_changed_model_file_that_loads_is_named(tmp_path: Path) -> None:
     code.write_text(code.read_text() + "\n# our own\n")
     result = upgraded(repository, "--check")
     assert result.exit_code == 0 and "note: preprocessing: its model.py is not" in result.output
+    assert "+# our own" in result.output
+
+
+def test_blanks_line_ends_and_a_mark_do_not_make_a_model_file_another(tmp_path: Path) -> None:
+    """The new file has the old one's line ends and byte order mark."""
+    repository = opened("0.1.0", "embedded", tmp_path)
+    code = repository / "preprocessing" / "1" / "model.py"
+    code.write_bytes(b"\xef\xbb\xbf" + code.read_bytes().replace(b"\n", b"  \r\n") + b"\r\n \r\n")
+    assert upgraded(repository).exit_code == 0
+    todays = (ROOT / "models" / "preprocessing" / "1" / "model.py").read_bytes()
+    assert code.read_bytes() == b"\xef\xbb\xbf" + todays.replace(b"\n", b"\r\n")
+    assert "up to date" in upgraded(repository, "--check").output
+
+
+def test_line_ends_of_a_configuration_stay(tmp_path: Path) -> None:
+    """Of what stays and of what is new; a line that ends otherwise stays so, too."""
+    repository = opened("0.1.0", "embedded", tmp_path)
+    config = repository / "preprocessing" / "config.pbtxt"
+    text = config.read_bytes().replace(b"\n", b"\r\n")
+    config.write_bytes(text + b"# ours\n")
+    assert upgraded(repository).exit_code == 0
+    changed = config.read_bytes()
+    assert b"format_version" in changed and b"# ours\n" in changed
+    assert changed.count(b"\n") == changed.count(b"\r\n") + 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_owner_group_mode_and_attributes_of_a_file_stay(tmp_path: Path) -> None:
+    """The service runs as another user than the one who upgrades."""
+    repository = opened("0.1.0", "embedded", tmp_path)
+    config = repository / "tensorrt_llm" / "config.pbtxt"
+    code = repository / "tensorrt_llm" / "1" / "model.py"
+    for file in (config, code):
+        os.chown(file, 12345, 23456)
+        file.chmod(0o600)
+        with suppress(OSError):  # not every file system has attributes
+            os.setxattr(file, "user.origin", b"ours")
+    attributes = {file: os.listxattr(file) for file in (config, code)}
+    before = files(repository)
+    assert upgraded(repository).exit_code == 0
+    for file in (config, code):
+        stat = file.stat()
+        assert (stat.st_uid, stat.st_gid, stat.st_mode & 0o7777) == (12345, 23456, 0o600)
+        assert os.listxattr(file) == attributes[file]
+        assert file.read_bytes() != before[str(file)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_a_file_whose_owner_cannot_be_kept_leaves_all_as_it_was() -> None:
+    """Another user upgrades, who may write the directory; nothing is half written."""
+    with TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o777)
+        (place / "theirs").write_bytes(b"old")
+        (place / "roots").write_bytes(b"old")
+        os.chown(place / "theirs", 12345, 23456)
+        before = files(place)
+        child = os.fork()
+        if not child:  # in which nothing of pytest may go on
+            with suppress(BaseException):
+                os.setgid(23456)
+                os.setuid(12345)
+                write_files({place / "theirs": b"new"})
+                try:
+                    write_files({place / "theirs": b"newer", place / "roots": b"newer"})
+                except SettingsError as error:
+                    os._exit(7 if "run upgrade as the files' owner" in str(error) else 8)
+            os._exit(9)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+        assert files(place) == {**before, str(place / "theirs"): b"new"}
 
 
 def test_models_of_other_names_keep_them(tmp_path: Path) -> None:
@@ -210,7 +322,7 @@ def test_models_of_other_names_keep_them(tmp_path: Path) -> None:
     wires = parsed(repository, "ensemble").ensemble_scheduling
     assert wires.step[0].model_name == "llama_pre"
     assert "format_version" in parsed(repository, "llama").parameters
-    assert needs_upgrade(repository) == ""
+    assert refusal(repository) == ""
 
 
 @pytest.mark.parametrize(
@@ -246,8 +358,26 @@ def test_each_loss_is_named(tmp_path: Path, model: str, more: str, lost: str) ->
     if key:  # once is enough for Triton
         text = re.sub(rf'parameters {{\n  key: "{key[1]}"(\n  .*)*\n}}\n', "", text)
     config.write_text(f"{text}{more}\n")
-    assert f"note: lost: {lost}" in upgraded(repository).output
+    result = upgraded(repository)
+    assert f"note: lost: {lost}" in result.output and result.exit_code == 1
     assert upgraded(repository, "--check").exit_code == 0
+
+
+def test_a_tensor_that_the_user_made_optional_stays_so(tmp_path: Path) -> None:
+    """What else a user added to a tensor is named, for the tensor is today's."""
+    repository = opened("0.1.0", "embedded", tmp_path)
+    config = repository / "postprocessing" / "config.pbtxt"
+    text = config.read_text()
+    name = '  name: "TOKENS_BATCH"\n'
+    assert name in text
+    config.write_text(text.replace(name, name + "  optional: true\n  allow_ragged_batch: true\n"))
+    result = upgraded(repository)
+    lost = "lost: postprocessing: input TOKENS_BATCH: allow_ragged_batch True"
+    assert lost in result.output and result.exit_code == 1
+    tensors = parsed(repository, "postprocessing").input
+    (tensor,) = [tensor for tensor in tensors if tensor.name == "TOKENS_BATCH"]
+    assert tensor.optional and not tensor.allow_ragged_batch
+    assert upgraded(repository).exit_code == 0
 
 
 def test_paths_inside_become_relative(tmp_path: Path) -> None:
@@ -284,9 +414,9 @@ def test_serve_says_which_command_to_run(version: str, tmp_path: Path) -> None:
     """Before anything is loaded; afterwards it goes on."""
     repository = opened(version, "embedded", tmp_path)
     (tmp_path / "work").mkdir()
-    with pytest.raises(SettingsError, match=f"run trtllm-bls upgrade {repository}"):
-        prepare_models(tmp_path / "work", repository, ServeSettings(), with_draft=False)
+    assert f"run trtllm-bls upgrade {repository}" in refusal(repository)
     upgraded(repository)
+    assert refusal(repository) == ""
     assert prepare_models(tmp_path / "work", repository, ServeSettings(), False) == repository
 
 

@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.configure.engine_dir import LOGITS_DTYPES, read_engine
+from trtllm_bls.configure.model_programs import is_ours
 from trtllm_bls.configure.repository import (
     DRAFT,
     ConfigureOptions,
@@ -28,7 +29,7 @@ from trtllm_bls.configure.repository import (
     slurm_script,
     write,
 )
-from trtllm_bls.configure.upgrade import is_ours, names_of
+from trtllm_bls.configure.upgrade import names_of
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.command_options import Override, option, options_of
 from trtllm_bls.settings.cpp_backend import Version, check_backend, keys_of, parse_version

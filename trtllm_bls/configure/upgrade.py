@@ -2,24 +2,18 @@
 
 Each of this package's models is recognised by its ``model.py``, not by its name. Of its
 configuration only inputs, outputs and the ensemble's wires are written anew. The rest stays as the
-user has it, comments included. ``needs_upgrade`` tells ``serve`` why a repository cannot be loaded.
+user has it, comments included.
 """
 
 from __future__ import annotations
 
-import ast
-import csv
 import difflib
-import hashlib
 import os
-import pkgutil
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +21,17 @@ import click
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.configure import engine_dir as cpp
+from trtllm_bls.configure.file_writes import as_written, line_end, write_files
+from trtllm_bls.configure.model_programs import (
+    changes_of,
+    is_ours,
+    model_of,
+    names_gone,
+    new_place,
+    program_of,
+    todays_program,
+)
 from trtllm_bls.configure.pbtxt import FORMAT, STEPS, model_config
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.cpp_backend import Version, check_backend, parse_version
@@ -37,12 +40,6 @@ from trtllm_bls.settings.parameters import FORMAT_VERSION, WRITTEN_BY, check
 from trtllm_bls.wire.contract import BLS, ENGINE, ENSEMBLE, LLMAPI, MODELS, Model
 
 _STEPS = [model.name for model in STEPS]
-# The first 16 digits of the SHA-256 of every model.py that versions before 0.3.0 wrote.
-with Path(__file__).with_name("model_files.csv").open(encoding="utf-8") as _file:
-    _WRITTEN = {row["sha256"]: row["model"] for row in csv.DictReader(_file)}
-_TODAYS = re.compile(
-    r'\s*(?:""".*?"""\s*)?from trtllm_bls\.triton\.(\w+) import TritonPythonModel\s*', re.S
-)
 _SPELLED_ANEW = {  # values that earlier versions wrote, and how they are spelled today
     ("one_core", "true"): "on",
     ("one_core", "false"): "off",
@@ -61,7 +58,12 @@ _PATHS = ("tokenizer_dir", "draft_tokenizer_dir", "model_dir", "model_yaml")
     "names",
     multiple=True,
     metavar="NAME=MODEL",
-    help="NAME is this package's MODEL, whatever its model.py holds, which is replaced.",
+    help="NAME is this package's MODEL, whatever its model.py holds, which becomes model.py.old.",
+)
+@click.option(
+    "--keep",
+    is_flag=True,
+    help="Write today's file as model.py.new beside a model.py that no version wrote so.",
 )
 @click.option(
     "--version",
@@ -69,51 +71,46 @@ _PATHS = ("tokenizer_dir", "draft_tokenizer_dir", "model_dir", "model_yaml")
     default="",
     help="TensorRT-LLM release of the container.  [default: the engine's]",
 )
-def command(repository: Path, check: bool, names: tuple[str, ...], release: str) -> None:
+def command(
+    repository: Path, check: bool, names: tuple[str, ...], keep: bool, release: str
+) -> None:
     """Bring a model repository of an earlier version to today's form, in place.
 
     The difference is shown first. Settings, comments, instances, queue policies, warm-up, caches
-    and models that are not this package's stay. What cannot be kept is named.
+    and models that are not this package's stay, and so do owners, modes and line ends. What cannot
+    be kept is named, and the exit code is 1 then.
 
     \b
     Examples:
       trtllm-bls upgrade /repository --check
       trtllm-bls upgrade /repository
+      trtllm-bls upgrade /repository --keep
       trtllm-bls upgrade /repository --map my_text=tensorrt_llm_bls
     """
-    plan = plan_upgrade(repository, names_of(names), parse_version(release) if release else None)
-    for path, text in plan.files.items():
-        old = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    version = parse_version(release) if release else None
+    plan = plan_upgrade(repository, names_of(names), version, keep=keep)
+    for path, content in plan.files.items():
+        old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         name = str(path.relative_to(repository))
-        lines = difflib.unified_diff(old, text.splitlines(), name, name, lineterm="")
-        click.echo("\n".join(lines))
+        new = content.decode().splitlines()
+        click.echo("\n".join(difflib.unified_diff(old.splitlines(), new, name, name, lineterm="")))
+    for line in plan.changes:
+        click.echo(line)
     for note in (*plan.notes, *(f"lost: {loss}" for loss in plan.losses)):
         click.echo(f"note: {note}")
+    count = len(plan.files)
     if check:
-        verdict = f"{len(plan.files)} files would change" if plan.files else "up to date"
-        if plan.losses and not plan.files:  # a model.py of the user's that stays, and is told above
+        verdict = f"{count} files would change" if count else "up to date"
+        if plan.losses and not count:  # a model.py of the user's that stays, and is told above
             verdict = "not up to date, and upgrade cannot mend it"
         click.echo(f"{repository}: {verdict}")
         raise SystemExit(bool(plan.files or plan.losses))
-    for path, text in plan.files.items():
-        try:
-            replace_file(path, text)
-        except OSError as error:
-            raise SettingsError(f"{path}: cannot be written: {error.strerror}") from error
-    done = f"{len(plan.files)} files written" if plan.files else "up to date"
-    click.echo(f"{repository}: {done}")
+    write_files(plan.files)
+    if plan.losses:
+        click.echo(f"{repository}: {count} files written; what is lost stands above")
+        raise SystemExit(1)
+    click.echo(f"{repository}: " + (f"{count} files written" if count else "up to date"))
     click.echo(f"next: trtllm-bls serve --model-repository {repository}")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all; a link stays a link."""
-    path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    if path.exists():
-        new.chmod(path.stat().st_mode)
-    new.replace(path)
 
 
 def names_of(texts: tuple[str, ...]) -> dict[str, str]:
@@ -128,68 +125,31 @@ def names_of(texts: tuple[str, ...]) -> dict[str, str]:
     return names
 
 
-# --- which model it is ------------------------------------------------------------------------
-
-
-def model_of(code: Path) -> str | None:
-    """Which of this package's models a ``model.py`` is; ``None`` where no version wrote it so."""
-    try:
-        text = code.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    if match := _TODAYS.fullmatch(text):
-        return match[1]
-    return _WRITTEN.get(hashlib.sha256(text.encode()).hexdigest()[:16])
-
-
-def names_gone(code: Path) -> Iterator[str]:
-    """What a ``model.py`` imports from this package, as an earlier version had it."""
-    with suppress(OSError, SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(code.read_bytes())):
-            if not isinstance(node, (ast.Import, ast.ImportFrom)):
-                continue
-            module = getattr(node, "module", None)
-            for alias in node.names:
-                name = f"{module}.{alias.name}" if module else alias.name
-                if name.partition(".")[0] != "trtllm_bls":
-                    continue
-                try:
-                    pkgutil.resolve_name(name)
-                except (ImportError, AttributeError):
-                    yield name
-
-
-def needs_upgrade(repository: Path) -> str:
-    """Why this version cannot load a repository, with the command to run; empty where it can."""
-    for code in sorted(repository.glob("*/[0-9]*/model.py")):
-        if gone := next(names_gone(code), None):
-            what = f"{code}: imports {gone}, which this version does not have"
-            return f"{what}; run trtllm-bls upgrade {shlex.quote(str(repository))}"
-    return ""
-
-
-def is_ours(repository: Path) -> bool:
-    """Whether a version of this package wrote any model of a repository."""
-    return any(model_of(code) for code in repository.glob("*/[0-9]*/model.py"))
-
-
 # --- what is to change ------------------------------------------------------------------------
 
 
 @dataclass
 class Upgrade:
-    """Of a repository: the files to write, what the user is told, and what is lost."""
+    """The files to write, what the user should know, what is lost, and the ``changes`` that the
+    user made to programs, as lines."""
 
     repository: Path
-    files: dict[Path, str] = field(default_factory=dict)
+    files: dict[Path, bytes] = field(default_factory=dict)
+    changes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
 
 
-def plan_upgrade(repository: Path, names: Mapping[str, str], release: Version | None) -> Upgrade:
-    """What brings a repository to today's form. Raises ``SettingsError``."""
-    plan, configs = Upgrade(repository), _read(repository, names)
-    roles = _roles(plan, configs, names)
+def plan_upgrade(
+    repository: Path, names: Mapping[str, str], release: Version | None, *, keep: bool = False
+) -> Upgrade:
+    """Plan what brings a repository to today's form. Raises ``SettingsError``.
+
+    ``keep`` puts today's program beside one of the user's.
+    """
+    plan = Upgrade(repository)
+    configs = _read(repository, names)
+    roles = _roles(plan, configs, names, keep)
     engines = {}
     for name, config in configs.items():
         if config.backend == cpp.CPP_BACKEND and (place := values_of(config).get("gpt_model_path")):
@@ -214,17 +174,20 @@ def plan_upgrade(repository: Path, names: Mapping[str, str], release: Version | 
             _add_tensors(plan, new, model_config(model, {}, steps, old.max_batch_size))
         _add_parameters(plan, new, role, engines.get(name), release)
         path = repository / name / "config.pbtxt"
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()
         is_todays = values_of(old).get(FORMAT_VERSION) == FORMAT[FORMAT_VERSION]
         if not is_todays or edited(text, new) != text:
             for key, value in FORMAT.items():
                 new.parameters[key].string_value = value
-            plan.files[path] = edited(text, new)
-        source = REPOSITORY / role / "1" / "model.py"
+            plan.files[path] = edited(text, new).encode()
         codes = sorted((repository / name).glob("[0-9]*/model.py"))
         for code in codes if old.backend == "python" else ():
-            if code.read_bytes() != source.read_bytes():
-                plan.files[code] = source.read_text(encoding="utf-8")
+            program = todays_program(role)
+            if program_of(code) != program:
+                before = code.read_bytes()
+                plan.files[code] = as_written(program, before)
+                if model_of(code) is None:
+                    plan.files[code.with_name("model.py.old")] = before
     return plan
 
 
@@ -246,33 +209,57 @@ def _read(repository: Path, names: Mapping[str, str]) -> dict[str, Any]:
     return configs
 
 
-def _roles(plan: Upgrade, configs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
-    """Which of this package's models each one is, by name; others are left out."""
+def _roles(
+    plan: Upgrade, configs: Mapping[str, Any], names: Mapping[str, str], keep: bool
+) -> dict[str, str]:
+    """The model of this package that each model is, by name; others are left out."""
     roles = {}
     for name, config in configs.items():
         codes = sorted((plan.repository / name).glob("[0-9]*/model.py"))
         models = [model_of(code) for code in codes]
-        missing = list(chain.from_iterable(map(names_gone, codes)))
         if config.backend == cpp.CPP_BACKEND:
             roles[name] = ENGINE.name
         elif name in names:
             roles[name] = names[name]
             if None in models:
-                plan.losses.append(f"{name}: its own model.py, which --map replaces")
+                plan.notes.append(
+                    f"{name}: its own model.py, which --map replaces, is model.py.old"
+                )
         elif models and None not in models:
             roles[name] = str(models[0])
-        elif missing:
-            what = "its model.py is not as any version wrote it, so it stays"
-            plan.losses.append(
-                f"{name}: {what}; it imports {', '.join(missing)}, not here any more"
-            )
-        elif name in {model.name for model in MODELS} and config.backend == "python":
-            what = "its model.py is not as any version wrote it, so the model stays as it is"
-            plan.notes.append(f"{name}: {what}; --map {name}={name} replaces it")
+        elif config.backend == "python":
+            for code in codes:
+                _keep_program(plan, name, code, keep)
     for name, config in configs.items():
         if [roles.get(step.model_name) for step in config.ensemble_scheduling.step] == _STEPS:
             roles[name] = ENSEMBLE.name
     return roles
+
+
+def _keep_program(plan: Upgrade, name: str, code: Path, keep: bool) -> None:
+    """Tell what a program of the user's is, which stays: how it differs from what was written, and
+    what it needs that has gone."""
+    gone = list(names_gone(code))
+    is_known = name in {model.name for model in MODELS}
+    if not gone and not is_known:
+        return
+    if is_known:
+        plan.changes += changes_of(code, name)
+        new_file = code.with_name("model.py.new")
+        content = as_written(todays_program(name), code.read_bytes())
+        if keep and not (new_file.is_file() and new_file.read_bytes() == content):
+            plan.files[new_file] = content
+    what = f"{name}: its model.py is not as any version wrote it, so "
+    mend = f"--map {name}={name} replaces it, --keep writes today's beside it"
+    if not gone:
+        plan.notes.append(f"{what}the model stays as it is; {mend}")
+        return
+    places = []
+    for old in gone:
+        place = new_place(old)
+        places.append(f"{old} ({place} today)" if place else old)
+    loss = f"{what}it stays; it imports {', '.join(places)}, not here any more"
+    plan.losses.append(f"{loss}; {mend}" if is_known else loss)
 
 
 def _models(config: Any, has_engines: bool, release: Version | None) -> dict[str, Model]:
@@ -288,12 +275,14 @@ def _models(config: Any, has_engines: bool, release: Version | None) -> dict[str
 def _add_tensors(plan: Upgrade, config: Any, todays: Any) -> None:
     """Inputs, outputs and an ensemble's wires as they are today."""
     for side in ("input", "output"):
-        known = {tensor.name for tensor in getattr(todays, side)}
-        for tensor in getattr(config, side):
-            if tensor.name not in known:
-                plan.losses.append(f"{config.name}: {side} {tensor.name}")
+        before = {tensor.name: tensor for tensor in getattr(config, side)}
+        known = {tensor.name: tensor for tensor in getattr(todays, side)}
+        plan.losses += [f"{config.name}: {side} {name}" for name in before if name not in known]
+        for name, tensor in known.items():
+            if name in before:
+                _keep_changes(plan, f"{config.name}: {side} {name}", before[name], tensor)
         config.ClearField(side)
-        getattr(config, side).extend(getattr(todays, side))
+        getattr(config, side).extend(known.values())
     steps = config.ensemble_scheduling.step
     for step, todays_step in zip(steps, todays.ensemble_scheduling.step, strict=False):
         for side in ("input_map", "output_map"):
@@ -306,6 +295,24 @@ def _add_tensors(plan: Upgrade, config: Any, todays: Any) -> None:
     is_missing = todays.HasField("dynamic_batching") and not config.HasField("dynamic_batching")
     if is_missing and FORMAT_VERSION not in config.parameters:  # 0.1.0 wrote none
         config.dynamic_batching.CopyFrom(todays.dynamic_batching)
+
+
+_DECLARED = {"name", "data_type", "dims", "optional"}  # what this package says of a tensor
+
+
+def _keep_changes(plan: Upgrade, title: str, before: Any, tensor: Any) -> None:
+    """Leave a tensor optional that the user made so; name all else that it had, and loses."""
+    if getattr(before, "optional", False):
+        tensor.optional = True
+    shapes = []
+    for declared in (before, tensor):
+        shapes.append(f"{dtype_of(declared)} {list(declared.dims)}")
+    if shapes[0] != shapes[1]:
+        plan.notes.append(f"{title} was {shapes[0]}, is {shapes[1]}")
+    for field_, value in before.ListFields():
+        if field_.name not in _DECLARED and getattr(tensor, field_.name) != value:
+            words = " ".join(str(value).split())
+            plan.losses.append(f"{title}: {field_.name} {words}")
 
 
 def _add_parameters(
@@ -342,8 +349,8 @@ def _inside(plan: Upgrade, name: str, key: str, value: str) -> str:
         return value
     copy = plan.repository / name / "1" / "model.yaml"
     try:
-        plan.files[copy] = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        plan.files[copy] = path.read_bytes()
+    except OSError as error:
         what = f"{name}: {key}={value} cannot be read ({error})"
         plan.losses.append(f"{what}; copy it to {copy.relative_to(plan.repository)}")
     return str(copy.relative_to(plan.repository))
@@ -360,23 +367,25 @@ def edited(text: str, wanted: Any) -> str:
     """A ``config.pbtxt`` that means ``wanted``. What means the same keeps its words and its place,
     and every comment stays."""
     missing = dict(_elements(wanted, Counter()))
+    end = line_end(text)
     seen: Counter[str] = Counter()
     pieces = [""]
     last_of_kind: dict[str, int] = {}
     for piece in pieces_of(text):
         part = text_format.Parse(piece, model_config_pb2.ModelConfig(), allow_unknown_field=True)
         elements = dict(_elements(part, seen))
-        if any(missing.get(name) != words for name, words in elements.items()):
+        if any(missing.get(name) != word for name, word in elements.items()):
             comments = [token + "\n" for token in TOKEN.findall(piece) if token[0] == "#"]
-            piece = "".join([*comments, *(missing.get(name, "") for name in elements)])
+            todays = "".join(missing.get(name, "") for name in elements)
+            piece = "".join(comments) + todays.replace("\n", end)
         for name in elements:
             missing.pop(name, None)
             last_of_kind[name[0]] = len(pieces)
         pieces.append(piece)
     for (kind, _), words in missing.items():
         place = last_of_kind.get(kind, len(pieces) - 1)
-        line_end = "" if pieces[place][-1:] in ("", "\n") else "\n"
-        pieces[place] += line_end + words
+        before = "" if pieces[place][-1:] in ("", "\n") else end
+        pieces[place] += before + words.replace("\n", end)
     return "".join(pieces)
 
 

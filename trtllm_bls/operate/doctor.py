@@ -6,21 +6,19 @@ last command, ``conformance``, asks an engine itself.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import importlib.metadata
 import json
-import os
 import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, get_args
 
 import click
 import grpc
@@ -33,28 +31,32 @@ from tritonclient.utils import InferenceServerException
 
 from trtllm_bls.client.client import Tls
 from trtllm_bls.configure import engine_dir as cpp
-from trtllm_bls.configure.upgrade import names_gone
 from trtllm_bls.engines.own_port import listening_processes
 from trtllm_bls.engines.trtllm_service import service_messages as messages
 from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
-from trtllm_bls.operate import checks
-from trtllm_bls.operate.preparation import Scratch
+from trtllm_bls.operate import checks, model_code
+from trtllm_bls.operate.findings import (
+    CHECKS,
+    Finding,
+    Findings,
+    Level,
+    Subject,
+    check,
+    examine,
+    fault,
+    installed,
+    loaded_tokenizer,
+    warn,
+)
+from trtllm_bls.operate.preflight import has_server
 from trtllm_bls.pipeline.streaming_model import own_parameters, undeclared
 from trtllm_bls.settings import cpp_backend
-from trtllm_bls.settings.command_options import (
-    GrpcAddress,
-    ServeSettings,
-    TlsConnection,
-    option,
-    options_of,
-    setting,
-)
+from trtllm_bls.settings.command_options import TlsConnection, options_of
 from trtllm_bls.settings.model_config import (
     backend_of,
     dtype_of,
     ensemble_refusals,
     instances_of,
-    read_config,
     refusals,
     served_versions,
     unknown_field,
@@ -70,332 +72,21 @@ from trtllm_bls.settings.parameters import (
     suggestion,
 )
 from trtllm_bls.settings.parameters import check as check_ours
-from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
-from trtllm_bls.wire.contract import (
-    BLS,
-    ENGINE,
-    LLMAPI,
-    MODELS,
-    POSTPROCESSING,
-    PREPROCESSING,
-    Model,
-)
+from trtllm_bls.wire.contract import BLS, ENGINE, POSTPROCESSING, PREPROCESSING
 
-CPP_BACKEND = "tensorrtllm"
-GrpcUrl = Annotated[str, GrpcAddress()]
-Directory = Annotated[Path, click.Path(exists=True, file_okay=False, path_type=Path)]
 _PATH = click.Path(path_type=Path)
 
 
-def installed(package: str) -> str | None:
-    """The version of an installed package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def diagnose(subject: Subject) -> Iterator[tuple[str, Finding]]:
+    """Run every check, those of ``serve`` first; yield each finding with its check's name."""
+    return examine(subject, CHECKS)
 
 
-def serve_ports() -> dict[str, int]:
-    """The default ports of ``serve``, by option."""
-    names = [field.name for field in fields(ServeSettings) if field.name.endswith("_port")]
-    ports = {option(name): getattr(ServeSettings, name) for name in names}
-    return {flag: port for flag, port in ports.items() if port is not None}
-
-
-def _release(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
-    try:
-        return value if value and cpp_backend.parse_version(value) else ""
-    except SettingsError as error:
-        raise click.UsageError(str(error), ctx) from error
-
-
-@dataclass
-class Subject:
-    """The options of ``doctor``, and what can be read behind them.
-
-    ``version`` names TensorRT-LLM's release where neither an installed package nor an engine tells.
-    """
-
-    repository: Directory | None = setting("What is to be served.", flag="--model-repository")
-    url: GrpcUrl | None = setting("gRPC port of a running server.", metavar="HOST:PORT")
-    engine_dir: Directory | None = setting("Engine of the target model.")
-    draft_engine_dir: Directory | None = setting("Engine of the draft model.")
-    tokenizer_dir: Directory | None = setting("Tokenizer of the target model.")
-    server: Path | None = setting("As of `serve`.")
-    version: str = setting(
-        "TensorRT-LLM release of the container.  [default: as installed, or the engine's]",
-        "",
-        callback=_release,
-    )
-    tls: Tls | None = None  # to ``url``
-    max_streams: int = ServeSettings.max_streams
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    packages: Callable[[str], str | None] = installed
-    shared_memory: Path = Path("/dev/shm")
-    ports: Mapping[str, int] = field(default_factory=serve_ports)
-
-    def __post_init__(self) -> None:
-        self.unreadable: list[SettingsError] = []  # configurations and engines
-        self.configs: dict[str, Any] = {}  # Triton's ``ModelConfig`` of each model
-        for path in sorted(self.repository.glob("*/config.pbtxt")) if self.repository else ():
-            try:
-                self.configs[path.parent.name] = read_config(path)
-            except SettingsError as error:
-                self.unreadable.append(error)
-        self.cpp_models = [n for n, c in self.configs.items() if c.backend == CPP_BACKEND]
-        values = self.values(BLS.name)
-        self.target = values.get("tensorrt_llm_model_name") or ENGINE.name
-        self.draft = values.get("tensorrt_llm_draft_model_name", "")  # empty where there is none
-        self.tokenizer = self.tokenizer_dir or self.directory(BLS.name, "tokenizer_dir")
-        directories = {}
-        for name in self.cpp_models:
-            model_path = self.values(name).get("gpt_model_path")
-            if model_path and "${" not in model_path:
-                directories[name] = Path(model_path)
-        if self.engine_dir:
-            directories[self.target] = self.engine_dir
-        if self.draft_engine_dir:
-            directories[self.draft or "the draft"] = self.draft_engine_dir
-        self.engines: dict[str, cpp.EngineDir] = {}  # by model, of the options or of the repository
-        for name, directory in directories.items():
-            try:
-                engine = cpp.read_engine(f"{name}: engine", directory, check=True)
-                engine.release()  # raises where there is no such release
-                self.engines[name] = engine
-            except SettingsError as error:
-                self.unreadable.append(error)
-
-    def values(self, model: str) -> dict[str, str]:
-        """A model's parameters; none where there is no such model."""
-        return values_of(self.configs[model]) if model in self.configs else {}
-
-    def directory(self, model: str, key: str) -> Path | None:
-        """A directory that a model's parameter names; ``None`` where it names none."""
-        path = self.values(model).get(key, "")
-        if not path or "${" in path:
-            return None
-        return Path(os.path.abspath((self.repository or Path()) / path))
-
-    @property
-    def llm_api_models(self) -> list[str]:
-        """The models in which TensorRT-LLM's LLM API runs."""
-        return [name for name in self.configs if self.values(name).get("engine") == "llm_api"]
-
-    @property
-    def pipelines(self) -> dict[str, dict[str, Any]]:
-        """The parameters that pipelines declare in so many words, by model."""
-        pipelines: dict[str, dict[str, Any]] = {}
-        for name in self.configs:
-            assert self.repository is not None
-            for file in sorted((self.repository / name).glob("*/model.py")):
-                with suppress(OSError, ValueError, SyntaxError):  # the file's own checks tell
-                    declared = _declared_parameters(file.read_text(encoding="utf-8"))
-                    if declared is not None:
-                        pipelines[name] = declared
-        return pipelines
-
-    @property
-    def known_models(self) -> dict[str, Model]:
-        """Our models and those of the C++ backend, with the tensors that each should have."""
-
-        def of_release(engine: str) -> dict[str, Model]:
-            logits = self.engines[engine].logits if engine in self.engines else "FP32"
-            return cpp.models_for(self.release or cpp_backend.LAST, logits)
-
-        # The ensemble hands on the tensors of the target's release.
-        ours = {model.name: model for model in MODELS}
-        if self.cpp_models:
-            ours = of_release(self.target)
-        known = {}
-        for name, config in self.configs.items():
-            if config.backend == CPP_BACKEND:
-                known[name] = of_release(name)[ENGINE.name]
-            elif self.values(name).get("tensors") == "llmapi":
-                known[name] = replace(LLMAPI, name=BLS.name)  # whose parameters it has
-            elif name in self.llm_api_models:
-                known[name] = ENGINE
-            elif name in ours and (config.backend == "python" or config.platform == "ensemble"):
-                known[name] = ours[name]
-        return known
-
-    @property
-    def tokens(self) -> Tokenizer | None:
-        """The target's tokenizer; ``None`` where none can be loaded, which a check tells."""
-        with suppress(SetupError):
-            return _loaded(self.tokenizer) if self.tokenizer else None
-        return None
-
-    @property
-    def backend_version(self) -> str:
-        """The TensorRT-LLM that runs here: as named, or as installed; empty where unknown."""
-        return self.version or self.packages("tensorrt-llm") or ""
-
-    @property
-    def release(self) -> cpp_backend.Version | None:
-        """The release of the backend, or else of the target's engine."""
-        if self.backend_version:
-            return cpp_backend.parse_version(self.backend_version)
-        engine = self.engines.get(self.target)
-        return engine.release() if engine else None
-
-
-def _declared_parameters(program: str) -> dict[str, Any] | None:
-    """What the class of a ``model.py`` has as ``parameters``, or ``None`` if that cannot be told;
-    the program is read and not run."""
-    if "trtllm_bls.pipeline" not in program:
-        return None
-    bases: list[str] = []
-    for definition in ast.parse(program).body:
-        if not isinstance(definition, ast.ClassDef):
-            continue
-        bases += map(ast.unparse, definition.bases)
-        if definition.name != "TritonPythonModel":
-            continue
-        for line in definition.body:
-            if not isinstance(line, (ast.Assign, ast.AnnAssign)) or line.value is None:
-                continue
-            targets = line.targets if isinstance(line, ast.Assign) else [line.target]
-            if "parameters" in map(ast.unparse, targets):
-                value = ast.literal_eval(line.value)
-                return value if isinstance(value, dict) else None
-    return {} if bases == ["StreamingModel"] else None  # others may declare some
-
-
-# --- findings ---------------------------------------------------------------------------------
-
-
-Level = Literal["ok", "warn", "error"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: what holds or does not, and what to do about it (empty where nothing is)."""
-
-    level: Level
-    what: str
-    mend: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.what}; {self.mend}" if self.mend else self.what
-
-    @classmethod
-    def of(cls, error: TrtllmBlsError, level: Level = "error") -> Finding:
-        """Split the error's text: this package's errors end with what to do, after "; " or ": "."""
-        text = str(error)
-        for mark in ("; ", ": "):
-            what, _, mend = text.rpartition(mark)
-            if " " in what:  # a name in front of a colon is no sentence yet
-                return cls(level, what, mend)
-        return cls(level, text)
-
-
-Findings = Iterator[Finding]
-fault, warn = partial(Finding, "error"), partial(Finding, "warn")
-
-
-@dataclass(frozen=True)
-class Check:
-    """``run`` yields or raises what is wrong; ``title`` says what holds where there is nothing.
-
-    ``applies`` tells whether there is something to look at. ``before``: what ``serve`` does only if
-    this finds no error: ``preparing`` a server, or ``loading`` its models.
-    """
-
-    name: str
-    title: str
-    applies: Callable[[Subject], Any]
-    run: Callable[[Subject], Findings | None]
-    before: str = ""
-
-
-CHECKS: list[Check] = []
-
-
-def check(
-    title: str, applies: Callable[[Subject], Any] = lambda subject: True, before: str = ""
-) -> Callable[[Callable[[Subject], Findings | None]], None]:
-    """Put a function into the list of checks, under its own name."""
-    return lambda run: CHECKS.append(Check(run.__name__, title, applies, run, before))
-
-
-def examine(
-    subject: Subject, checks: Sequence[Check] | None = None
-) -> Iterator[tuple[str, Finding]]:
-    """Every finding with its check's name. What a check raises is its last finding."""
-    for check in CHECKS if checks is None else checks:
-        if not check.applies(subject):
-            continue
-        findings: list[Finding] = []
-        try:
-            findings.extend(check.run(subject) or ())
-        except TrtllmBlsError as error:
-            findings.append(Finding.of(error))
-        for finding in findings or [Finding("ok", check.title)]:
-            yield check.name, finding
-
-
-def preflight(before: str, subject: Subject, warn: Callable[[str], object]) -> None:
-    """The checks that ``serve`` waits for; ``warn`` is told what does not stop it.
-
-    Raises ``SetupError`` with the first error.
-    """
-    checks = [check for check in CHECKS if check.before == before]
-    problems = [finding for _, finding in examine(subject, checks) if finding.level != "ok"]
-    errors = [finding for finding in problems if finding.level == "error"]
-    for finding in problems:
-        if finding not in errors[:1]:
-            warn(str(finding))
-    if errors:
-        raise SetupError(str(errors[0]))
-
-
-# --- this machine: shared memory, proxies, Python and packages --------------------------------
-
+# --- this machine: proxies, Python's packages ---------------------------------------------------
 
 DISTRIBUTION = "trtllm-bls"
 _PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 _LOOPBACK = ("localhost", "127.0.0.1")
-
-
-PREPARING, LOADING = "preparing", "loading"
-
-
-@check("this machine can run the server's models", before=PREPARING)
-def platform_and_place(subject: Subject) -> None:
-    checks.check_platform()
-    checks.check_environment(sys.prefix, checks.PACKAGE)
-
-
-def _serves_here(subject: Subject) -> bool:
-    """Whether a server is to be started on this machine: none is asked, and a release that is named
-    need not be of another machine where a server is here."""
-    return not subject.url and bool(not subject.version or _server(subject))
-
-
-@check("as many files can be open as streams need", _serves_here, PREPARING)
-def open_files(subject: Subject) -> None:
-    checks.check_open_files(subject.max_streams)
-
-
-@check("files of a run can be made", _serves_here, PREPARING)
-def temporary_directory(subject: Subject) -> None:
-    scratch = Scratch()
-    try:
-        scratch.make()
-    finally:
-        scratch.remove()
-    if not os.access("/tmp", os.W_OK):
-        what = "/tmp cannot be written, where Triton's Python backend makes a directory"
-        raise SetupError(f"{what}; mount a volume there")
-
-
-@check("shared memory has room for the models' tensors", before=PREPARING)
-def shared_memory(subject: Subject) -> Findings:
-    """Docker's default of 64 MB is filled by a few large answers."""
-    if subject.shared_memory.exists() and not os.access(subject.shared_memory, os.W_OK):
-        yield fault(f"{subject.shared_memory} cannot be written", "mount a memory volume there")
-    if warning := checks.check_shared_memory(subject.shared_memory):
-        yield Finding.of(SetupError(warning), "warn")
 
 
 @check("connections to this machine go past any proxy")
@@ -436,26 +127,6 @@ def packages(subject: Subject) -> Findings:
                 yield fault(what, mend)
 
 
-def _server(subject: Subject) -> Any:
-    """The server that is named, or else is found here."""
-    with suppress(SetupError):
-        return subject.server or checks.find_server(None)
-    return None
-
-
-@check(
-    "there is a server, and it runs models on this Python and its numpy",
-    lambda s: _serves_here(s) or _server(s),
-    PREPARING,
-)
-def server_python(subject: Subject) -> None:
-    installation, library = checks.find_server(subject.server), checks.libpython()
-    paths = filter(None, (str(library.parent), subject.environment.get("LD_LIBRARY_PATH")))
-    searched = {**subject.environment, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
-    checks.check_server(installation, searched)
-    checks.check_numpy(installation, checks.embedded_numpy())
-
-
 @check(
     "transformers is as TensorRT-LLM's Python package wants it",
     lambda s: s.packages("tensorrt-llm"),
@@ -478,7 +149,6 @@ _GPUS = Path("/dev/nvidiactl")
 @check(
     "configurations and engine directories can be read",
     lambda s: s.repository or s.engine_dir,
-    LOADING,
 )
 def readable(subject: Subject) -> Findings:
     if subject.repository and not subject.configs and not subject.unreadable:
@@ -499,21 +169,6 @@ def placeholders(subject: Subject) -> Findings:
         if unfilled:
             mend = "fill them in or remove them; trtllm-bls configure --from does"
             yield fault(f"{model}: placeholders in {', '.join(unfilled)}", mend)
-
-
-@check("every parameter is known and has a value that can be read", lambda s: s.configs)
-def parameters(subject: Subject) -> Findings:
-    for model, known in subject.known_models.items():
-        for key, value in subject.values(model).items():
-            if "${" in value or not value:
-                continue
-            try:
-                if model in subject.cpp_models:
-                    cpp_backend.check_backend(key, value, subject.release)
-                else:
-                    check_ours(known.name, key, value)
-            except SettingsError as error:
-                yield Finding.of(SettingsError(f"{model}.{key}: {error}"))
 
 
 @check("every pipeline's own parameters can be read", lambda s: s.pipelines)
@@ -553,7 +208,7 @@ def llm_api(subject: Subject) -> Findings:
                 yield fault(what, suggestion(key, known))
 
 
-@check("Triton can load every model", lambda s: s.repository, LOADING)
+@check("Triton can load every model", lambda s: s.repository)
 def layout(subject: Subject) -> Findings:
     assert subject.repository is not None
     broken = {Path(str(error).partition(":")[0]).parent.name for error in subject.unreadable}
@@ -571,16 +226,62 @@ def layout(subject: Subject) -> Findings:
             yield Finding.of(SettingsError(f"{model}: {problem}"))
 
 
+def _interpreter_of(config: Any, directory: Path) -> Path | None:
+    """The interpreter of a Python model; ``None`` where it is packed into an archive."""
+    if "EXECUTION_ENV_PATH" not in config.parameters:
+        return Path(sys.executable)
+    place = config.parameters["EXECUTION_ENV_PATH"].string_value
+    place = place.replace("$$TRITON_MODEL_DIRECTORY", str(directory))
+    python = Path(place, "bin", "python3")
+    return python if python.is_file() else None
+
+
+_CODE_S = 60.0
+
+
+@check("every model's program can be read, and finds what it imports", lambda s: s.configs)
+def programs(subject: Subject) -> Findings:
+    """Asked of each model's own interpreter, with the path that it has inside Triton."""
+    assert subject.repository is not None
+    programs: dict[Path, list[tuple[str, Path]]] = {}
+    for model, config in subject.configs.items():
+        directory = subject.repository / model
+        python = _interpreter_of(config, directory)
+        if backend_of(config) not in ("", "python") or config.platform == "ensemble" or not python:
+            continue
+        for version in served_versions(config, directory):
+            file = version / (config.default_model_filename or "model.py")
+            if file.is_file():
+                programs.setdefault(python, []).append((model, file))
+    for python, files in programs.items():
+        orders = [[str(file), [str(file.parent), str(file.parents[1])]] for _, file in files]
+        answer = subprocess.run(
+            [python, "-I", model_code.__file__],
+            input=json.dumps(orders),
+            capture_output=True,
+            text=True,
+            timeout=_CODE_S,
+            check=False,
+        )
+        if answer.returncode:
+            what = f"{python} cannot look at the models' programs: {answer.stderr.strip()[-200:]}"
+            yield warn(what, "mend that environment")
+            continue
+        for (model, file), problems in zip(files, json.loads(answer.stdout), strict=True):
+            name = f"{model}: {file.relative_to(file.parents[1])}"
+            for kind, detail in problems:
+                if kind == model_code.NO_PYTHON:
+                    yield fault(f"{name} is no Python: {detail}", "mend it")
+                elif kind == model_code.NO_CLASS:
+                    yield warn(f"{name} has no class {detail}, as it seems", "name it so")
+                else:
+                    what = f"{name} imports {detail}, which {python} does not find"
+                    yield warn(what, "install it there, unless the program adds its place itself")
+
+
 @check("every model is as this package and its engine need it", lambda s: s.configs)
 def fitness(subject: Subject) -> Findings:
-    assert subject.repository is not None
     for model, config in subject.configs.items():
-        versions = served_versions(config, subject.repository / model)
-        programs = [version / "model.py" for version in versions]
-        for program in filter(Path.is_file, programs):
-            for name in names_gone(program):
-                what = f"{model}: its model.py imports {name}, which this version does not have"
-                yield fault(what, f"run trtllm-bls upgrade {subject.repository}")
         engine = subject.engines.get(model)
         most = engine.max_batch_size if engine else None
         known = subject.known_models.get(model)
@@ -727,7 +428,7 @@ def ranks(subject: Subject) -> Findings:
         yield fault(what, "serve it in the container")
 
 
-@check("the server here has every backend", lambda s: s.configs and _server(s), LOADING)
+@check("the server here has every backend", lambda s: s.configs and has_server(s))
 def backends(subject: Subject) -> Findings:
     with suppress(SetupError):  # told by the check of the server's Python
         there = checks.find_server(subject.server).backends
@@ -945,14 +646,11 @@ def _client(subject: Subject) -> Any:
 _MOST_PADDING = 1024
 
 
-_loaded = cache(load_tokenizer)  # it takes seconds
-
-
 @check("tokenizers can be loaded", lambda s: s.tokenizer)
 def tokenizer(subject: Subject) -> None:
     for directory in (subject.tokenizer, subject.directory(BLS.name, "draft_tokenizer_dir")):
         if directory:
-            _loaded(directory)
+            loaded_tokenizer(directory)
 
 
 @check("all models have one tokenizer, and it can chat", lambda s: s.tokens)
@@ -961,7 +659,7 @@ def one_tokenizer(subject: Subject) -> Findings:
     assert subject.tokens is not None
     for model in (PREPROCESSING.name, POSTPROCESSING.name):
         directory = subject.directory(model, "tokenizer_dir")
-        if directory and _loaded(directory).fingerprint != subject.tokens.fingerprint:
+        if directory and loaded_tokenizer(directory).fingerprint != subject.tokens.fingerprint:
             what = f"{model}: the tokenizer in {directory} is another than {subject.tokenizer}"
             yield fault(what, "name one tokenizer in all models")
     if not subject.tokens.chat_template:
@@ -993,7 +691,11 @@ def draft_vocabulary(subject: Subject) -> Findings:
             what = f"{model} has {engine.vocab_size} embeddings, the target {target.vocab_size}"
             yield warn(what, "take a draft of the same family, or leave draft logits off")
     drafts = subject.directory(BLS.name, "draft_tokenizer_dir")
-    if subject.tokens and drafts and _loaded(drafts).fingerprint != subject.tokens.fingerprint:
+    if (
+        subject.tokens
+        and drafts
+        and loaded_tokenizer(drafts).fingerprint != subject.tokens.fingerprint
+    ):
         what = f"the tokenizer in {drafts} has another token table"
         yield fault(what, "the draft is not used; take one of the target's family")
 
@@ -1022,7 +724,7 @@ def command(as_json: bool, **options: Any) -> None:
     """
     tls = Tls.of_options(options)
     named = {name: value for name, value in options.items() if not name.startswith("tls")}
-    findings = list(examine(Subject(**named, tls=tls)))
+    findings = list(diagnose(Subject(**named, tls=tls)))
     levels = [finding.level for _, finding in findings]
     count = {level: levels.count(level) for level in get_args(Level)}
     if as_json:
@@ -1063,7 +765,7 @@ def conformance(engine: str, **options: Any) -> None:
     results = []
 
     async def run() -> None:
-        load = partial(_loaded, options["model_dir"])
+        load = partial(loaded_tokenizer, options["model_dir"])
         opened = local_engine(engine, EngineParameters(engine=engine, **options), load)
         ids = tuple(load().encode("The capital of France is Paris. The capital of Japan is", True))
         try:

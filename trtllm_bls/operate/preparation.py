@@ -22,7 +22,6 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.bundled import DEMO, REPOSITORY
-from trtllm_bls.configure.upgrade import needs_upgrade
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.operate.checks import PACKAGE, PYTHON, Installation
 from trtllm_bls.operate.guard import remove_traces
@@ -322,8 +321,6 @@ def prepare_models(
     its own. Raises ``SettingsError`` for an unknown model or a broken configuration.
     """
     names = model_names(repository)
-    if problem := needs_upgrade(repository):
-        raise SettingsError(problem)
     embedded = not settings.engine_is_elsewhere and (repository / ENGINE / "1/model.py").is_file()
     with_draft = with_draft and embedded and BLS in names and _DRAFT not in names
     changes = _changes(repository, settings, with_draft)

@@ -37,7 +37,8 @@ from trtllm_bls.engines.conformance import examine as ask_engine
 from trtllm_bls.engines.own_port import listening_processes
 from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.errors import SettingsError, SetupError
-from trtllm_bls.operate.doctor import Subject, examine, installed
+from trtllm_bls.operate.doctor import diagnose
+from trtllm_bls.operate.findings import Subject, installed
 from trtllm_bls.operate.version import version_text
 from trtllm_bls.orchestrator.status import ENGINE_REQUESTS, REQUESTS_LABEL
 from trtllm_bls.settings.command_options import GrpcAddress
@@ -256,7 +257,7 @@ def machine(target: Target) -> dict[str, str]:
 def _doctor(repository: Path | None) -> list[tuple[str, str]]:
     """Each check's worst finding, without its words, which may have paths."""
     worst: dict[str, str] = {}
-    for name, finding in examine(Subject(repository=repository)):
+    for name, finding in diagnose(Subject(repository=repository)):
         if finding.level != "ok" or name not in worst:
             worst[name] = {"error": "FAILED"}.get(finding.level, finding.level)
     return list(worst.items())

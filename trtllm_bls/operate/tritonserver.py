@@ -31,8 +31,9 @@ from urllib.parse import quote
 import psutil
 
 from trtllm_bls.errors import SetupError
-from trtllm_bls.operate import checks, doctor, guard, preparation
+from trtllm_bls.operate import checks, guard, preflight, preparation
 from trtllm_bls.operate.checks import Installation, find_server
+from trtllm_bls.operate.findings import Subject
 from trtllm_bls.operate.health import Probe
 from trtllm_bls.operate.logs import LogBook, LogLine
 from trtllm_bls.operate.ports import Ports, ask, choose, own_tls, reachable
@@ -176,7 +177,7 @@ class TritonServer:
         did not get ready, ``ServerStopped`` if it was asked to stop meanwhile.
         """
         own_tls(self.settings)
-        self._preflight(doctor.PREPARING)
+        self._preflight(preflight.PREPARING)
         server = find_server(self.settings.server)
         for attempt in itertools.count(1):
             try:
@@ -284,7 +285,9 @@ class TritonServer:
                 environment.get(STATUS_DIR) or preparation.parameter(served, BLS, "status_dir")
             )
             environment[STATUS_DIR] = str(scratch.status)
-            self._preflight(doctor.LOADING, repository=served, environment=environment)
+            self._preflight(
+                preflight.LOADING, repository=served, source=repository, environment=environment
+            )
             if why := preparation.instances_of(repository, settings)[1]:
                 self._listener.say(f"{BLS}: {why}")
             self.models = preparation.model_names(served)
@@ -310,10 +313,14 @@ class TritonServer:
 
     def _preflight(self, before: str, **more: Any) -> None:
         settings = self.settings
-        subject = doctor.Subject(
-            server=settings.server, max_streams=settings.max_streams, ports={}, **more
+        subject = Subject(
+            server=settings.server,
+            max_streams=settings.max_streams,
+            store_dir=settings.store_dir,
+            ports={},
+            **more,
         )
-        doctor.preflight(before, subject, self._listener.warning)
+        preflight.preflight(before, subject, self._listener.warning, refuses=not settings.no_checks)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout

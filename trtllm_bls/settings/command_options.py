@@ -411,6 +411,10 @@ class ServeSettings:
         "What to do when the server or one of its processes dies, stops or is stuck.", "restart"
     )
     log_file: Path | None = setting("Append the server's whole log to this file.")
+    no_checks: bool = setting(
+        "Start whatever the checks of machine and repository find; errors are warnings.",
+        False,
+    )
 
     @property
     def plain_host(self) -> str:

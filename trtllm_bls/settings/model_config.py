@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import runpy
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -105,7 +103,6 @@ _BACKEND_OF = {
 _VERSION = re.compile(r"0|[1-9]\d{0,18}")
 _BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "UINT16": 2, "INT16": 2, "FP16": 2, "BF16": 2}
 _BYTES |= {"UINT32": 4, "INT32": 4, "FP32": 4, "UINT64": 8, "INT64": 8, "FP64": 8}
-_UTILITIES = "triton_python_backend_utils"
 _Tensor = tuple[Any, bool]  # of an ensemble or a step, and whether that one has a batch
 
 
@@ -314,51 +311,8 @@ def _python_refusals(config: Any, directory: Path) -> Iterator[str]:
             yield f"{key} is {value}; set yes or no"
     name = config.default_model_filename or "model.py"
     for version in served_versions(config, directory):
-        file = version / name
-        if not file.is_file():
+        if not (version / name).is_file():
             yield f"no {name} in version {version.name}; copy it from this package's models"
-            continue
-        yield from _code_refusals(file, directory, "EXECUTION_ENV_PATH" in config.parameters)
-
-
-def _code_refusals(file: Path, directory: Path, own_packages: bool) -> Iterator[str]:
-    name = file.relative_to(directory)
-    try:
-        source = file.read_bytes()
-        code = ast.parse(source, file.name)
-        compile(source, file.name, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        yield f"{name} is no Python: {error}; mend it"
-        return
-    defined = set[str]()
-    for node in _outside_blocks(code):
-        if isinstance(node, ast.alias):
-            defined.add(node.asname or node.name)
-        elif not isinstance(getattr(node, "ctx", None), ast.Load):
-            defined.add(getattr(node, "name", "") or getattr(node, "id", ""))
-    if not defined & {"TritonPythonModel", "*"}:
-        yield f"{name} has no class TritonPythonModel; name it so"
-    if own_packages:  # which are not to be seen here
-        return
-    for node in code.body:
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            modules = [node.module]
-        for top in (module.partition(".")[0] for module in modules):
-            own = any(
-                (parent / top).exists() or (parent / f"{top}.py").exists()
-                for parent in (file.parent, directory)
-            )
-            if top != _UTILITIES and not own and find_spec(top) is None:
-                yield f"{name} imports {top}; install it for {sys.executable}"
-
-
-def _outside_blocks(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs when a file is read: not what stands in its classes and functions."""
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _outside_blocks(child)
 
 
 def ensemble_refusals(model: str, configs: Mapping[str, Any], root: Path) -> Iterator[str]:
