@@ -6,13 +6,21 @@ there is nothing but a client.
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import logging
+import os
+import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.helpers import children
 
 with suppress(ImportError):  # before any tokenizer, which would hide it from transformers for good
     import torch  # noqa: F401
@@ -27,6 +35,11 @@ with suppress(ImportError):
 if TYPE_CHECKING:
     from trtllm_bls.operate.tritonserver import TritonServer
 
+# A coroutine that waits longer fails where it waits. pytest-timeout shows the event loop alone.
+ASYNC_TEST_S = 240
+# Every process that a test starts inherits it, whatever becomes of the processes between them.
+MARK = f"TRTLLM_BLS_TEST_RUN={uuid.uuid4()}"
+
 LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance", "reliability"))
 # Fixtures of the session that start a server: tests that share one run in the same worker.
 SHARED_SERVERS = ("server", "echo", "parts", "deployment")
@@ -36,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse what would spread the tests of one server silently."""
     if config.getoption("dist", "no") == "loadgroup" and pytest.version_tuple >= (9, 2):
         raise pytest.UsageError("pytest-xdist 3.8 needs pytest<9.2 for --dist loadgroup")
+    name, _, value = MARK.partition("=")
+    os.environ[name] = value
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,6 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     one after them, so that all workers end at about the same time.
     """
     for item in items:
+        if inspect.iscoroutinefunction(getattr(item, "obj", None)):
+            item.obj = _with_a_limit(item.obj)  # type: ignore[attr-defined]
         if isinstance(item, pytest.Function) and not LIVE.isdisjoint(item.path.parents):
             item.add_marker(pytest.mark.live)
             if group := _shared_server(item):
@@ -67,6 +84,99 @@ def _shared_server(item: pytest.Function) -> str:
     return item.path.stem if own else ""
 
 
+def _with_a_limit(test: Any) -> Any:
+    @functools.wraps(test)
+    async def limited(**fixtures: Any) -> None:
+        await asyncio.wait_for(test(**fixtures), ASYNC_TEST_S)
+
+    return limited
+
+
+# --- servers that end, and children that stay ------------------------------------------------
+
+_CHILDREN_BEFORE = pytest.StashKey[set[int]]()
+
+
+def _check_servers(item: pytest.Item, failed: bool = False) -> None:
+    if watched := _servers():
+        watched.check(item.nodeid, _fixtures(item), failed)
+
+
+def _servers() -> Any:
+    """Return the module that watches servers once a fixture has opened one. It needs the package,
+    which the conformance suite does without."""
+    return sys.modules.get("tests.helpers.watched")
+
+
+def _fixtures(item: pytest.Item) -> frozenset[str]:
+    return frozenset(getattr(item, "fixturenames", ()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+    """Know the child processes of fixtures that several tests share."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with children.kept():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Say it if a server that this test needs has ended since the last test."""
+    children.forget_ended_children()
+    _check_servers(item)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Say it if a server ended during the test, whatever the test itself made of that."""
+    try:
+        result = yield
+    except BaseException:
+        _check_servers(item, failed=True)
+        raise
+    _check_servers(item)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Start from the children that are there."""
+    item.stash[_CHILDREN_BEFORE] = children.pids_of_children()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail a test whose child processes outlive it, and end them."""
+    result = yield
+    left = children.end_leftovers(item.stash[_CHILDREN_BEFORE])
+    assert not left, f"these processes outlived the test and are killed now: {left}"
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Show with a failed test what its programs wrote."""
+    report: Any = yield
+    if report.failed:
+        report.sections += children.reports()
+        if watched := _servers():
+            report.sections += watched.logs(_fixtures(item))
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run if a process is left that a test started, directly or through others."""
+    left = children.end_marked(MARK)
+    for command in left:
+        print(f"error: this process outlived the tests and is killed now: {command}")
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(autouse=True)
 def _fresh_logger() -> None:
     """A model that was loaded in this process sends the package's log to its own Triton: what the
@@ -80,7 +190,7 @@ def _fresh_logger() -> None:
 def server() -> Iterator[TritonServer]:
     """What a user gets: the demo model and its draft model on the embedded engine."""
     from tests.helpers.server_settings import DEMO, free_ports
-    from trtllm_bls.operate.tritonserver import TritonServer
+    from tests.helpers.watched import watched
     from trtllm_bls.settings.command_options import Override
 
     told = Override("tensorrt_llm", "expose_kv_cache_metrics", "true")  # for the conformance suite
@@ -88,5 +198,5 @@ def server() -> Iterator[TritonServer]:
     settings = free_ports(
         model=DEMO / "target", draft_model=DEMO / "draft", threads=1, overrides=(told,)
     )
-    with TritonServer(settings) as running:
+    with watched(settings, "server", "deployment") as running:
         yield running

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from tests.helpers.children import Child
 from tests.helpers.fake_engine_server import Triton
 from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
@@ -32,12 +32,8 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 @contextmanager
 def foreign_port() -> Iterator[int]:
     """Another process listens at it."""
-    with subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE) as foreign:
-        assert foreign.stdout is not None
-        try:
-            yield int(foreign.stdout.readline())
-        finally:
-            foreign.kill()
+    with Child([sys.executable, "-c", LISTEN]) as foreign:
+        yield int(foreign.output.next())
 
 
 def engine_at(url: str, transport: str = "auto", name: str = "tensorrt_llm") -> GrpcEngine:

@@ -27,9 +27,9 @@ def declared_as_cpp(release: str, scratch: Path) -> Iterator[TritonServer]:
     from google.protobuf import text_format
 
     from tests.helpers.server_settings import DEMO, ROOT, free_ports
+    from tests.helpers.watched import watched
     from trtllm_bls.configure.engine_dir import models_for
     from trtllm_bls.configure.pbtxt import PARAMETERS, model_config
-    from trtllm_bls.operate.tritonserver import TritonServer
     from trtllm_bls.settings.command_options import Override
     from trtllm_bls.settings.cpp_backend import parse_version
 
@@ -44,7 +44,7 @@ def declared_as_cpp(release: str, scratch: Path) -> Iterator[TritonServer]:
     settings = free_ports(
         model=DEMO / "target", model_repository=repository, threads=1, overrides=(told,)
     )
-    with TritonServer(settings) as server:
+    with watched(settings, "deployment") as server:
         yield server
 
 
@@ -54,8 +54,8 @@ def before_a_service() -> Iterator[TritonServer]:
     from doubles.trtllm_service import Behaviour
     from tests.helpers.scripted_services import service_in_a_thread
     from tests.helpers.server_settings import DEMO, free_ports
+    from tests.helpers.watched import watched
     from trtllm_bls.engines.embedded import EmbeddedEngine
-    from trtllm_bls.operate.tritonserver import TritonServer
     from trtllm_bls.settings.command_options import Override
     from trtllm_bls.settings.parameters import EngineParameters
     from trtllm_bls.text.tokenizer import load_tokenizer
@@ -70,7 +70,7 @@ def before_a_service() -> Iterator[TritonServer]:
     )
     with service_in_a_thread(engine, behaviour) as (_, url):
         address = Override("tensorrt_llm", "engine", f"trtllm://{url}")
-        with TritonServer(free_ports(model=model, overrides=(address,))) as server:
+        with watched(free_ports(model=model, overrides=(address,)), "deployment") as server:
             yield server
 
 
@@ -78,7 +78,7 @@ def before_a_service() -> Iterator[TritonServer]:
 def with_the_llm_api(release: str, scratch: Path) -> Iterator[TritonServer]:
     """A ``tensorrt_llm`` whose engine is the LLM API of a release."""
     from tests.helpers.server_settings import DEMO, ROOT, free_ports
-    from trtllm_bls.operate.tritonserver import TritonServer
+    from tests.helpers.watched import watched
     from trtllm_bls.settings.command_options import Override
 
     repository = scratch / "models"
@@ -93,5 +93,5 @@ def with_the_llm_api(release: str, scratch: Path) -> Iterator[TritonServer]:
         model_repository=repository,
         overrides=(Override("tensorrt_llm", "engine", "llm_api"),),
     )
-    with TritonServer(settings) as server:
+    with watched(settings, "deployment") as server:
         yield server

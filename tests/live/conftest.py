@@ -25,9 +25,9 @@ from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from tests.helpers.ticking_models import TICKER, write_model
+from tests.helpers.watched import watched
 from trtllm_bls.errors import EngineError
 from trtllm_bls.operate.preparation import SENDING_THREADS
-from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.settings.command_options import Override, ServeSettings
 from trtllm_bls.text.tokenizer import load_tokenizer
 
@@ -59,7 +59,7 @@ def echo(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         with before_a_service() as running:
             yield running
         return
-    with TritonServer(echo_settings(tmp_path_factory.mktemp("echo"), transport)) as running:
+    with watched(echo_settings(tmp_path_factory.mktemp("echo"), transport), "echo") as running:
         yield running
 
 
@@ -114,7 +114,7 @@ def before_a_service() -> Iterator[BeforeAService]:
     with (
         service_in_a_thread(engine, behaviour) as (service, url),
         metrics_of(service) as metrics_url,
-        TritonServer(free_ports(model=model, engine=f"trtllm://{url}")) as server,
+        watched(free_ports(model=model, engine=f"trtllm://{url}"), "echo") as server,
     ):
         yield BeforeAService(server.grpc_url, server.http_url, metrics_url, server.models)
 

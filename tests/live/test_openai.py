@@ -17,9 +17,9 @@ import openai
 import psutil
 import pytest
 
+from tests.helpers.children import Child
 from tests.helpers.http2_offers import CLIENTS, post_twice
 from tests.helpers.ports import serve_ports, unused_ports
-from tests.helpers.server_settings import ROOT
 from tests.helpers.waiting import until, until_ended
 
 pytestmark = pytest.mark.live
@@ -28,37 +28,25 @@ QUESTION = [{"role": "user", "content": "What is 12 * 9?"}]
 
 @dataclass
 class Served:
-    process: subprocess.Popen[str]
+    process: Child
     url: str
     http: str
     curl: str
-    log: Path
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served() -> Iterator[Served]:
     """With two workers, which share the port."""
-    log = tmp_path_factory.mktemp("served") / "log"
     (port,) = unused_ports(1)
     api = ["--openai-port", str(port), "--openai-workers", "2"]
-    with log.open("w") as written:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "trtllm_bls.cli", "serve", *serve_ports(), *api],
-            stdout=subprocess.PIPE,
-            stderr=written,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-    assert process.stdout
-    first = process.stdout.readline()
-    assert first.startswith("OpenAI "), log.read_text()
-    url = first.split()[1]
-    http = process.stdout.readline()
-    curl = next(line for line in process.stdout if line.startswith("curl "))
-    yield Served(process, url, http.split()[1], curl, log)
-    process.kill()
-    process.communicate()
+    words = [sys.executable, "-m", "trtllm_bls.cli", "serve", *serve_ports(), *api]
+    with Child(words, name="serve") as process:
+        first = process.output.next()
+        assert first.startswith("OpenAI "), process.report()
+        url = first.split()[1]
+        http = process.output.next()
+        curl = process.output.wait_for("curl ")
+        yield Served(process, url, http.split()[1], curl)
 
 
 @pytest.fixture
@@ -233,10 +221,10 @@ def test_a_killed_server_comes_back_with_its_api(served: Served, api: openai.Ope
     )
     before = api_process(served)
     guard.children()[0].kill()
-    until(lambda: "serving again" in served.log.read_text(), seconds=120)
+    until(lambda: "serving again" in served.process.errors.text(), seconds=120)
     assert api_process(served) not in (None, before)
     assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
-    assert "status_dir" not in served.log.read_text()
+    assert "status_dir" not in served.process.errors.text()
 
 
 def test_sigterm_ends_the_api_with_the_server(served: Served, api: openai.OpenAI) -> None:
@@ -253,7 +241,7 @@ def test_sigterm_ends_the_api_with_the_server(served: Served, api: openai.OpenAI
     )
     chunks = iter(stream)
     next(chunks)
-    served.process.send_signal(signal.SIGTERM)
+    served.process.process.terminate()
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
-    assert served.process.wait(60) == 0
+    assert served.process.end() == 0
     until_ended(processes)  # a helper of multiprocessing ends after its workers

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.helpers.children import Child
 from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served
 from tests.helpers.server_settings import ROOT
@@ -140,10 +141,7 @@ def test_the_page_on_the_pytorch_engine() -> None:
     line = begin.split("\n")[0].removeprefix("$ ").removesuffix("&")
     for named, own in moved.items():
         line = line.replace(named, own)
-    with subprocess.Popen(shlex.split(line), stdout=subprocess.PIPE, cwd=ROOT) as service:
-        try:
-            assert service.stdout and b"listening" in service.stdout.readline()
-            with following("pytorch-engine.md", moved) as followed:
-                followed.run(ask)
-        finally:
-            service.kill()
+    with Child(shlex.split(line)) as service:
+        assert "listening" in service.output.next()
+        with following("pytorch-engine.md", moved) as followed:
+            followed.run(ask)

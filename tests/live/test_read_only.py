@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import urllib.request
 from typing import Any
 
 import pytest
 
+from tests.helpers.children import Child
 from tests.helpers.ports import serve_ports, unused_ports
 from tests.helpers.server_settings import ROOT
 
@@ -29,25 +29,22 @@ exec "$@"
 """
 
 
-def serve(*words: str, further: str = "") -> subprocess.Popen[str]:
+def serve(*words: str, further: str = "") -> Child:
     if shutil.which("unshare") is None:
         pytest.skip("there are no namespaces here")
     order = ["unshare", "-m", "sh", "-c", NAMESPACE.format(root=ROOT, further=further), "-"]
     order += [sys.executable, "-m", "trtllm_bls.cli", "serve", *words]
     order += serve_ports()
-    pipe = subprocess.PIPE
-    return subprocess.Popen(order, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+    return Child(order, name="serve")
 
 
 def test_serve_needs_two_places_to_write_and_every_line_can_be_one_object() -> None:
     """Of tritonserver, of a start and of requests, on both streams, to the end."""
     port = str(*unused_ports(1))
     words = ["--set", "tensorrt_llm_bls.log_format=json", "--verbose", "--openai-port", port]
-    server = serve(*words)
-    try:
-        assert server.stdout
-        first = server.stdout.readline()
-        if not first and server.wait(60) == 77:
+    with serve(*words) as server:
+        first = server.output.next()
+        if not first and server.end() == 77:
             pytest.skip("this machine lets nobody mount")
         told = json.loads(first)["message"]
         url = next(line.split()[1] for line in told.splitlines() if line.startswith("OpenAI"))
@@ -56,11 +53,8 @@ def test_serve_needs_two_places_to_write_and_every_line_can_be_one_object() -> N
         asked = urllib.request.Request(f"{url}/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(asked, timeout=120) as answer:
             assert json.load(answer)["choices"][0]["text"]
-    finally:
-        server.terminate()
-        out, errors = server.communicate(timeout=120)
-    assert server.returncode == 0
-    shown = [first, *out.splitlines(), *errors.splitlines()]
+        assert server.terminate(120) == 0
+        shown = [first, *server.output, *server.errors]
     lines: list[dict[str, Any]] = [json.loads(line) for line in shown]
     assert all({"time", "level"} <= line.keys() for line in lines)
     assert {"serve", "model_lifecycle.cc"} <= {line.get("source") for line in lines}
@@ -71,8 +65,8 @@ def test_serve_needs_two_places_to_write_and_every_line_can_be_one_object() -> N
 def test_what_cannot_be_written_is_named_before_anything_starts(place: str) -> None:
     """tritonserver would end by SIGABRT, or wait."""
     server = serve("--openai-port", "0", further=f"mount -o remount,ro {place}")
-    _, errors = server.communicate(timeout=120)
-    if server.returncode == 77:
+    errors = server.errors.rest()
+    if server.end() == 77:
         pytest.skip("this machine lets nobody mount")
     *_, last = errors.strip().splitlines()
     assert last.startswith("error: ") and place in last and "mount" in last

@@ -13,10 +13,11 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.children import Child
 from tests.helpers.ports import serve_ports, unused_ports
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_requests import generate, post
-from tests.helpers.server_settings import DEMO, ROOT
+from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
 from trtllm_bls.text.tokenizer import load_tokenizer
 
@@ -66,16 +67,9 @@ def test_readiness_and_refusals_of_a_server_before_a_service() -> None:
     ):
         words = ["serve", "--engine", f"trtllm://{url}", "--model", str(DEMO / "target")]
         words += serve_ports()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "trtllm_bls.cli", *words, "--openai-port", str(port)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-        try:
-            assert process.stdout
-            urls = dict(process.stdout.readline().split() for _ in range(5))
+        words = [sys.executable, "-m", "trtllm_bls.cli", *words, "--openai-port", str(port)]
+        with Child(words, name="serve") as process:
+            urls = dict(process.output.next().split() for _ in range(5))
             ready, api = urls["health"], urls["OpenAI"].replace("/v1", "/health")
             for behaviour in (ill, well, ill):
                 service.behaviour = behaviour
@@ -89,6 +83,4 @@ def test_readiness_and_refusals_of_a_server_before_a_service() -> None:
                 else:
                     for text in (told(ready)[1], told(api)[1], output):
                         assert f"trtllm://{url}: it is not healthy: RuntimeError: dead" in text
-        finally:
             process.terminate()
-            process.communicate(timeout=60)

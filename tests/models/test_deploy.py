@@ -28,6 +28,7 @@ from packaging.utils import canonicalize_name
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.children import Child
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.waiting import until
 from trtllm_bls import __version__
@@ -333,14 +334,11 @@ def test_the_containers_own_lines_install_it(image: Path, tmp_path: Path) -> Non
     api = [bin_ / "trtllm-bls", "openai", "--port", "0", "--workers", "2"]
     api += ["--engine", "trtllm://127.0.0.1:1"]
     api += ["--tokenizer-dir", root / "assets" / "demo" / "target"]
-    with subprocess.Popen([*map(str, api)], stdout=subprocess.PIPE, text=True) as running:
-        try:
-            assert running.stdout
-            url = running.stdout.readline().split()[-1].removesuffix("/v1")
-            until(lambda: b"trtllm_bls" in got(f"{url}/metrics"), seconds=120)
-            assert b"trtllm://127.0.0.1:1" in got(f"{url}/health")
-        finally:
-            running.terminate()
+    with Child(api, name="openai") as running:
+        url = running.output.next().split()[-1].removesuffix("/v1")
+        until(lambda: b"trtllm_bls" in got(f"{url}/metrics"), seconds=120)
+        assert b"trtllm://127.0.0.1:1" in got(f"{url}/health")
+        running.terminate()
 
 
 def got(url: str) -> bytes:

@@ -80,7 +80,7 @@ class Terminal(fdspawn):
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(60)
         self.close()
 
 

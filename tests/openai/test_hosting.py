@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from starlette.testclient import TestClient
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.children import Child
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
@@ -121,15 +121,11 @@ def test_uvicorn_hosts_it(engine: str, tmp_path: Path) -> None:
     lines = f"from trtllm_bls.openai import asgi_app\napp = asgi_app({engine=}, tokenizer_dir="
     (tmp_path / "served.py").write_text(f"{lines}{str(MODEL)!r})\n")
     command = [sys.executable, "-m", "uvicorn", "--app-dir", tmp_path, "--port", "0", "served:app"]
-    with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True) as running:
-        try:
-            assert running.stderr
-            line = next(line for line in running.stderr if "running on" in line)
-            url = line.partition("running on ")[2].split()[0]
-            client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
-            stream = client.completions.create(**ASKED, stream=True)
-            assert "".join(part.choices[0].text for part in stream) == ASKED["prompt"]
-        finally:
-            running.terminate()
-        assert "outcome=success" in running.stderr.read()
-    assert running.returncode in (0, -signal.SIGTERM)  # newer releases raise the signal again
+    with Child(command, name="uvicorn") as running:
+        line = running.errors.wait_for("running on")
+        url = line.partition("running on ")[2].split()[0]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        stream = client.completions.create(**ASKED, stream=True)
+        assert "".join(part.choices[0].text for part in stream) == ASKED["prompt"]
+        assert running.terminate() in (0, -signal.SIGTERM)  # newer releases raise it again
+        assert "outcome=success" in running.errors.rest()

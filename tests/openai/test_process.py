@@ -21,6 +21,7 @@ import pytest
 import trustme
 from click.testing import CliRunner
 
+from tests.helpers.children import Child
 from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import PROMPT
 from tests.helpers.small_tokenizers import directory
@@ -41,7 +42,7 @@ def authority() -> trustme.CA:
 @pytest.fixture(scope="module")
 def process(
     authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
+) -> Iterator[tuple[Child, str]]:
     """Two workers with HTTPS in both directions and a key, whose engine cannot be reached."""
     scratch = tmp_path_factory.mktemp("process")
     issued = authority.issue_cert("127.0.0.1")
@@ -55,13 +56,13 @@ def process(
     command += ["--tls-cert", str(scratch / "cert.pem")]
     command += ["--tls-key", str(scratch / "key.pem")]
     command += ["--tls-client-ca", str(scratch / "ca.pem")]
-    pipe = subprocess.PIPE
-    running = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
-    assert running.stdout
-    url = running.stdout.readline().split()[-1].removesuffix("/v1")
-    yield running, url
-    running.kill()
-    running.communicate()
+    with Child(command, name="openai") as running:
+        yield running, url_of(running)
+
+
+def url_of(running: Child) -> str:
+    """Return the address that the first line tells."""
+    return running.output.next().split()[-1].removesuffix("/v1")
 
 
 def get(url: str, authority: trustme.CA, issuer: trustme.CA | None = None, **headers: str) -> int:
@@ -79,7 +80,7 @@ def get(url: str, authority: trustme.CA, issuer: trustme.CA | None = None, **hea
 
 
 def test_workers_answer_over_https_to_who_has_a_key(
-    process: tuple[subprocess.Popen[str], str], authority: trustme.CA
+    process: tuple[Child, str], authority: trustme.CA
 ) -> None:
     """An engine that cannot be reached is unhealthy, and nothing worse."""
     running, url = process
@@ -97,7 +98,7 @@ def test_workers_answer_over_https_to_who_has_a_key(
 
 
 def test_websockets_come_through_tls_with_a_key(
-    process: tuple[subprocess.Popen[str], str], authority: trustme.CA
+    process: tuple[Child, str], authority: trustme.CA
 ) -> None:
     """To any worker."""
     client = pytest.importorskip("websockets.sync.client")
@@ -124,7 +125,7 @@ def sockets_of(process: psutil.Process) -> Iterator[str]:
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("issuer", [None, trustme.CA()])
 def test_who_shows_no_certificate_of_the_authority_is_refused_by_tls(
-    process: tuple[subprocess.Popen[str], str],
+    process: tuple[Child, str],
     authority: trustme.CA,
     version: ssl.TLSVersion,
     issuer: trustme.CA | None,
@@ -152,7 +153,7 @@ def test_who_shows_no_certificate_of_the_authority_is_refused_by_tls(
 
 
 def test_who_speaks_plain_http_is_not_answered(
-    process: tuple[subprocess.Popen[str], str], authority: trustme.CA
+    process: tuple[Child, str], authority: trustme.CA
 ) -> None:
     """Not even a probe; the next request is."""
     _, url = process
@@ -161,16 +162,14 @@ def test_who_speaks_plain_http_is_not_answered(
     assert get(f"{url}/metrics", authority) == 200
 
 
-def test_sigterm_ends_all_workers(process: tuple[subprocess.Popen[str], str]) -> None:
+def test_sigterm_ends_all_workers(process: tuple[Child, str]) -> None:
     """With exit code 0. Requests were the one without a key, and the probes', which are not
     reported. Last: the process is gone then."""
     running, _ = process
     children = psutil.Process(running.pid).children(recursive=True)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(60) == 0
+    assert running.terminate() == 0
     until_ended(children)
-    assert running.stderr
-    (line,) = (line for line in running.stderr if "request id=" in line)
+    (line,) = (line for line in running.errors if "request id=" in line)
     assert "outcome=refused reason=authorization" in line
 
 
@@ -185,7 +184,7 @@ def status_of(url: str, **headers: str) -> int:
             return error.code
 
 
-def workers_of(running: subprocess.Popen[str]) -> list[psutil.Process]:
+def workers_of(running: Child) -> list[psutil.Process]:
     workers = []
     for child in psutil.Process(running.pid).children():
         with suppress(psutil.NoSuchProcess):  # it may end between the two looks
@@ -202,28 +201,24 @@ def test_workers_answer_without_https(number: int) -> None:
     command += ["--workers", workers]
     command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
     command += ["--allowed-host", "api.example", "--allowed-host", "other.example"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        try:
-            assert running.stdout
-            url = running.stdout.readline().split()[-1].removesuffix("/v1")
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=120) as answer:
-                assert answer.status == 200
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(f"{url}/health", timeout=120)
-            refused.value.close()
-            assert refused.value.code == 503
-            for name, status in (("api.example", 200), ("evil.example", 421)):
-                assert status_of(f"{url}/v1/models", host=name) == status
-            if workers == "2":
-                # One that dies is replaced, and the other answers meanwhile.
-                first, *_ = workers_of(running)
-                first.kill()
-                assert status_of(f"{url}/v1/models") == 200
-                until(lambda: first not in workers_of(running) and len(workers_of(running)) == 2)
-            running.send_signal(number)
-            assert running.wait(60) == 0
-        finally:
-            running.kill()
+    with Child(command, name="openai") as running:
+        url = url_of(running)
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=120) as answer:
+            assert answer.status == 200
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{url}/health", timeout=120)
+        refused.value.close()
+        assert refused.value.code == 503
+        for name, status in (("api.example", 200), ("evil.example", 421)):
+            assert status_of(f"{url}/v1/models", host=name) == status
+        if workers == "2":
+            # One that dies is replaced, and the other answers meanwhile.
+            first, *_ = workers_of(running)
+            first.kill()
+            assert status_of(f"{url}/v1/models") == 200
+            until(lambda: first not in workers_of(running) and len(workers_of(running)) == 2)
+        running.process.send_signal(number)
+        assert running.end() == 0
 
 
 def test_an_application_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
@@ -255,15 +250,11 @@ def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
     command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
-        try:
-            assert running.stdout
-            url = running.stdout.readline().split()[-1].removesuffix("/v1")
-            for path in ("/v1/models", "/metrics"):
-                with urllib.request.urlopen(f"{url}{path}", timeout=120):
-                    children = psutil.Process(running.pid).children(recursive=True)
-        finally:
-            running.kill()
+    with Child(command, name="openai", env=environment) as running:
+        url = url_of(running)
+        for path in ("/v1/models", "/metrics"):
+            with urllib.request.urlopen(f"{url}{path}", timeout=120):
+                children = psutil.Process(running.pid).children(recursive=True)
     until_ended(children)
     assert list(tmp_path.iterdir()) == []
 
@@ -331,18 +322,12 @@ def test_who_starts_on_the_directory_of_a_drained_server_is_not_drained(tmp_path
     command += ["--status-dir", str(tmp_path / "status"), "--workers", "2"]
     files = StatusDirectory(tmp_path / "status")
     for _ in range(2):
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as running:
-            try:
-                assert running.stdout and running.stderr
-                assert running.stdout.readline()
-                until(lambda: sum(status.loop_at > 0 for status in files.read()) == 2)
-                assert files.drain_deadline() is None
-                assert not any(status.handed_over for status in files.read())
-                drained = CliRunner().invoke(main, ["drain", "--dir", str(files.path)])
-                assert drained.exit_code == 0, drained.output
-                running.terminate()
-                assert running.wait(60) == 0
-                assert "draining" in running.stderr.read()
-            finally:
-                running.kill()
+        with Child(command, name="openai") as running:
+            assert running.output.next()
+            until(lambda: sum(status.loop_at > 0 for status in files.read()) == 2)
+            assert files.drain_deadline() is None
+            assert not any(status.handed_over for status in files.read())
+            drained = CliRunner().invoke(main, ["drain", "--dir", str(files.path)])
+            assert drained.exit_code == 0, drained.output
+            assert running.terminate() == 0
+            assert "draining" in running.errors.rest()

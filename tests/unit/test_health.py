@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +21,7 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.helpers.children import Child
 from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
@@ -95,15 +94,11 @@ sys.stdin.read()
 
 @pytest.fixture
 def children() -> Iterator[tuple[psutil.Process, psutil.Process, psutil.Process]]:
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdout
-    stub, other = map(int, server.stdout.readline().split())
-    yield psutil.Process(server.pid), psutil.Process(stub), psutil.Process(other)
-    for pid in (stub, other):
-        os.kill(pid, signal.SIGKILL)
-    server.communicate()
+    with Child([sys.executable, "-c", SERVER], stdin=subprocess.PIPE) as server:
+        stub, other = map(psutil.Process, map(int, server.output.next().split()))
+        yield psutil.Process(server.pid), stub, other
+        for process in (stub, other):
+            process.kill()
 
 
 Tree = tuple[psutil.Process, psutil.Process, psutil.Process]
@@ -117,8 +112,7 @@ def test_a_dead_stub_is_noticed(children: Tree) -> None:
     assert looked_at.problems() == ()
     assert list(looked_at.running.values()) == [1, 1]
     stub.kill()
-    while stub.status() != psutil.STATUS_ZOMBIE:
-        pass
+    until(lambda: stub.status() == psutil.STATUS_ZOMBIE)
     assert [line.endswith("is dead") for line in looked_at.problems()] == [True]
     assert list(looked_at.running.values()) == [1, 0]
 
@@ -128,13 +122,11 @@ def test_a_stopped_stub_is_noticed_at_the_second_look(children: Tree) -> None:
     server, stub, _ = children
     looked_at = ServerProcesses(server)
     stub.suspend()
-    while stub.status() != psutil.STATUS_STOPPED:
-        pass
+    until(lambda: stub.status() == psutil.STATUS_STOPPED)
     assert looked_at.problems() == ()
     assert [line.endswith("is stopped") for line in looked_at.problems()] == [True]
     stub.resume()
-    while stub.status() == psutil.STATUS_STOPPED:
-        pass
+    until(lambda: stub.status() != psutil.STATUS_STOPPED)
     assert looked_at.problems() == ()
 
 
@@ -452,11 +444,9 @@ def test_a_process_that_can_open_nothing_more_is_named() -> None:
     for opens, lines in (("while True: os.dup(0)", (line,)), ("raise OSError", ())):
         script = "import os, resource, time\nresource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
         script += f"try:\n    {opens}\nexcept OSError: print(flush=True)\ntime.sleep(60)"
-        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
+        with Child([sys.executable, "-c", script]) as process:
+            process.output.next()
             found = ServerProcesses(psutil.Process(process.pid)).without_descriptors()
-            process.kill()
         assert found == lines
 
 

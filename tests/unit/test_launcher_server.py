@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import time
 import urllib.error
@@ -24,6 +23,7 @@ import pytest
 import trustme
 from click.testing import CliRunner
 
+from tests.helpers.children import Child
 from tests.helpers.fake_tritonserver import HANGS, LOCKED, installation, starts
 from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served, good
@@ -411,11 +411,8 @@ time.sleep(1000)
 
 def test_a_guard_that_is_stopped_sees_the_launchers_death() -> None:
     """The kernel wakes it."""
-    with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True
-    ) as launcher:
-        assert launcher.stdout
-        guard, server = map(psutil.Process, map(int, launcher.stdout.readline().split()))
+    with Child([sys.executable, "-c", LAUNCHER]) as launcher:
+        guard, server = map(psutil.Process, map(int, launcher.output.next().split()))
         guard.suspend()
         until(lambda: guard.status() == psutil.STATUS_STOPPED)
         launcher.kill()

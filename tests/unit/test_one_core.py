@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.helpers.children import Child
 from trtllm_bls.triton import one_core as module
 from trtllm_bls.triton.one_core import OneCore, core_ticks
 
@@ -227,17 +227,13 @@ def test_a_process_that_is_killed_leaves_its_core(machine: Machine, processes: P
         "print(taken.core, flush=True); time.sleep(600)"
     )
     words = [sys.executable, "-c", code, str(CORES), module._CLAIM[1:]]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout is not None
-            taken = int(other.stdout.readline())
-            late = [processes.start() for _ in CORES]
-            machine.second(idle)
-            for process in late:
-                process.check()
-            assert {process.core for process in late} == {*CORES, None} - {taken}
-        finally:
-            other.kill()
+    with Child(words) as other:
+        taken = int(other.output.next())
+        late = [processes.start() for _ in CORES]
+        machine.second(idle)
+        for process in late:
+            process.check()
+        assert {process.core for process in late} == {*CORES, None} - {taken}
     machine.second(idle)
     for process in late:
         process.check()

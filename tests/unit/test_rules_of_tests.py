@@ -26,6 +26,7 @@ def sources() -> dict[str, str]:
 # A name that stands for two addresses: a server listens on one of them, and another program may own
 # the same port of the other. These files need the name itself.
 NAMED_LOCALHOST = {
+    "unit/test_cli.py": "a word of a command that connects to nobody",
     "client/test_grpc_transport.py": "connects to a port that it holds on both addresses",
     "client/test_requests_sent.py": "a docstring about proxies",
     "client/test_triton_engine.py": "looks up who listens on a port, and connects to nobody",
