@@ -214,7 +214,7 @@ def test_binary_tensors_reach_the_model(front: Front) -> None:
         query.set_data_from_numpy(np.array([["a b"]], object))
         count = http_client.InferInput("REQUEST_OUTPUT_LEN", [1, 1], "INT32")
         count.set_data_from_numpy(np.array([[5]], np.int32))
-        for packing in (None, "gzip"):
+        for packing in (None, "gzip", "deflate"):
             told = client.infer(
                 "preprocessing",
                 [query, count],
@@ -357,6 +357,71 @@ def test_no_depth_of_json_reaches_triton(front: Front, kind: str, depth: int) ->
         path = f"{BLS.replace('tensorrt_llm_bls', 'preprocessing')}/{kind}"
         assert status_of(front.port, "POST", path, ["content-type: application/json"], sent) == 400
     assert status_of(front.port, "GET", "/v2/health/live", [], b"") == 200
+
+
+TOKENS = {"name": "TOKENS_BATCH", "datatype": "INT32", "shape": [1], "data": [5]}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "problem"),
+    [
+        # Each of the first four ends Triton 24.10 or makes it touch a gigabyte; the others got 500.
+        ("postprocessing", {**TOKENS, "shape": [2**63 - 1]}, "TOKENS_BATCH: the shape"),
+        ("postprocessing", {**TOKENS, "shape": [2**28, 1, 1]}, "TOKENS_BATCH: the shape"),
+        ("postprocessing", {**TOKENS, "shape": [2**32, 2**32]}, "TOKENS_BATCH: the shape"),
+        ("tensorrt_llm_bls", {**TOKENS, "shape": [2**63 - 1]}, "TOKENS_BATCH: the shape"),
+        ("postprocessing", {**TOKENS, "data": 5}, "data"),
+        ("postprocessing", {**TOKENS, "data": [None]}, "TOKENS_BATCH: must be integers"),
+        ("postprocessing", {**TOKENS, "shape": [2]}, "TOKENS_BATCH: 1 values do not fill"),
+        ("postprocessing", {**TOKENS, "parameters": {"binary_data_size": -1}}, "binary_data_size"),
+    ],
+)
+def test_an_infer_that_triton_does_not_bear_is_refused(
+    front: Front, model: str, fields: dict[str, Any], problem: str
+) -> None:
+    """Triton never sees it, and lives."""
+    before = len(front.forwarded)
+    body = json.dumps({"inputs": [fields]}).encode()
+    status, _, answer = asked(front.port, "POST", f"/v2/models/{model}/infer", body)
+    assert status == 400 and problem in json.loads(answer)["error"]
+    assert len(front.forwarded) == before
+    assert asked(front.port, "GET", f"{BLS}/ready", None)[0] == 200
+
+
+def infer_bodies() -> st.SearchStrategy[tuple[dict[str, Any], bytes]]:
+    """The JSON of ``infer`` and the bytes behind it, each member nearly right."""
+    numbers = st.sampled_from((0, 1, 2, 5, -1, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 1.0, True, "1"))
+    shapes = st.lists(numbers, max_size=4) | st.just([1, 1]) | st.just([1, 1, 1])
+    values = st.recursive(numbers | st.none() | st.just("a b"), st.lists, max_leaves=6)
+    types = st.sampled_from(("INT32", "BYTES", "BOOL", "FP32", "FP16", "UINT64", "X"))
+    sizes = st.fixed_dictionaries({"binary_data_size": numbers})
+    names = st.sampled_from(("QUERY", "REQUEST_OUTPUT_LEN", "TOKENS_BATCH", "text_input", "x"))
+    tensors = st.fixed_dictionaries(
+        {"name": names, "datatype": types, "shape": shapes},
+        optional={"data": values, "parameters": sizes},
+    )
+    own = st.sampled_from(("priority", "timeout", "sequence_id", "sequence_start", "note"))
+    bodies = st.fixed_dictionaries(
+        {"inputs": st.lists(tensors | st.sampled_from(INFER["inputs"]), min_size=1, max_size=3)},
+        optional={"parameters": st.dictionaries(own, numbers), "id": st.just("i") | numbers},
+    )
+    return st.tuples(bodies, st.binary(max_size=16))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(infer_bodies(), st.sampled_from(("preprocessing", "postprocessing", "tensorrt_llm_bls")))
+def test_no_infer_is_a_defect_of_the_server(
+    front: Front, sent: tuple[dict[str, Any], bytes], model: str
+) -> None:
+    """Tensors of any shape, type, size and value: answered, or the client's mistake."""
+    defects.clear()
+    text = json.dumps(sent[0]).encode()
+    headers = ["content-type: application/json"]
+    if sent[1]:
+        headers.append(f"inference-header-content-length: {len(text)}")
+    path = f"/v2/models/{model}/infer"
+    assert status_of(front.port, "POST", path, headers, text + sent[1]) < 500
+    assert not defects
 
 
 def test_an_integer_that_does_not_fit_is_refused(ports: tuple[int, int]) -> None:

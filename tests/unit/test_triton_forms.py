@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.http.generate import (
-    InferBody,
     error_json,
     infer_request,
     is_final,
     response_json,
-    rewritten,
 )
 from trtllm_bls.http.limits import Refused
 
@@ -109,7 +107,7 @@ def test_values_fill_the_innermost_open_dimension(body: object, name: str, shape
         ({"words": [1, 2, 3]}, r"words: 3 values do not fill the shape \[-1, 2, -1\]"),
         ({"flag": 1}, "flag: must be booleans"),
         ({"flag": [True, False]}, "flag: 2 values do not fill"),
-        ({"half": 1.0}, "half: FP16 has no form in JSON; send it over gRPC"),
+        ({"half": 1.0}, "half: FP16 has no form in JSON; send a binary tensor"),
         ({"share": True}, "share: must be numbers"),
         ({"note": [1]}, "note: the model has no such input"),
         ({"note": {}}, "note: the model has no such input"),
@@ -127,65 +125,6 @@ def test_a_wrong_body_is_refused_by_its_member(body: object, told: str) -> None:
     with pytest.raises(Refused, match=told) as refused:
         asked(body)
     assert refused.value.status == 400
-
-
-TENSOR = {"name": "x", "datatype": "INT32", "shape": [1], "data": [1]}
-
-
-def test_the_json_of_infer_is_written_anew() -> None:
-    """What Triton does not know is left out; binary tensors follow, and the length is ours."""
-    sent = {"id": "i", "more": 1, "inputs": [{**TENSOR, "y": 2}], "outputs": [{"name": "z"}]}
-    text = json.dumps(sent, indent=9).encode()
-    expected = {"id": "i", "inputs": [TENSOR], "outputs": [{"name": "z"}]}
-    for told, rest in ((b"", b""), (b"%d" % len(text), b"\0\xff{")):
-        size, body = rewritten(text + rest, told, InferBody, 10_000)
-        assert json.loads(body[:size]) == expected
-        assert body[size:] == rest
-    assert rewritten(b"\xff", b"0", InferBody, 10) == (0, b"\xff")  # a binary tensor alone
-
-
-@pytest.mark.parametrize(
-    ("body", "length", "status", "told"),
-    [
-        (b"{}", b"3", 400, "Inference-Header-Content-Length: send the bytes of JSON, of 2"),
-        (b"{}", b"-1", 400, "Inference-Header-Content-Length"),
-        (b"{}", b"0x1", 400, "Inference-Header-Content-Length"),
-        (b"{}", b"9" * 5000, 400, "Inference-Header-Content-Length"),
-        (
-            b" " * 10_001,
-            b"",
-            413,
-            "larger than 10000 bytes .--max-body-bytes.; send values as binary tensors",
-        ),
-        (b'{"inputs": "\xff"}', b"", 400, "not UTF-8 at byte 12"),
-        ({"inputs": [{**TENSOR, "shape": [0, 2]}] * 2}, b"", 400, "they have no rows"),
-        ({"inputs": []}, b"", 400, "they have no rows"),
-        (b'{"inputs": 5}', b"", 400, r"Expected `array`, got `int` - at `\$.inputs`"),
-        ({"inputs": [TENSOR] * 1001}, b"", 400, "inputs"),
-        ({"inputs": [{**TENSOR, "shape": ["x"]}]}, b"", 400, r"at `\$.inputs\[0\].shape\[0\]`"),
-        (
-            {"inputs": [TENSOR], "parameters": dict.fromkeys(map(str, range(1001)), 1)},
-            b"",
-            400,
-            "1000",
-        ),
-        ({"inputs": [TENSOR], "parameters": {"a": [1]}}, b"", 400, "parameters"),
-        (
-            {"inputs": [TENSOR], "outputs": [{"name": "t", "parameters": {"classification": 1}}]},
-            b"",
-            400,
-            "outputs: t: classification is not served",
-        ),
-    ],
-)
-def test_what_triton_does_not_bear_in_infer_is_refused(
-    body: Any, length: bytes, status: int, told: str
-) -> None:
-    """Before Triton sees it, with the place of the mistake."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    with pytest.raises(Refused, match=told) as refused:
-        rewritten(raw, length, InferBody, 200_000 if isinstance(body, dict) else 10_000)
-    assert refused.value.status == status
 
 
 @pytest.mark.parametrize(("name", "value"), [("ids", 2**31), ("ids", -(2**31) - 1), ("big", -1)])

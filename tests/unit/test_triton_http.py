@@ -274,7 +274,8 @@ def test_a_place_is_free_once_the_models_work_ends() -> None:
 
 JSON = (b"content-type", b"application/json")
 INFER = b"/v2/models/m/infer"
-BODY = b'{"inputs": [{"name": "x", "datatype": "INT32", "shape": [1]}]}'
+BODY = b'{"inputs":[{"name":"x","datatype":"INT8","shape":[1],"data":[1]}]}'
+BINARY = BODY.replace(b'"data":[1]', b'"parameters":{"binary_data_size":3}').replace(b"[1]", b"[3]")
 
 
 class Triton:
@@ -326,12 +327,12 @@ class Triton:
 @pytest.mark.parametrize(
     ("headers", "parts", "status"),
     [
-        ({b"content-length": b"62"}, [BODY], 503),  # forwarded: this Triton hangs up
+        ({b"content-length": b"%d" % len(BODY)}, [BODY], 503),  # forwarded: this Triton hangs up
         ({b"content-length": b"99"}, [], 413),
         ({b"transfer-encoding": b"chunked"}, [BODY, b" " * 40], 413),
         ({b"content-length": b"2", b"content-type": b"text/plain; x"}, [b"{}"], 415),
         ({b"content-length": b"2", b"content-type": JSON[1] + b"X"}, [b"{}"], 415),
-        ({b"content-length": b"62"}, [BODY[:4], None], None),  # the caller leaves
+        ({b"content-length": b"%d" % len(BODY)}, [BODY[:4], None], None),  # the caller leaves
     ],
 )
 def test_a_body_that_is_forwarded_has_limits(
@@ -357,20 +358,20 @@ def test_triton_sees_nothing_that_this_program_did_not_write() -> None:
     headers = [
         (b"host", b"evil.example"),
         (b"content-type", b"Application/JSON ; charset=x"),
-        (b"content-length", b"%d" % (len(BODY) + 3)),
+        (b"content-length", b"%d" % (len(BINARY) + 3)),
         (b"content-encoding", b"identity"),
         (b"accept-encoding", b"br"),
         (b"authorization", b"Bearer secret"),
         (b"cookie", b"secret"),
         (b"traceparent", trace),
-        (b"inference-header-content-length", b"%d" % len(BODY)),
+        (b"inference-header-content-length", b"%d" % len(BINARY)),
         (b"triton_grpc_error", b"true"),
         (b"closed by serve", b"closed by serve"),
     ]
 
     async def run() -> None:
         server = Triton(ANSWER)
-        told = await server.ask("POST", INFER, headers, BODY[:9], BODY[9:] + b"\0\1\2")
+        told = await server.ask("POST", INFER, headers, BINARY[:9], BINARY[9:] + b"\0\1\2")
         assert (told["status"], told["body"]) == (200, b"{}")
         assert told["headers"] == [(b"content-length", b"2")]
         head, _, body = server.sent.partition(b"\r\n\r\n")
@@ -383,7 +384,7 @@ def test_triton_sees_nothing_that_this_program_did_not_write() -> None:
             b"inference-header-content-length: %d" % size,
             next(each.lower() for each in fields if each.lower().startswith(b"host: 127.0.0.1:")),
         }
-        assert json.loads(body[:size]) == json.loads(BODY) and body[size:] == b"\0\1\2"
+        assert json.loads(body[:size]) == json.loads(BINARY) and body[size:] == b"\0\1\2"
 
     asyncio.run(run())
 

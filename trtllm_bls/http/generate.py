@@ -18,13 +18,11 @@ import math
 import re
 import ssl
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cache, partial
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 from starlette.types import Receive, Scope, Send
 from tritonclient.grpc import service_pb2
@@ -33,11 +31,10 @@ from trtllm_bls.errors import (
     EngineError,
     Overloaded,
     from_wire,
-    half_character,
-    printable,
     to_wire,
     unexpected,
 )
+from trtllm_bls.http.infer import MAX_MEMBERS, Forwarded, read_infer, read_settings
 from trtllm_bls.http.limits import (
     BODY_WRITE,
     JSON,
@@ -46,11 +43,11 @@ from trtllm_bls.http.limits import (
     BodyReader,
     ClientGone,
     Refused,
-    check_json,
     header,
     traceparent,
 )
-from trtllm_bls.http.routes import JSON_LENGTH, TRACE, judged
+from trtllm_bls.http.routes import JSON_LENGTH, TRACE, Route, judged
+from trtllm_bls.http.values import encoded, flat_values, numpy_type, packed, wrong
 from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.wire.kserve import SERVICE, ResponseStream, is_final
@@ -77,7 +74,6 @@ _READ_BY_TRITON = frozenset(
     ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 )
 _FINAL = "triton_final_response"
-_MOST_PARAMETERS = 1000
 _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode
 
 log = logging.getLogger(__name__)
@@ -167,15 +163,24 @@ class TritonHttp:
         async with self._tensors.read(scope, receive, route.body) as body:
             json_length = header(scope, JSON_LENGTH) if JSON_LENGTH in route.headers else b""
             if body or not route.control:
-                kind = InferBody if JSON_LENGTH in route.headers else dict
-                json_size, body = await self._tensors.in_turn(
-                    len(body), rewritten, body, json_length, kind, self._bodies.max_bytes
+                forwarded = await self._tensors.in_turn(
+                    len(body), self._understood, body, json_length, route
                 )
-                headers[b"content-type"] = OCTETS if json_length else JSON
-                if json_length:
-                    headers[JSON_LENGTH] = b"%d" % json_size
+                body = forwarded.content
+                headers[b"content-type"] = JSON
+                if forwarded.json_bytes is not None:
+                    headers[b"content-type"] = OCTETS
+                    headers[JSON_LENGTH] = b"%d" % forwarded.json_bytes
             request = httpx.Request(method, url, headers=headers, content=body)
             await self._forward(request, receive, send)
+
+    def _understood(self, body: bytes, json_length: bytes, route: Route) -> Forwarded:
+        """Read a body that is forwarded. Raises ``Refused``."""
+        max_bytes = self._bodies.max_bytes
+        if route.control:
+            return read_settings(body, max_bytes)
+        shared = self._opens_control
+        return read_infer(body, json_length, max_bytes, has_shared_memory=shared)
 
     async def _generate(
         self,
@@ -416,79 +421,6 @@ async def _send_json(
 # --- JSON: a body to tensors, a response to JSON; no I/O ---------------------------------------
 
 
-_Values: TypeAlias = Annotated[
-    dict[str, bool | int | float | str], msgspec.Meta(max_length=_MOST_PARAMETERS)
-]
-_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class InferOutput(msgspec.Struct, omit_defaults=True):
-    """An output that the client asks for."""
-
-    name: str
-    parameters: _Values = {}
-
-
-class InferInput(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A tensor, whose values are here or follow the JSON."""
-
-    name: str
-    datatype: str
-    shape: list[_Size]
-    parameters: _Values = {}
-    data: list[Any] | bool | float | str | msgspec.UnsetType = msgspec.UNSET
-
-
-class InferBody(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """The JSON of ``infer``; what else a client sends is not forwarded."""
-
-    id: str = ""
-    parameters: _Values = {}
-    inputs: Annotated[list[InferInput], msgspec.Meta(max_length=_MOST_PARAMETERS)]
-    outputs: Annotated[list[InferOutput], msgspec.Meta(max_length=_MOST_PARAMETERS)] = []
-
-
-def rewritten(body: bytes, json_length: bytes, kind: type[Any], most: int) -> tuple[int, bytes]:
-    """``body`` with its JSON of at most ``most`` bytes, a ``kind``, written anew; that JSON's size.
-
-    ``json_length``: as the client names it, of the JSON before binary tensors; empty: it is all.
-    Raises ``Refused`` for what Triton 24.10 does not bear: JSON so deep that its parser ends the
-    process, more parameters than it reads in time, a classification of text, which divides by zero,
-    and a batch without rows, which it drops.
-    """
-    size = int(json_length) if json_length.isdigit() and len(json_length) < 10 else -1
-    if json_length and not 0 <= size <= len(body):
-        named = "Inference-Header-Content-Length"
-        raise Refused(400, f"{named}: send the bytes of JSON, of {len(body)} in the body")
-    text, rest = (body[:size], body[size:]) if json_length else (body, b"")
-    if json_length and not size:  # one binary tensor, and no JSON
-        return 0, body
-    if len(text) > most:
-        limit = f"{most} bytes (--max-body-bytes)"
-        raise Refused(413, f"the JSON is larger than {limit}; send values as binary tensors")
-    check_json(text)
-    try:
-        read = msgspec.json.decode(text, type=kind)
-    except msgspec.MsgspecError as error:
-        raise Refused(400, f"the body is not JSON that this path takes: {error}") from None
-    if isinstance(read, InferBody):
-        for output in read.outputs:
-            if "classification" in output.parameters:
-                problem = "classification is not served; read the tensor itself"
-                raise Refused(400, f"outputs: {printable(output.name, 80)}: {problem}")
-        if all(tensor.shape[:1] == [0] for tensor in read.inputs):
-            problem = "they have no rows, which Triton never answers; send at least one"
-            raise Refused(400, f"inputs: {problem}")
-    packed = msgspec.json.encode(read)
-    return len(packed), packed + rest
-
-
-@cache
-def _numpy_type(datatype: str) -> np.dtype[Any]:
-    """Of Triton's numbers and BOOL. Raises ``TypeError`` for others."""
-    return np.dtype(datatype.lower().replace("fp", "float"))
-
-
 class _Members(list[tuple[str, Any]]):
     """The members of a JSON object, in order; a dict would hide a repeated key, which is wrong."""
 
@@ -516,8 +448,8 @@ def infer_request(
         if key in inputs:
             _add_input(request, inputs[key], value)
         elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
-            if len(request.parameters) == _MOST_PARAMETERS:
-                problem = f"more than {_MOST_PARAMETERS} members are no inputs of the model"
+            if len(request.parameters) == MAX_MEMBERS:
+                problem = f"more than {MAX_MEMBERS} members are no inputs of the model"
                 raise Refused(400, problem)
             _set_parameter(request.parameters[key], key, value)
     request_id = dict(members).get("id", "")
@@ -528,11 +460,6 @@ def infer_request(
     if trace:
         request.parameters["traceparent"].string_param = trace.decode()
     return bytes(request.SerializeToString())
-
-
-def wrong(field: str, problem: str) -> Refused:
-    """The refusal of a member's value."""
-    return Refused(400, f"{printable(field, 80)}: {problem}")
 
 
 def _flat(members: _Members) -> Iterator[tuple[str, Any]]:
@@ -553,7 +480,7 @@ def _set_parameter(parameter: Any, key: str, value: Any) -> None:
     elif isinstance(value, float):
         parameter.double_param = value
     elif isinstance(value, str):
-        parameter.string_param = _encoded(key, value)
+        parameter.string_param = encoded(key, value)
     else:
         problem = "the model has no such input; send a boolean, a string or a 64-bit number"
         raise wrong(key, problem)
@@ -561,8 +488,10 @@ def _set_parameter(parameter: Any, key: str, value: Any) -> None:
 
 def _add_input(request: Any, declared: Any, value: Any) -> None:
     """Add a tensor; the innermost open dimension takes what the others leave."""
-    values = [*_values(value)]
-    content, count, dims = _packed(declared, values), len(values), declared.shape
+    values = list(flat_values(value))
+    content = packed(declared.name, declared.datatype, values)
+    count = len(values)
+    dims = declared.shape
     fixed = math.prod(dim for dim in dims if dim >= 0)
     shape = [1 if dim < 0 else dim for dim in dims]
     open_dims = [axis for axis, dim in enumerate(dims) if dim < 0]
@@ -572,46 +501,6 @@ def _add_input(request: Any, declared: Any, value: Any) -> None:
         raise wrong(declared.name, f"{count} values do not fill the shape {list(dims)}")
     request.inputs.add(name=declared.name, datatype=declared.datatype, shape=shape)
     request.raw_input_contents.append(content)
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """Those of a list and of the lists in it, in order; what else ``value`` is, is one."""
-    if isinstance(value, list) and not isinstance(value, _Members):
-        for item in value:
-            yield from _values(item)
-    else:
-        yield value
-
-
-def _packed(declared: Any, values: Sequence[Any]) -> bytes:
-    kinds, datatype, name = set(map(type, values)), declared.datatype, declared.name
-    if datatype == "BYTES" and kinds <= {str}:
-        texts = [_encoded(name, value) for value in values]
-        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
-    if datatype == "BOOL" and kinds <= {bool}:
-        return bytes(values)
-    if "INT" in datatype and kinds <= {int}:
-        limits = np.iinfo(_numpy_type(datatype))
-        for value in (min(values), max(values)) if values else ():
-            if not limits.min <= value <= limits.max:  # Triton would cut it to other digits
-                raise wrong(name, f"{printable(str(value), 40)} does not fit {datatype}")
-        return np.array(values, limits.dtype).tobytes()
-    if datatype in ("FP32", "FP64") and kinds <= {int, float}:
-        with suppress(OverflowError):
-            return np.array(values, _numpy_type(datatype)).tobytes()
-    if datatype in ("FP16", "BF16"):
-        raise wrong(name, f"{datatype} has no form in JSON; send it over gRPC")
-    raise wrong(name, f"must be {_NAMES.get(datatype, 'integers')} ({datatype}), or a list of them")
-
-
-_NAMES = {"BYTES": "strings", "BOOL": "booleans", "FP32": "numbers", "FP64": "numbers"}
-
-
-def _encoded(name: str, text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise wrong(name, half_character(error)) from None
 
 
 def response_json(response: Any) -> bytes:
@@ -628,7 +517,7 @@ def response_json(response: Any) -> bytes:
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
         values: list[Any] = []
         if output.datatype != "BYTES":
-            numbers = np.frombuffer(content, _numpy_type(output.datatype)).tolist()
+            numbers = np.frombuffer(content, numpy_type(output.datatype)).tolist()
             # JSON has no infinity. RapidJSON writes nothing in its place, which no client can read.
             values = [number if math.isfinite(number) else None for number in numbers]
         else:
