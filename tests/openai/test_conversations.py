@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
+import msgspec
 import pytest
 from anthropic.types import message_create_params as message_params
 from anthropic.types.beta import message_create_params as beta_params
@@ -22,7 +23,8 @@ from doubles.speaking import SpeakingEngine
 from tests.helpers.openai_server import MODEL, ScriptedBackend, serving
 from tests.helpers.scripted_text import tokenizer_with_tools
 from tests.openai.test_agents import CALLED, RECORDED, TURN, Speaking, events, said
-from trtllm_bls.openai import content
+from trtllm_bls.openai import chat as chats
+from trtllm_bls.openai import content, messages, responses
 from trtllm_bls.openai.messages import MessagesRequest
 from trtllm_bls.openai.responses import ResponsesRequest
 from trtllm_bls.openai.schema import ChatRequest
@@ -159,13 +161,38 @@ def test_each_kind_is_logged_once(
     speak: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients send them again in each request of a conversation."""
-    monkeypatch.setattr(content, "_noted", set())
+    monkeypatch.setattr(content, "_notes", set())
     model = speak()
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             model.post(*response(UNREADABLE[0][0], UNREADABLE[7][0]))
     lines = [line for line in caplog.messages if "left out" in line]
     assert len(lines) == 2 and "'image'" in lines[0] and "'file'" in lines[1]
+
+
+def test_what_is_noted_once_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type of megabytes, of an item, a block, a tool or a field, is kept as one short line."""
+    notes: set[str] = set()
+    monkeypatch.setattr(content, "_notes", notes)
+    user = {"role": "user", "content": "Hi"}
+    reader = content.ContentReader()
+    for number in range(content.MAX_NOTES + 9):
+        name = f"{number}" + "x" * 1_000_000
+        if number % 4 == 0:
+            request = msgspec.convert(
+                {"model": "m", "input": [{"type": name}, user]}, ResponsesRequest
+            )
+            responses._conversation(request, responses._Tools(), reader, ())
+        elif number % 4 == 1:
+            fields = {"model": "m", "max_tokens": 1, "messages": [user], "tools": [{"type": name}]}
+            fields["tools"][0]["name"] = "t"
+            messages._conversation(msgspec.convert(fields, MessagesRequest), reader)
+        elif number % 4 == 2:
+            chats._functions("tools", [{"type": name}])
+        else:
+            reader.part("content", {"type": name})
+    assert len(notes) == content.MAX_NOTES
+    assert max(map(len, notes)) <= content.MAX_NOTE
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from hashlib import sha256
 from http.client import HTTPConnection
 from pathlib import Path
@@ -119,6 +121,59 @@ def test_a_chain_that_lacks_a_link_is_refused(speak: Speak) -> None:
         assert told.value.param == "previous_response_id"
         assert f"Previous response with id '{missing}' not found." in str(told.value)
     respond(model, previous_response_id=first["id"])
+
+
+@pytest.mark.parametrize(
+    ("text", "references", "is_answered"), [(1_000, 3, True), (1_000, 4, False), (50, 40, False)]
+)
+def test_references_cost_what_they_stand_for(
+    speak: Speak, text: int, references: int, is_answered: bool
+) -> None:
+    """60 bytes stand for a whole answer, and may be repeated: all of them count."""
+    model = speak("w" * text, max_body_bytes=4_000)
+    (item,) = respond(model)["output"]
+    reference = {"type": "item_reference", "id": item["id"]}
+    size = len(json.dumps(item, separators=(",", ":")))
+    assert (references * size <= 4_000) == is_answered
+    if is_answered:
+        respond(model, input=[reference] * references)
+        assert model.engine.prompts[-1].count(item["content"][0]["text"]) == references
+        return
+    status, error = refusal(model, input=[reference] * references)
+    assert (status, error["param"]) == (400, "input")
+    assert "stored items of more than 4000 bytes (--max-body-bytes)" in error["message"]
+    assert len(model.engine.prompts) == 1
+    path = "/v1/responses/input_tokens"
+    assert model.post(path, {"input": [reference] * references})[0] == 400
+
+
+def test_items_are_counted_with_those_before_them(
+    speak: Speak, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain of short requests is no way to have more items than one request may bring."""
+    monkeypatch.setattr(responses, "MAX_ITEMS", 5)
+    model = speak()
+    said = [{"role": "user", "content": "Hi"}] * 2
+    first = respond(model, input=said)
+    second = respond(model, input=said[:1], previous_response_id=first["id"])
+    status, error = refusal(model, input=said[:1], previous_response_id=second["id"])
+    assert status == 400
+    assert error["message"] == "input: has 6 items with those before it; at most 5 are allowed"
+
+
+def test_references_read_a_bounded_number_of_bytes(tmp_path: Path) -> None:
+    """Small items of large responses: their bodies are read, and count too."""
+    with closing(store_in(tmp_path, max_chain_bytes=1000)) as store:
+        for number in range(20):
+            large = row(f"a{number}")
+            body = json.loads(large.body) | {"instructions": "x" * 900}
+            store.save("", replace(large, body=json.dumps(body).encode()))
+        assert len(store.items("", [f"msg_a{number}" for number in range(5)])) == 5
+        with pytest.raises(ApiError, match="stored items of more than 1000 bytes"):
+            store.items("", [f"msg_a{number}" for number in range(20)])
+        with pytest.raises(ApiError, match="stored items of more than 1000 bytes"):
+            store.save("", row("b", size=2000))
+            store.items("", ["msg_b"])
 
 
 @pytest.mark.parametrize(("settings", "mend"), [({}, "set to true"), ({"store_bytes": 0}, "false")])
@@ -328,6 +383,9 @@ def row(name: str, parent: str | None = None, size: int = 100) -> Stored:
 SIZE = len(row("a", None, 200).body + row("a").input) + 4  # a longer name takes some more
 
 
+numbers = itertools.count()
+
+
 def names(store: StoredResponses, *asked: str) -> list[str]:
     """Which of them are there. Unlike other questions, this one is no use of theirs."""
     with store._transaction() as rows:
@@ -364,6 +422,45 @@ def test_a_chain_loses_its_end_first(tmp_path: Path) -> None:
             left = names(store, *(f"a{n}" for n in range(10)))
             assert left == [f"a{n}" for n in range(len(left))]
             assert not left or store.conversation("", left[-1]) is not None
+
+
+def test_a_key_pushes_out_its_own_responses(tmp_path: Path) -> None:
+    """One may have all of the room, and leaves half of it to others that need it."""
+
+    def counts(store: StoredResponses) -> dict[str, int]:
+        with store._transaction() as rows:
+            totals = dict(rows.execute("SELECT owner, sum(size) FROM responses GROUP BY owner"))
+            assert totals == dict(rows.execute("SELECT owner, bytes FROM owners"))
+            return dict(rows.execute("SELECT owner, count(*) FROM responses GROUP BY owner"))
+
+    with closing(store_in(tmp_path, max_bytes=10 * SIZE)) as store:
+        for owner, number, expected in (
+            *(("a", 12, {"a": 10}), ("b", 3, {"a": 7, "b": 3}), ("a", 9, {"a": 7, "b": 3})),
+            *(("b", 9, {"a": 5, "b": 5}), ("c", 1, {"a": 4, "b": 5, "c": 1})),
+        ):
+            for _ in range(number):
+                store.save(owner, row(f"{next(numbers):03}", None, 200))
+            assert counts(store) == expected
+        for owner in "abc":
+            for name in names(store, *(f"{number:03}" for number in range(50))):
+                store.delete(owner, name)
+        assert counts(store) == {}
+
+
+def test_a_file_of_an_earlier_version_gets_the_sums_of_its_keys(tmp_path: Path) -> None:
+    """It has no table of them; its rows count from the first use on."""
+    with closing(store_in(tmp_path)) as store:
+        store.save("a", row("x"))
+        with store._transaction() as rows:
+            for kind, name in (("TRIGGER", "owner_added"), ("TRIGGER", "owner_removed")):
+                rows.execute(f"DROP {kind} {name}")
+            rows.execute("DROP TABLE owners")
+    with closing(store_in(tmp_path)) as store:
+        store.save("b", row("y"))
+        with store._transaction() as rows:
+            assert dict(rows.execute("SELECT owner, bytes FROM owners")) == dict(
+                rows.execute("SELECT owner, size FROM responses")
+            )
 
 
 def test_bounds_of_age_and_of_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +502,7 @@ def test_references_to_one_chain_cost_it_once(tmp_path: Path) -> None:
         found = store.items("", [f"msg_a{chain - 1 - number % chain}" for number in range(asked)])
         assert len(found) == chain
         writes = [each for each in statements if each.startswith("UPDATE responses")]
-        bodies = [each for each in statements if each.startswith("SELECT input, body")]
+        bodies = [each for each in statements if each.startswith("SELECT body")]
         assert len(writes) == len(bodies) == chain
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from trtllm_bls.errors import printable
 from trtllm_bls.openai.api_errors import ApiError, invalid
 
 log = logging.getLogger(__name__)
@@ -25,14 +26,17 @@ _KINDS = ("image", "file", "document", "audio", "video")  # that are counted by 
 _AFFIXES = re.compile(r"^(input|output)_|_url$")
 _DATA_URL = re.compile(r"data:([^;,]*)(?:;[^,]*)?,(.*)", re.DOTALL)
 _NAMES = ("filename", "title", "name", "image_url", "file_url", "url", "file_id")
-_noted: set[str] = set()
+MAX_NOTES = 100  # of a process
+MAX_NOTE = 160  # characters; a client may send a type or a name of megabytes
+_notes: set[str] = set()
 
 
-def note_once(what: str) -> None:
-    """Log what requests bring, once in a process."""
-    if what not in _noted and len(_noted) < 100:
-        _noted.add(what)
-        log.info("requests bring %.160s", what)
+def note_once(note: str) -> None:
+    """Log something new that requests bring, once in a process."""
+    note = printable(note, MAX_NOTE)
+    if note not in _notes and len(_notes) < MAX_NOTES:
+        _notes.add(note)
+        log.info("requests bring %s", note)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ from trtllm_bls.text.chat_parser import Content, Reasoning, Refusal, ToolCall
 from trtllm_bls.text.json_values import json_value
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
 
+MAX_ITEMS = 8192  # of a conversation, with those that references stand for
 MOST_STORED_BYTES = 4 * 2**20  # of one response: of its input, and of the rest
 
 _SCORES = "message.output_text.logprobs"  # what ``include`` says for log-probabilities
@@ -145,7 +146,7 @@ class ResponsesRequest(Generation, kw_only=True):
         "truncation": ("disabled",),
     }
 
-    input: str | Annotated[list[dict[str, Any]], msgspec.Meta(max_length=8192)] | None = None
+    input: str | Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_ITEMS)] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     instructions: str | None = None
@@ -596,8 +597,8 @@ def with_references(
     """Put what is stored in the place of references; the items that the request goes on with.
 
     ``last``: those up to the previous response, where they need not be stored. ``lost`` stands for
-    what is no longer stored. Without it such a request is refused, in OpenAI's
-    words, by which clients send the whole conversation again. Waits for the disk.
+    what is no longer stored. Without it such a request is refused, in OpenAI's words, by which
+    clients send the whole conversation again. Waits for the disk.
     """
     earlier = last
     if (previous := request.previous_response_id) is not None and last is None:
@@ -609,20 +610,11 @@ def with_references(
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-    ids = [str(item.get("id")) for item in own_items(request) if _is_reference(item)]
-    stored = store.items(owner, ids) if store and ids else {}
-    items = []
-    for item in own_items(request):
-        if _is_reference(item):
-            item_id = str(item.get("id"))
-            original = stored.get(item_id, lost)
-            if original is None:
-                mend = "Try again with `store` set to true" if store else "Send `store: false`"
-                problem = f"Item with id '{item_id[:200]}' not found. Items are not persisted when "
-                problem += f"`store` is set to false. {mend}, or remove this item from your input."
-                raise ApiError(404, problem, param="input")
-            item = original
-        items.append(item)
+    items = _resolved(own_items(request), owner, store, lost)
+    num_items = len(items) + len(earlier or ())
+    if num_items > MAX_ITEMS:
+        problem = f"has {num_items} items with those before it; at most {MAX_ITEMS} are allowed"
+        raise invalid("input", problem)
     request.input = items
     if earlier is not None:
         calls = {item.get("call_id") for item in (*earlier, *items) if "output" not in item}
@@ -632,6 +624,42 @@ def with_references(
                 problem = f"no tool call found for the output with call_id '{str(call_id)[:200]}'"
                 raise invalid("input", problem)
     return earlier or []
+
+
+def _resolved(
+    own: Sequence[dict[str, Any]],
+    owner: str,
+    store: StoredResponses | None,
+    lost: dict[str, Any] | None,
+) -> list[dict[str, Any]]:
+    """``own`` items with stored ones in the place of references. Raises ``ApiError``.
+
+    A reference is short and may be repeated, so the bytes count of all that they stand for.
+    """
+    ids = [str(item.get("id")) for item in own if _is_reference(item)]
+    stored: dict[str, dict[str, Any]] = {}
+    if store is not None and ids:
+        stored = store.items(owner, ids)
+        sizes = {item_id: len(msgspec.json.encode(item)) for item_id, item in stored.items()}
+        if sum(sizes.get(item_id, 0) for item_id in ids) > store.max_chain_bytes:
+            raise store.too_large()
+    items: list[dict[str, Any]] = []
+    for item in own:
+        if _is_reference(item):
+            item_id = str(item.get("id"))
+            original = stored.get(item_id, lost)
+            if original is None:
+                raise _not_found(item_id, store is not None)
+            item = original
+        items.append(item)
+    return items
+
+
+def _not_found(item_id: str, stores: bool) -> ApiError:
+    mend = "Try again with `store` set to true" if stores else "Send `store: false`"
+    problem = f"Item with id '{item_id[:200]}' not found. Items are not persisted when "
+    problem += f"`store` is set to false. {mend}, or remove this item from your input."
+    return ApiError(404, problem, param="input")
 
 
 def _as_stored(item: dict[str, Any]) -> dict[str, Any]:

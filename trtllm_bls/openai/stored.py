@@ -2,8 +2,10 @@
 
 A row is one response: the input that it got itself, its body, and the response that it follows. A
 conversation is a chain of rows. A row belongs to the key that made it; no other key sees it. Where
-all rows together reach a bound, those go first that were used the longest time ago. Using a row
-counts for the whole chain before it, so a chain loses its last link first: it is whole, or refused.
+all rows together reach a bound, those go first that were used the longest time ago: of the key that
+has more than half of all, if there is one, so that no key pushes out the responses of others. Using
+a row counts for the whole chain before it, so a chain loses its last link first: it is whole, or
+refused.
 
 Every method waits for the disk: call them in threads.
 """
@@ -18,7 +20,7 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +30,14 @@ import msgspec
 
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.http.limits import RETRY
-from trtllm_bls.openai.api_errors import ApiError
+from trtllm_bls.openai.api_errors import ApiError, invalid
 
 _FILE = "responses-1.sqlite3"  # the number is that of this schema
 _PREFIX = "trtllm-bls-responses-"
 _LONGEST_CHAIN = 1000
+_READ_BYTES = (
+    16  # times ``max_chain_bytes``: bodies that references of one request are looked up in
+)
 _SCHEMA = """
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;
 PRAGMA secure_delete = ON; PRAGMA journal_size_limit = 16777216;
@@ -53,6 +58,16 @@ CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
     UPDATE total SET bytes = bytes + new.size; END;
 CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
     UPDATE total SET bytes = bytes - old.size; END;
+CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO owners SELECT owner, sum(size) FROM responses
+    WHERE NOT EXISTS (SELECT 1 FROM owners) GROUP BY owner;
+CREATE TRIGGER IF NOT EXISTS owner_added AFTER INSERT ON responses BEGIN
+    INSERT INTO owners VALUES (new.owner, new.size)
+        ON CONFLICT (owner) DO UPDATE SET bytes = bytes + new.size; END;
+CREATE TRIGGER IF NOT EXISTS owner_removed AFTER DELETE ON responses BEGIN
+    UPDATE owners SET bytes = bytes - old.size WHERE owner = old.owner;
+    DELETE FROM owners WHERE owner = old.owner AND bytes <= 0; END;
+CREATE INDEX IF NOT EXISTS by_owner_use ON responses (owner, used, number DESC);
 COMMIT;
 """
 
@@ -94,6 +109,12 @@ class Stored:
     items: Sequence[str]
 
 
+class _Output(msgspec.Struct):
+    """The items of a response's body, each as JSON."""
+
+    output: list[msgspec.Raw]
+
+
 class StoredResponses:
     """The rows in ``directory``. Methods raise ``ApiError`` where the file cannot be used.
 
@@ -105,7 +126,9 @@ class StoredResponses:
         self, directory: Path, *, max_bytes: int, max_s: float, max_chain_bytes: int
     ) -> None:
         self._file = directory / _FILE
-        self._max_bytes, self._max_s, self._max_chain_bytes = max_bytes, max_s, max_chain_bytes
+        self._max_bytes = max_bytes
+        self._max_s = max_s
+        self.max_chain_bytes = max_chain_bytes
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None  # SQLite's must not be forked
         try:
@@ -138,10 +161,19 @@ class StoredResponses:
             )
             self._use(rows, owner, stored.id)
             while rows.execute("SELECT bytes FROM total").fetchone()[0] > self._max_bytes:
-                rows.execute(
-                    "DELETE FROM responses WHERE number ="
-                    " (SELECT number FROM responses ORDER BY used, number DESC LIMIT 1)"
-                )
+                self._remove_least_used(rows)
+
+    def _remove_least_used(self, rows: sqlite3.Connection) -> None:
+        largest = rows.execute(
+            "SELECT owner FROM owners WHERE bytes > ? ORDER BY bytes DESC LIMIT 1",
+            (self._max_bytes // 2,),
+        ).fetchone()
+        of_largest = "" if largest is None else "WHERE owner = ?"
+        rows.execute(
+            "DELETE FROM responses WHERE number ="
+            f" (SELECT number FROM responses {of_largest} ORDER BY used, number DESC LIMIT 1)",
+            largest or (),
+        )
 
     def body(self, owner: str, response_id: str) -> dict[str, Any] | None:
         """The response; ``None`` if there is none."""
@@ -165,12 +197,16 @@ class StoredResponses:
         (*earlier, (own, _)) = texts
         return _items(earlier) + own
 
-    def items(self, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Items of responses by their ids, without those that are not there."""
-        items, seen = dict[str, dict[str, Any]](), set[int]()
-        places = dict[tuple[int, str], dict[str, int]]()  # by response, whose body is read once
+    def items(self, owner: str, ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Items of responses by their ids, without those that are not there.
+
+        Raises ``ApiError`` for more than one request may refer to.
+        """
+        items: dict[str, dict[str, Any]] = {}
+        seen: set[int] = set()
+        places: dict[tuple[int, str], dict[str, int]] = {}  # by response, which is read once
         with self._transaction() as rows:
-            for item_id in ids:
+            for item_id in dict.fromkeys(ids):
                 row = rows.execute(
                     "SELECT number, responses.id, place FROM items"
                     " JOIN responses ON number = response"
@@ -179,11 +215,27 @@ class StoredResponses:
                 ).fetchone()
                 if row is not None:
                     places.setdefault(row[:2], {})[item_id] = row[2]
+            read_bytes = 0
+            item_bytes = 0
             for (number, response_id), own_places in places.items():
                 self._use(rows, owner, response_id, seen)
-                ((_, body),) = _texts(rows, [number])
-                items |= {item_id: body["output"][place] for item_id, place in own_places.items()}
+                row = rows.execute("SELECT body FROM responses WHERE number = ?", (number,))
+                body = row.fetchone()[0].encode()
+                read_bytes += len(body)
+                if read_bytes > _READ_BYTES * self.max_chain_bytes:
+                    raise self.too_large()
+                output = msgspec.json.decode(body, type=_Output).output
+                for item_id, place in own_places.items():
+                    item_bytes += len(output[place])
+                    if item_bytes > self.max_chain_bytes:
+                        raise self.too_large()
+                    items[item_id] = msgspec.json.decode(output[place])
         return items
+
+    def too_large(self) -> ApiError:
+        """The refusal of a request that refers to too much."""
+        limit = f"{self.max_chain_bytes} bytes (--max-body-bytes)"
+        return invalid("input", f"refers to stored items of more than {limit}; refer to fewer")
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Remove a response; false if there is none. What follows it cannot be continued."""
@@ -201,12 +253,12 @@ class StoredResponses:
     ) -> tuple[list[int], bool]:
         """Mark a response and all before it as used: their rows, and whether none is missing.
 
-        Rows that are ``seen`` end it, and these are added there.
+        Rows that are ``seen`` end it, and these are added there; so do as many as a chain may have.
         """
         numbers: list[int] = []
         seen = set() if seen is None else seen
         size = 0
-        while response_id is not None and len(numbers) < _LONGEST_CHAIN:
+        while response_id is not None and len(seen) < _LONGEST_CHAIN:
             row = rows.execute(
                 "SELECT number, parent, size FROM responses WHERE owner = ? AND id = ?",
                 (owner, response_id),
@@ -219,7 +271,7 @@ class StoredResponses:
         now = time.time()
         used = [(now, number) for number in numbers]
         rows.executemany("UPDATE responses SET used = max(used, ?) WHERE number = ?", used)
-        return numbers, response_id is None and size <= self._max_chain_bytes
+        return numbers, response_id is None and size <= self.max_chain_bytes
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
