@@ -9,7 +9,9 @@ import socket
 import subprocess
 import threading
 import tracemalloc
-from contextlib import ExitStack
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -153,6 +155,36 @@ def test_what_is_no_body_has_a_limit(
     assert not engine.requests
 
 
+def test_requests_that_wait_for_others_are_parsed_later(connect: Connect) -> None:
+    """One read may hold thousands of them. All are answered in order, up to the limit of one
+    connection, and no turn of the event loop parses more than a few."""
+    api, _ = connect()
+    asked = 0
+    widest = 0
+    begin = GuardedProtocol.on_message_begin
+
+    def counted(self: GuardedProtocol) -> None:
+        nonlocal asked, widest
+        asked += 1
+        widest = max(widest, len(self.pipeline))
+        begin(self)
+
+    with pytest.MonkeyPatch.context() as patch, connected(api) as raw:
+        patch.setattr(GuardedProtocol, "on_message_begin", counted)
+        sending = threading.Thread(
+            target=raw.sendall, args=[b"GET /version HTTP/1.1\r\n\r\n" * 3000]
+        )
+        sending.start()
+        received = b""
+        with suppress(ConnectionError):
+            while part := raw.recv(65536):
+                received += part
+        sending.join(30)
+        assert not sending.is_alive()
+    assert received.count(b"HTTP/1.1 200 OK") == LIMITS.requests
+    assert widest < 200 and asked < LIMITS.requests + 200
+
+
 def test_trailers_are_dropped(connect: Connect) -> None:
     """None of them is a header of the request, such as a key, and none is kept."""
     api, _ = connect(keys=(sha256(b"secret").digest(),))
@@ -265,6 +297,99 @@ async def test_bodies_have_a_limit_together() -> None:
         assert len(body) == 100
         with pytest.raises(Refused, match="too many large requests"):
             await SlowClient().reading
+
+
+def body_scope(owner: str, address: str = "192.0.2.1") -> dict[str, Any]:
+    """A request for a ``BodyReader``, with a key or without."""
+    keyed = {"tenant": owner} if owner else {}
+    headers = [(b"content-type", b"application/json")]
+    return {"headers": headers, "client": (address, 1), **keyed}
+
+
+class UnfinishedBody:
+    """A body that is sent but for its last byte."""
+
+    def __init__(self, bodies: BodyReader, scope: dict[str, Any], size: int) -> None:
+        self.end = asyncio.Event()
+        self.reading = asyncio.create_task(self._read(bodies, scope))
+        self._part = b"x" * (size - 1)
+        self.is_held = False
+
+    async def _read(self, bodies: BodyReader, scope: dict[str, Any]) -> int:
+        async with bodies.read(scope, self._receive) as body:
+            return len(body)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._part:
+            part, self._part = self._part, b""
+            return {"type": "http.request", "body": part, "more_body": True}
+        self.is_held = True
+        await self.end.wait()
+        return {"type": "http.request", "body": b"x"}
+
+    async def finish(self) -> int:
+        """Send the last byte; the size that was read."""
+        self.end.set()
+        return await asyncio.wait_for(self.reading, 10)
+
+    def refused(self) -> bool:
+        """True where it got 503; it is to be over."""
+        error = self.reading.exception() if self.reading.done() else None
+        return isinstance(error, Refused) and error.status == 503
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (body_scope("a"), body_scope("b")),
+        (body_scope("", "192.0.2.1"), body_scope("", "192.0.2.2")),
+        (body_scope("", "2001:db8:0:1::1"), body_scope("", "2001:db8:0:2::1")),
+    ],
+    ids=["keys", "addresses", "networks"],
+)
+async def test_unfinished_bodies_of_one_client_leave_room_for_others(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """One may hold three quarters while nobody else asks, and half of it from then on."""
+    bodies = BodyReader(max_bytes=100_000, max_held_bytes=800_000)
+    held = [UnfinishedBody(bodies, first, 100_000) for _ in range(32)]
+    await turns()
+    assert [body.refused() for body in held] == [False] * 6 + [True] * 26
+
+    small = UnfinishedBody(bodies, second, 1000)  # there is room for small ones
+    await turns()
+    assert await small.finish() == 1000 and not any(body.refused() for body in held[:6])
+    large = [UnfinishedBody(bodies, second, 100_000) for _ in range(3)]
+    await turns()
+    assert [body.refused() for body in held[:6]] == [False] * 3 + [True] * 3
+    assert [await body.finish() for body in large] == [100_000] * 3
+
+    more = [UnfinishedBody(bodies, first, 100_000) for _ in range(2)]
+    await turns()
+    assert [body.refused() for body in more] == [False, True]
+    assert [await body.finish() for body in (*held[:3], more[0])] == [100_000] * 4
+
+
+async def test_addresses_of_one_network_are_one_client() -> None:
+    """An IPv6 client has 2**64 addresses; a body of any of them counts as its own."""
+    bodies = BodyReader(max_bytes=100_000, max_held_bytes=800_000)
+    scopes = [body_scope("", f"2001:db8:0:1::{number:x}") for number in range(6)]
+    held = [UnfinishedBody(bodies, scope, 100_000) for scope in scopes]
+    await turns()
+    other = UnfinishedBody(bodies, body_scope("", "192.0.2.1"), 100_000)
+    await turns()
+    assert await other.finish() == 100_000
+    assert sum(body.refused() for body in held) == 1
+    for body in held:
+        body.end.set()
+    await turns()
+    assert [body.refused() for body in held] == [True] + [False] * 4 + [True]  # half is left to it
+
+
+async def turns() -> None:
+    """Let all tasks run until they wait."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 class RecordingTokenizer:
@@ -533,21 +658,24 @@ def test_a_byte_order_mark_is_no_part_of_the_body(connect: Connect) -> None:
     assert ask(connect()[0], b"\xef\xbb\xbf" + BODY).status == 200
 
 
-def test_packed_bodies_are_read_within_the_same_limit(connect: Connect) -> None:
-    """gzip; other packings are refused with the one that is read."""
+@pytest.mark.parametrize(("name", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_packed_bodies_are_read_within_the_same_limit(
+    connect: Connect, name: str, pack: Callable[[bytes], bytes]
+) -> None:
+    """Other packings are refused with those that are read."""
     api, _ = connect()
-    packed = JSON + "content-encoding: gzip\r\n"
-    assert ask(api, gzip.compress(BODY), packed).status == 200
-    assert ask(api, gzip.compress(b" " * 5 * 2**20), packed).status == 413
-    for wrong in (BODY, gzip.compress(BODY)[:-4], gzip.compress(BODY) + b"x"):
+    packed = JSON + f"content-encoding: {name}\r\n"
+    assert ask(api, pack(BODY), packed).status == 200
+    assert ask(api, pack(b" " * 5 * 2**20), packed).status == 413
+    for wrong in (BODY, pack(BODY)[:-4], pack(BODY) + b"x"):
         answer = ask(api, wrong, packed)
-        assert answer.status == 400 and "gzip" in answer.error["message"]
+        assert answer.status == 400 and name in answer.error["message"]
     refused = ask(api, BODY, JSON + "content-encoding: br\r\n")
     assert (refused.status, refused.error["message"]) == (
         415,
-        "Content-Encoding 'br' is not supported; send gzip",
+        "Content-Encoding 'br' is not supported; send gzip or deflate",
     )
-    assert "accept-encoding: gzip" in refused.headers
+    assert "accept-encoding: gzip, deflate" in refused.headers
 
 
 def test_an_empty_list_of_tools_is_none(connect: Connect) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ from trtllm_bls.openai import sockets
 
 client = pytest.importorskip("websockets.sync.client")
 exceptions = pytest.importorskip("websockets.exceptions")
+wsproto = pytest.importorskip("wsproto.events")
+frames = pytest.importorskip("trtllm_bls.openai.frames")
 pytestmark = pytest.mark.skipif(
     sockets.socket_protocol() == "none", reason="this uvicorn limits no message of a WebSocket"
 )
@@ -166,6 +170,7 @@ def test_without_its_library_the_path_takes_requests_alone(
 ) -> None:
     """An offer of a WebSocket is ignored."""
     monkeypatch.setitem(sys.modules, "uvicorn.protocols.websockets.wsproto_impl", None)
+    monkeypatch.delitem(sys.modules, "trtllm_bls.openai.frames", raising=False)
     model = speak()
     with pytest.raises(exceptions.InvalidStatus) as refused:
         dial(model)
@@ -244,3 +249,160 @@ def test_a_shutdown_waits_for_the_response_that_runs() -> None:
         leaving.start()
         leaving.join(timeout=30)
         assert not leaving.is_alive()
+
+
+# --- frames ---------------------------------------------------------------------------------------
+
+
+def frame(opcode: int, payload: bytes = b"", fin: bool = True) -> bytes:
+    """A client's frame of up to 125 bytes; its mask is 0."""
+    return bytes([opcode | 0x80 * fin, 0x80 | len(payload)]) + bytes(4) + payload
+
+
+POLICY_VIOLATION = (1008).to_bytes(2, "big")
+PING, TEXT, MORE = frame(9), frame(1, fin=False), frame(0, fin=False)
+REQUEST = json.dumps({"type": "response.create", "input": "Hi", "store": False}).encode()
+
+
+def raw_socket(model: Speaking) -> socket.socket:
+    """A WebSocket whose frames the test writes itself."""
+    raw = socket.create_connection((model.api.host, model.api.port), timeout=30)
+    lines = ("GET /v1/responses HTTP/1.1", "host: localhost", "upgrade: websocket")
+    lines += ("connection: upgrade", "sec-websocket-version: 13")
+    lines += ("sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==", "", "")
+    raw.sendall("\r\n".join(lines).encode())
+    head = b""
+    while b"\r\n\r\n" not in head:
+        head += raw.recv(1)
+    assert head.startswith(b"HTTP/1.1 101")
+    return raw
+
+
+def until_closed(raw: socket.socket, flood: bytes) -> bytes:
+    """Send ``flood``, as far as the server reads it; everything that it sends."""
+
+    def send() -> None:
+        with suppress(OSError):
+            raw.sendall(flood)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    received = b""
+    with suppress(ConnectionError):
+        while part := raw.recv(65536):
+            received += part
+    raw.close()
+    sending.join(30)
+    assert not sending.is_alive()
+    return received
+
+
+@pytest.mark.parametrize(
+    ("flood", "reason"),
+    [
+        (PING * 1_000_000, b"more than 240 pings and pongs in a minute"),
+        (frame(10) * 1_000_000, b"more than 240 pings and pongs in a minute"),
+        (TEXT + MORE * 400_000, b"a message of more than 1024 frames"),
+        (frame(1, b"x") * 400_000, b"response.create"),
+    ],
+    ids=["pings", "pongs", "fragments", "messages"],
+)
+def test_frames_are_counted_and_others_have_their_turns(
+    speak: Speak, flood: bytes, reason: bytes
+) -> None:
+    """A flood of them ends its connection alone, after few of them; no task waits for it."""
+    model = speak()
+    num_events = 0
+    count = frames.PacedConnection._count
+
+    def counted(self: Any, event: Any) -> None:
+        nonlocal num_events
+        num_events += 1
+        count(self, event)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frames.PacedConnection, "_count", counted)
+        received = until_closed(raw_socket(model), flood)
+    assert reason in received and POLICY_VIOLATION in received
+    assert num_events < 1100
+    with dial(model) as other:
+        assert create(other)[-1]["type"] == "response.completed"
+
+
+def test_a_read_of_many_frames_is_worked_on_in_turns() -> None:
+    """64 frames, or one whole message; then the event loop has others run."""
+    connection, opened = frames.PacedConnection(), wsproto.AcceptConnection()
+    lines = ("GET / HTTP/1.1", "host: localhost", "upgrade: websocket", "connection: upgrade")
+    lines += ("sec-websocket-version: 13", "sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==", "", "")
+    connection.receive_data("\r\n".join(lines).encode())
+    assert [type(event).__name__ for event in connection.events()] == ["Request"]
+    connection.send(opened)
+    connection.receive_data(PING * 150 + frame(1, b"a") + frame(1, b"b"))
+    counts = []
+    while connection.has_more or not counts:
+        counts.append(len(list(connection.events())))
+    assert counts == [64, 64, 23, 1, 0]
+
+
+def test_a_request_between_pings_and_in_many_frames_is_answered(speak: Speak) -> None:
+    """Other programs split their messages as they like."""
+    parts = [TEXT, *(frame(0, bytes([byte]), fin=False) for byte in REQUEST), frame(0)]
+    with raw_socket(speak()) as raw:
+        raw.sendall(b"".join(part + PING * (index < 200) for index, part in enumerate(parts)))
+        received = b""
+        while b"response.completed" not in received:
+            part = raw.recv(65536)
+            assert part, received
+            received += part
+    assert received.count(b"\x8a\x00") >= len(parts[:200])
+
+
+def test_one_client_leaves_sockets_for_others() -> None:
+    """Where all are taken, the client with most of them loses an idle one to another client."""
+    served: list[str] = []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError
+
+    async def refuse(scope: Any, send: Any, error: Any) -> None:
+        served.append(f"{scope['tenant']} {error.status}")
+
+    async def run() -> None:
+        closed: list[tuple[str, int]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sockets, "_MOST_SOCKETS", 4)
+            program = sockets.ResponsesSocket(answer, refuse, sockets.LastResponses(9), ())
+
+        def connect(owner: str) -> asyncio.Task[None]:
+            events = [{"type": "websocket.connect"}]
+
+            async def receive() -> Any:
+                return events.pop() if events else await asyncio.Event().wait()
+
+            async def send(message: Any) -> None:
+                if message["type"] == "websocket.close":
+                    closed.append((owner, message["code"]))
+
+            scope = {"type": "websocket", "headers": [], "tenant": owner}
+            return asyncio.create_task(program(scope, receive, send))
+
+        tasks = [connect("a") for _ in range(5)]
+        await turns()
+        assert served == ["a 503"]
+        tasks += [connect("b") for _ in range(3)]
+        await turns()
+        assert closed == [("a", 1013)] * 2 and served == ["a 503", "b 503"]
+        tasks.append(connect("a"))
+        await turns()
+        assert served[2:] == ["a 503"]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def turns() -> None:
+    """Let all tasks run until they wait."""
+    for _ in range(20):
+        await asyncio.sleep(0)

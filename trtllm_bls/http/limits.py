@@ -15,7 +15,6 @@ import asyncio
 import re
 import resource
 import socket
-import sys
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -31,11 +30,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from trtllm_bls.errors import structure_problem
 from trtllm_bls.http.browsers import browser_problem
-
-if sys.version_info >= (3, 11):
-    from asyncio import timeout
-else:
-    from async_timeout import timeout
+from trtllm_bls.http.shares import NoShare, Share, Shares, expire, owner_of, timeout
 
 # Of a scope: writes a part of a response that has begun; false where ``send`` has to be awaited.
 BODY_WRITE = "trtllm_bls.write"
@@ -43,10 +38,18 @@ BODY_WRITE = "trtllm_bls.write"
 # Types of bodies; the last stands for a request that names none.
 JSON, OCTETS, UNNAMED = b"application/json", b"application/octet-stream", b""
 RETRY = {"retry-after": "1"}
-_LONG_BODY = 256 * 1024  # bytes; a longer one is looked through in a thread
+# The encodings of bodies: their name in a refusal, and what zlib calls their format.
+_PACKINGS = {
+    b"gzip": ("gzip", 31),
+    b"x-gzip": ("gzip", 31),
+    b"deflate": ("deflate", 15),  # with zlib's header (RFC 9110), as tritonclient sends it
+}
+_SMALL_BODY = 64 * 1024  # bytes; a quarter of the room is for bodies up to this
+LONG_BODY = 256 * 1024  # bytes; a longer one is looked through in a thread
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _HEADER_BYTES = 32  # of a header beside its name and value, as HTTP/2 counts
 _Result = TypeVar("_Result")
+_PARSED_AT_ONCE = 4096  # bytes, which hold 200 requests or fewer
 _ACCEPTED_AT_ONCE = 32  # connections in one iteration of the event loop
 KEPT_DESCRIPTORS = 256  # for connections to the engine, files, and refused connections
 _DISCARD_S = 5.0  # a refused client has this long to read its answer
@@ -137,6 +140,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_headers = True  # of a request, or before the next
         self._num_requests = 0
         self._discards = False  # all that still comes
+        self._unread = bytearray()  # and not parsed yet
         self._closes_after_body = False
 
     def connection_made(self, transport: Any) -> None:
@@ -159,8 +163,29 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.transport = self.transport
 
     def data_received(self, data: bytes) -> None:
-        if self._discards:
-            return
+        self._unread += data
+        self._read_on()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._unread:
+            self.loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        """Parse what was read, up to the first request that waits for an earlier one.
+
+        One read may hold thousands of requests, and parsing them all would hold up every stream.
+        """
+        while self._unread and not (self._discards or self.pipeline or self.parser is None):
+            part = bytes(self._unread[:_PARSED_AT_ONCE])
+            del self._unread[:_PARSED_AT_ONCE]
+            self._parse(part)
+        if self._discards or self.transport.is_closing():
+            self._unread.clear()
+        elif self._unread:
+            self.flow.pause_reading()
+
+    def _parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._other_bytes += len(data)
         if self._in_headers and self._deadline is None:
@@ -172,8 +197,10 @@ class GuardedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as error:
             if self._opens_socket():
                 self._stop_timer()
+                self._unread.clear()  # a client waits for the answer before it sends frames
                 self.scope["method"] = "GET"
                 self.handle_websocket_upgrade()
+                self._discards = True
             else:
                 self._ignore_upgrade(data[error.args[0] :])
         except (httptools.HttpParserError, Refused) as error:
@@ -246,7 +273,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return is_get and is_idle and path == self._limits.socket_path and self._should_upgrade()
 
     def _ignore_upgrade(self, data: bytes) -> None:
-        """Read the request as if it offered no other protocol; ``rest`` follows its headers."""
+        """Read the request as if it offered no other protocol; ``data`` follows its headers."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse(400, "this is no proxy")
@@ -257,7 +284,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 lines.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)
         self._header_bytes = self._other_bytes = 0
-        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + data)
+        self._unread[:0] = b"\r\n".join(lines) + b"\r\n\r\n" + data
 
     def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
         """Answer what the program does not see, or has not answered, and close the connection."""
@@ -318,8 +345,8 @@ class GuardedProtocol(HttpToolsProtocol):
 class BodyReader:
     """Reads bodies of up to ``max_bytes``, also when unpacked, each in ``seconds``.
 
-    ``max_held_bytes``: of all bodies together that are being received or used. ``set_by``: the
-    option that sets ``max_bytes``; empty where none does.
+    ``max_held_bytes``: of all bodies together that are being received or used, which clients share
+    (``shares``). ``set_by``: the option that sets ``max_bytes``; empty where none does.
     """
 
     def __init__(
@@ -331,9 +358,8 @@ class BodyReader:
     ) -> None:
         self.max_bytes = max_bytes
         self.set_by = set_by
-        self._max_held_bytes = max_held_bytes
+        self._held = Shares(max_held_bytes, small=min(_SMALL_BODY, max_held_bytes // 4))
         self._seconds = seconds
-        self._held_bytes = 0
         self._turn = asyncio.Semaphore(1)
 
     async def in_turn(self, size: int, work: Callable[..., _Result], *values: Any) -> _Result:
@@ -341,7 +367,7 @@ class BodyReader:
 
         Reading one holds the GIL, so two at once would take no less time and more memory.
         """
-        if size <= _LONG_BODY:
+        if size <= LONG_BODY:
             return work(*values)
         async with self._turn:
             return await asyncio.to_thread(work, *values)
@@ -355,6 +381,26 @@ class BodyReader:
         Where JSON is the only one, ``check_json`` has passed it, and it has no byte order mark.
         Raises ``Refused``, ``ClientGone``.
         """
+        packing = self._checked_packing(scope, kinds)
+        length = header(scope, b"content-length")
+        if length.isdigit() and int(length) > self.max_bytes:
+            raise self._too_large(scope)
+        share = self._held.take(owner_of(scope))
+        try:
+            body = await self._received(scope, receive, share)
+            if packing in _PACKINGS:
+                packed_bytes = len(body)
+                body = await self.in_turn(self.max_bytes, self._unpacked, scope, body, packing)
+                _hold(share, max(0, len(body) - packed_bytes))
+            if kinds == (JSON,):
+                body = body.removeprefix(b"\xef\xbb\xbf")
+                await self.in_turn(len(body), check_json, body)
+            yield body
+        finally:
+            share.release()
+
+    def _checked_packing(self, scope: Scope, kinds: Collection[bytes]) -> bytes:
+        """How the body is packed. Raises ``Refused``, for another type than ``kinds`` too."""
         kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
         if kind not in kinds:
             content_type = kind[:80].decode("latin-1") or "of no type"
@@ -363,59 +409,57 @@ class BodyReader:
             )
             raise Refused(415, problem)
         packing = header(scope, b"content-encoding").strip().lower()
-        if packing not in (b"", b"identity", b"gzip", b"x-gzip"):
-            problem = (
-                f"Content-Encoding {packing[:40].decode('latin-1')!r} is not supported; send gzip"
-            )
-            raise Refused(415, problem, {"accept-encoding": "gzip"})
-        length = header(scope, b"content-length")
-        if length.isdigit() and int(length) > self.max_bytes:
-            raise self._too_large(scope)
+        if packing not in (b"", b"identity", *_PACKINGS):
+            own = repr(packing[:40].decode("latin-1"))
+            problem = f"Content-Encoding {own} is not supported; send gzip or deflate"
+            raise Refused(415, problem, {"accept-encoding": "gzip, deflate"})
+        return packing
+
+    async def _received(self, scope: Scope, receive: Receive, share: Share) -> bytes:
+        """The body as it was sent. Another client's body may take its room until it is whole."""
         parts: list[bytes] = []
+        is_revoked = False
+
+        def revoke() -> None:
+            nonlocal is_revoked
+            is_revoked = True
+            expire(limit)
+
         try:
-            try:
-                async with timeout(self._seconds):
-                    size, more = 0, True
-                    while more:
-                        event = await receive()
-                        if event["type"] == "http.disconnect":
-                            raise ClientGone
-                        part = event.get("body", b"")
-                        size += len(part)
-                        if size > self.max_bytes:
-                            raise self._too_large(scope)
-                        self._hold(parts, part)
-                        more = event.get("more_body", False)
-            except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
-                problem = f"the body did not come within {self._seconds:g} s"
-                raise Refused(408, problem, {"connection": "close"}) from None
-            body = b"".join(parts)
-            if packing.endswith(b"gzip"):
-                body = await self.in_turn(len(body), self._unpacked, scope, body)
-                self._hold(parts, body)
-            if kinds == (JSON,):
-                body = body.removeprefix(b"\xef\xbb\xbf")
-                await self.in_turn(len(body), check_json, body)
-            yield body
-        finally:
-            self._held_bytes -= sum(map(len, parts))
+            async with timeout(self._seconds) as limit:
+                share.on_revoke = revoke
+                size, more = 0, True
+                while more:
+                    event = await receive()
+                    if event["type"] == "http.disconnect":
+                        raise ClientGone
+                    part = event.get("body", b"")
+                    size += len(part)
+                    if size > self.max_bytes:
+                        raise self._too_large(scope)
+                    _hold(share, len(part))
+                    parts.append(part)
+                    more = event.get("more_body", False)
+                share.on_revoke = None
+        except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
+            if is_revoked:
+                raise _too_many_bytes() from None
+            problem = f"the body did not come within {self._seconds:g} s"
+            raise Refused(408, problem, {"connection": "close"}) from None
+        return b"".join(parts)
 
-    def _hold(self, parts: list[bytes], part: bytes) -> None:
-        if self._held_bytes + len(part) > self._max_held_bytes:
-            raise Refused(503, "too many large requests at once; try again", RETRY)
-        self._held_bytes += len(part)
-        parts.append(part)
-
-    def _unpacked(self, scope: Scope, packed: bytes) -> bytes:
-        unpacking = zlib.decompressobj(wbits=31)
+    def _unpacked(self, scope: Scope, packed: bytes, packing: bytes) -> bytes:
+        name, window_bits = _PACKINGS[packing]
+        unpacking = zlib.decompressobj(window_bits)
         try:
             body = unpacking.decompress(packed, self.max_bytes + 1)
         except zlib.error as error:
-            raise Refused(400, f"the body is not gzip as Content-Encoding says: {error}") from None
+            problem = f"the body is not {name} as Content-Encoding says: {error}"
+            raise Refused(400, problem) from None
         if len(body) > self.max_bytes:
             raise self._too_large(scope)
         if not unpacking.eof or unpacking.unused_data:
-            raise Refused(400, "the body is not one whole gzip stream")
+            raise Refused(400, f"the body is not one whole {name} stream")
         return body
 
     def _too_large(self, scope: Scope) -> Refused:
@@ -424,6 +468,17 @@ class BodyReader:
         limit = f"the limit ({self.set_by})" if self.set_by else "the limit"
         problem = f"the body is larger than {self.max_bytes} bytes, which is {limit}"
         return Refused(413, problem, {"connection": "close"} if waits else {})
+
+
+def _hold(share: Share, num_bytes: int) -> None:
+    try:
+        share.grow(num_bytes)
+    except NoShare:
+        raise _too_many_bytes() from None
+
+
+def _too_many_bytes() -> Refused:
+    return Refused(503, "too many large requests at once; try again", RETRY)
 
 
 def check_json(text: bytes) -> None:

@@ -18,36 +18,29 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trtllm_bls.http.browsers import browser_problem
-from trtllm_bls.http.limits import RETRY, Refused, header
+from trtllm_bls.http.limits import LONG_BODY, RETRY, Refused, header
+from trtllm_bls.http.shares import NoShare, PerMinute, Share, Shares, expire, owner_of, timeout
 from trtllm_bls.openai.api_errors import DONE, ApiError
 
 PATH = "/v1/responses"
 SOCKET = "trtllm_bls.socket"  # of a scope: which connection the request came over
 _MOST_S = 3600.0  # of one connection, as OpenAI has it
 _MOST_SOCKETS = 256  # of one process; each may hold two messages
-_SHUTDOWN = "websocket.shutdown"
+_TRY_LATER = 1013  # closes a connection whose place another client needs
+_MOST_REFUSALS = 60  # messages of one connection that are refused in a minute
+SHUTDOWN = "websocket.shutdown"  # an event that the server's protocol adds to those of ASGI
 
 
 def socket_protocol() -> Any:
-    """What uvicorn is to speak WebSockets with; ``none`` without wsproto, or where an older uvicorn
-    would not limit messages."""
+    """The class that speaks WebSockets for uvicorn.
+
+    ``none`` without wsproto, or where an older uvicorn would not limit messages.
+    """
     try:
-        from uvicorn.protocols.websockets.wsproto_impl import WebsocketBuffer, WSProtocol
+        from trtllm_bls.openai.frames import BoundedSocket
     except ImportError:
         return "none"
-
-    class Draining(WSProtocol):
-        """Lets the response that runs come to its end when the server shuts down."""
-
-        buffer: WebsocketBuffer
-
-        def shutdown(self) -> None:
-            if self.handshake_complete and not self.close_sent:
-                self.queue.put_nowait({"type": _SHUTDOWN})  # type: ignore[typeddict-item]
-            else:
-                super().shutdown()
-
-    return Draining
+    return BoundedSocket
 
 
 def denying(send: Send) -> Send:
@@ -97,27 +90,37 @@ class ResponsesSocket:
         last: LastResponses,
         origins: Collection[str],
     ) -> None:
-        self._answer, self._refuse, self._last, self._origins = answer, refuse, last, origins
-        self._num_open = 0
+        self._answer = answer
+        self._refuse = refuse
+        self._last = last
+        self._origins = tuple(origins)
+        self._places = Shares(_MOST_SOCKETS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A browser lets any page open a WebSocket to any server.
-        origin = header(scope, b"origin").decode("latin-1")
-        problem, headers = browser_problem("", origin, (), tuple(self._origins)), {}
-        if problem is None and self._num_open >= _MOST_SOCKETS:
-            problem, headers = (503, "too many WebSockets; send HTTP requests"), RETRY
-        if problem is not None:
-            await self._refuse(scope, denying(send), Refused(*problem, headers))
+        try:
+            share = self._share(scope)
+        except Refused as error:
+            await self._refuse(scope, denying(send), error)
             return
-        self._num_open += 1
         socket = {**scope, SOCKET: uuid.uuid4().hex}
         try:
             await receive()
             await send({"type": "websocket.accept"})
-            await _Connection(socket, receive, send).serve(self._answer)
+            await _Connection(socket, receive, send, share).serve(self._answer)
         finally:
-            self._num_open -= 1
+            share.release()
             self._last.forget(socket[SOCKET])
+
+    def _share(self, scope: Scope) -> Share:
+        """The connection's place among all WebSockets. Raises ``Refused``."""
+        # A browser lets any page open a WebSocket to any server.
+        origin = header(scope, b"origin").decode("latin-1")
+        if problem := browser_problem("", origin, (), self._origins):
+            raise Refused(*problem)
+        try:
+            return self._places.take(owner_of(scope), 1)
+        except NoShare:
+            raise Refused(503, "too many WebSockets; send HTTP requests", RETRY) from None
 
 
 @dataclass
@@ -125,9 +128,12 @@ class _Connection:
     _scope: Scope
     _receive: Receive
     _send: Send
+    _share: Share  # may be revoked while the connection waits for a message
     _waiting: deque[Any] = field(default_factory=deque)  # messages
+    _refusals: PerMinute = field(default_factory=lambda: PerMinute(_MOST_REFUSALS))
     _gone: bool = False
     _ends: bool = False  # the server shuts down
+    _close_code: int = 1000
     _status: int = 200
 
     async def serve(self, answer: ASGIApp) -> None:
@@ -139,28 +145,44 @@ class _Connection:
                 await self._turn(answer, self._waiting.popleft())
                 continue
             try:
-                await asyncio.wait_for(self._hear(), end - loop.time())
+                await self._wait(end - loop.time())
             except asyncio.TimeoutError:
+                if self._close_code == _TRY_LATER:
+                    break
                 problem = "Responses websocket connection limit reached (60 minutes). "
                 problem += "Create a new websocket connection to continue."
                 code = "websocket_connection_limit_reached"
                 await self._fail(ApiError(400, problem, code=code))
                 break
         if not self._gone:
+            close_code = 1012 if self._ends else self._close_code
             with suppress(OSError, RuntimeError):
-                await self._send({"type": "websocket.close", "code": 1012 if self._ends else 1000})
+                await self._send({"type": "websocket.close", "code": close_code})
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait for the next message, for so long, or until another client needs the place."""
+
+        def revoke() -> None:
+            self._close_code = _TRY_LATER
+            expire(limit)
+
+        try:
+            async with timeout(seconds) as limit:
+                self._share.on_revoke = revoke
+                await self._hear()
+        finally:
+            self._share.on_revoke = None
 
     async def _turn(self, answer: ASGIApp, message: Any) -> None:
-        try:
-            fields = msgspec.json.decode(message, type=dict[str, msgspec.Raw])
-            if msgspec.json.decode(fields.pop("type", b'""')) != "response.create":
-                raise ValueError
-        except (ValueError, RecursionError):  # also msgspec's
+        body: bytes | None
+        if len(message) > LONG_BODY:
+            body = await asyncio.to_thread(_request_body, message)
+        else:
+            body = _request_body(message)
+        if body is None:
             problem = "type: a message must be a JSON object of the type 'response.create'"
-            await self._fail(ApiError(400, problem, param="type"))
+            await self._refuse(ApiError(400, problem, param="type"))
             return
-        fields["stream"] = msgspec.Raw(b"true")
-        body: bytes | None = msgspec.json.encode(fields)
         kept = [pair for pair in self._scope["headers"] if not pair[0].startswith(b"content-")]
         headers = [*kept, (b"content-type", b"application/json")]
         scope = {**self._scope, "type": "http", "method": "POST", "headers": headers}
@@ -179,12 +201,12 @@ class _Connection:
     async def _hear(self) -> None:
         """Take what comes next. While a response runs, one message may wait."""
         event = await self._receive()
-        if event["type"] == _SHUTDOWN:
+        if event["type"] == SHUTDOWN:
             self._ends = True
         elif event["type"] != "websocket.receive":
             self._gone = True
         elif self._waiting:
-            await self._fail(ApiError(429, "two responses are asked for already; wait", RETRY))
+            await self._refuse(ApiError(429, "two responses are asked for already; wait", RETRY))
         else:
             self._waiting.append(event.get("text") or event.get("bytes") or "")
 
@@ -198,6 +220,15 @@ class _Connection:
             for event in message["body"].removesuffix(DONE).split(b"\n\n"):
                 await self._say(event.partition(b"data: ")[2])
 
+    async def _refuse(self, error: ApiError) -> None:
+        """Refuse a message; a client that sends many such messages loses its connection."""
+        if not self._refusals.is_over():
+            await self._fail(error)
+            return
+        with suppress(OSError, RuntimeError):
+            await self._send({"type": "websocket.close", "code": 1008})
+        self._gone = True
+
     async def _fail(self, error: ApiError) -> None:
         await self._say(_failure(error.status, error.body))
 
@@ -205,6 +236,18 @@ class _Connection:
         if frame and not self._gone:
             with suppress(OSError, RuntimeError):  # the connection ends, as it is told soon
                 await self._send({"type": "websocket.send", "text": frame.decode()})
+
+
+def _request_body(message: str | bytes) -> bytes | None:
+    """The body of the ``POST`` that a message stands for; ``None`` where it is no request."""
+    try:
+        fields = msgspec.json.decode(message, type=dict[str, msgspec.Raw])
+        if msgspec.json.decode(fields.pop("type", b'""')) != "response.create":
+            return None
+    except (ValueError, RecursionError):  # also msgspec's
+        return None
+    fields["stream"] = msgspec.Raw(b"true")
+    return msgspec.json.encode(fields)
 
 
 def _failure(status: int, body: bytes) -> bytes:

@@ -1,0 +1,182 @@
+"""Shares of what all clients have together: bytes of bodies, WebSockets, places.
+
+Whoever asks first could take all of it and hold it. So it is counted whose a share is:
+
+- An owner may hold all while nobody else asks, and half while others do.
+- Where nothing is left, the largest owner's unfinished shares make room for a smaller owner.
+- The last quarter is for small shares alone.
+
+One event loop uses a ``Shares``; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from starlette.types import Scope
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+OWNER = "tenant"  # of a scope: whose request it is, where clients have keys
+_ASKING_S = 60.0  # for this long after its last request an owner counts as one that asks
+_IPV6_PREFIX = 64  # one client has all addresses of such a network
+
+
+class NoShare(Exception):
+    """Nothing is left for this owner now."""
+
+
+def owner_of(scope: Scope) -> str:
+    """The key that a request came with, or else the address of its client."""
+    if owner := scope.get(OWNER):
+        return str(owner)
+    client = scope.get("client")
+    if not client:
+        return ""
+    with suppress(ValueError):
+        address = ipaddress.ip_address(client[0])
+        if address.version == 6:
+            network = ipaddress.ip_network((address, _IPV6_PREFIX), strict=False)
+            return str(network.network_address)
+    return str(client[0])
+
+
+def expire(limit: Any) -> None:
+    """End the ``timeout`` that a task is in now."""
+    now = asyncio.get_running_loop().time()
+    if sys.version_info >= (3, 11):
+        limit.reschedule(now)
+    else:
+        limit.update(now)
+
+
+class Share:
+    """What one request holds; ``release`` it.
+
+    ``on_revoke``: ends the request where another owner needs the room; ``None`` while it must not.
+    """
+
+    def __init__(self, shares: Shares, owner: str) -> None:
+        self.amount = 0
+        self.on_revoke: Callable[[], None] | None = None
+        self.owner = owner
+        self._shares = shares
+
+    def grow(self, amount: int) -> None:
+        """Hold so much more. Raises ``NoShare``, and nothing is held more then."""
+        self._shares._grow(self, amount)
+
+    def release(self) -> None:
+        """Hold nothing any more; without effect from the second time on."""
+        self._shares._release(self)
+
+
+class Shares:
+    """A total that owners share. ``small``: up to this amount a share is small."""
+
+    def __init__(self, total: int, small: int = 0) -> None:
+        self.total = total
+        self.held = 0
+        self._small = small
+        self._large_limit = total - total // 4 if small else total
+        self._shares: dict[str, dict[Share, None]] = {}  # by owner, the oldest first
+        self._held_by: dict[str, int] = {}
+        # The last two owners that asked, and when. Nobody else has to be remembered to know of any
+        # owner whether another one asks.
+        self._last = ("", -_ASKING_S)
+        self._last_other = ("", -_ASKING_S)
+
+    def take(self, owner: str, amount: int = 0) -> Share:
+        """Hold so much for ``owner``. Raises ``NoShare``."""
+        share = Share(self, owner)
+        share.grow(amount)
+        return share
+
+    def held_by(self, owner: str) -> int:
+        """The amount that an owner holds."""
+        return self._held_by.get(owner, 0)
+
+    def _grow(self, share: Share, amount: int) -> None:
+        owner = share.owner
+        self._note(owner)
+        own = self.held_by(owner) + amount
+        if own > self.total // 2 and self._others_ask(owner):
+            raise NoShare
+        limit = self.total if share.amount + amount <= self._small else self._large_limit
+        if self.held + amount > limit:
+            self._make_room(owner, own, self.held + amount - limit)
+            if self.held + amount > limit:
+                raise NoShare
+        share.amount += amount
+        self.held += amount
+        self._held_by[owner] = own
+        self._shares.setdefault(owner, {})[share] = None
+
+    def _release(self, share: Share) -> None:
+        share.on_revoke = None
+        shares = self._shares.get(share.owner, {})
+        if share not in shares:
+            return
+        del shares[share]
+        self.held -= share.amount
+        self._held_by[share.owner] -= share.amount
+        share.amount = 0
+        if not shares:
+            del self._shares[share.owner]
+            del self._held_by[share.owner]
+
+    def _note(self, owner: str) -> None:
+        now = time.monotonic()
+        if owner != self._last[0]:
+            self._last_other = self._last
+        self._last = (owner, now)
+
+    def _others_ask(self, owner: str) -> bool:
+        if any(other != owner for other in self._shares):
+            return True
+        _, at = self._last_other if self._last[0] == owner else self._last
+        return time.monotonic() - at < _ASKING_S
+
+    def _make_room(self, owner: str, own: int, amount: int) -> None:
+        """Revoke shares of the owner that holds most, if that is more than ``own``."""
+        largest = max(self._held_by, key=self.held_by, default=owner)
+        if largest == owner or self.held_by(largest) <= own:
+            return
+        until = self.held - amount
+        for share in reversed(list(self._shares[largest])):
+            if self.held <= until:
+                return
+            if share.on_revoke is not None:
+                revoke = share.on_revoke
+                self._release(share)
+                revoke()
+
+
+class PerMinute:
+    """A limit on how often something may happen in a minute."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._since = 0.0
+        self._count = 0
+
+    def is_over(self) -> bool:
+        """Count it; true from the time on that it happens too often."""
+        now = time.monotonic()
+        if now - self._since > 60:
+            self._since = now
+            self._count = 0
+        self._count += 1
+        return self._count > self._limit
+
+
+__all__ = ["OWNER", "NoShare", "PerMinute", "Share", "Shares", "expire", "owner_of", "timeout"]

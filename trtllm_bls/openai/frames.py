@@ -1,0 +1,142 @@
+"""The WebSocket protocol of uvicorn, with bounds on frames and on the time that a read takes.
+
+uvicorn bounds the bytes of a message, and works a whole read through at once. An empty frame has
+six bytes and takes 26 µs, so a megabyte of them would hold up every stream of the process for
+seconds. Here frames are counted, and a read is worked on in turns, between which other tasks run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+from uvicorn.protocols.websockets.wsproto_impl import WebsocketBuffer, WSProtocol
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import CloseConnection, Event, Message, Ping, Pong
+from wsproto.frame_protocol import CloseReason
+
+from trtllm_bls.http.shares import PerMinute
+from trtllm_bls.openai.sockets import SHUTDOWN
+
+FRAMES_A_TURN = 64  # about 2 ms
+FRAMES_A_MESSAGE = 1024  # 4 kB each for a message of 4 MiB
+CONTROL_FRAMES = 240  # pings and pongs in a minute
+TURNS_AFTER_CLOSE = 16  # for the client's own close frame, behind what it has sent already
+
+
+class TooManyFrames(Exception):
+    """The client sends more frames than anybody needs; the text is for the client."""
+
+
+class PacedConnection(WSConnection):
+    """wsproto's side of a connection, whose ``events`` end after a turn.
+
+    ``has_more``: there may be more of them. A turn ends with each whole message too, so that none
+    is read before its predecessor was taken.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(ConnectionType.SERVER)
+        self.has_more = False
+        self._num_fragments = 0
+        self._control_frames = PerMinute(CONTROL_FRAMES)
+
+    def events(self) -> Generator[Event, None, None]:
+        """The next events. Raises ``TooManyFrames``."""
+        self.has_more = True
+        for number, event in enumerate(super().events(), 1):
+            self._count(event)
+            yield event
+            is_whole = isinstance(event, Message) and event.message_finished
+            if is_whole or number == FRAMES_A_TURN:
+                return
+        self.has_more = False
+
+    def _count(self, event: Event) -> None:
+        if isinstance(event, Message):
+            # A frame that comes in several reads has an event for each of them.
+            self._num_fragments += event.frame_finished
+            if self._num_fragments > FRAMES_A_MESSAGE:
+                raise TooManyFrames(f"a message of more than {FRAMES_A_MESSAGE} frames")
+            if event.message_finished:
+                self._num_fragments = 0
+        elif isinstance(event, (Ping, Pong)) and self._control_frames.is_over():
+            raise TooManyFrames(f"more than {CONTROL_FRAMES} pings and pongs in a minute")
+
+
+class BoundedSocket(WSProtocol):
+    """uvicorn's protocol, which works on what it has read in turns.
+
+    A response that runs comes to its end when the server shuts down.
+    """
+
+    buffer: WebsocketBuffer
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._paced = PacedConnection()
+        self.conn = self._paced
+        self._next_turn: asyncio.Handle | None = None
+        self._turns_after_close = 0
+
+    def handle_events(self) -> None:
+        """Work on what was read, for a turn; also called for each read."""
+        if self._next_turn is not None:
+            return
+        try:
+            super().handle_events()
+        except TooManyFrames as error:
+            self._close(str(error))
+            return
+        if self.close_sent:
+            self._turns_after_close += 1
+            if self._turns_after_close > TURNS_AFTER_CLOSE:
+                self.transport.close()
+        if self._paced.has_more and not self.read_paused and not self.transport.is_closing():
+            self.read_paused = True
+            self.transport.pause_reading()
+        self._go_on()
+
+    async def receive(self) -> Any:
+        """The next event for the application."""
+        event = await self.queue.get()
+        self._go_on()
+        return event
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget what was read and not worked on."""
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Tell the application, which ends the connection once its response has ended."""
+        if self.handshake_complete and not self.close_sent:
+            self.queue.put_nowait({"type": SHUTDOWN})  # type: ignore[typeddict-item]
+        else:
+            super().shutdown()
+
+    def _go_on(self) -> None:
+        """Work on what was read, or read on, once the application has taken what there was."""
+        if self._next_turn is not None or self.transport.is_closing():
+            return
+        if not (self.queue.empty() or self.close_sent):
+            return
+        if self._paced.has_more:
+            self._next_turn = self.loop.call_soon(self._take_turn)
+        elif self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+
+    def _take_turn(self) -> None:
+        self._next_turn = None
+        if not self.transport.is_closing():
+            self.handle_events()
+
+    def _close(self, reason: str) -> None:
+        code = CloseReason.POLICY_VIOLATION
+        self.close_sent = True
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.transport.write(self.conn.send(CloseConnection(code=code, reason=reason)))
+        self.transport.close()
