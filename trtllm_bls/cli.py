@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
+import traceback
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import click
 
-from trtllm_bls.errors import TrtllmBlsError
+from trtllm_bls.errors import SetupError, TrtllmBlsError
+from trtllm_bls.orchestrator.output import StreamName, checked_output, queued_output
+from trtllm_bls.settings.parent import end_with_parent
 
 
 class Entry(NamedTuple):
@@ -73,9 +78,23 @@ _OPTION_HINTS = {
     ("generate", "--text"): "the prompt is an argument: trtllm-bls generate 'Once upon a time'",
 }
 
+# Streams that must not make a command wait. The first three serve requests until they are told to
+# stop. The others start a server and print a result, for which they do wait.
+_QUEUED: dict[str, tuple[StreamName, ...]] = {
+    "dynamo": ("stdout", "stderr"),
+    "openai": ("stdout", "stderr"),
+    "serve": ("stdout", "stderr"),
+    "demo": ("stderr",),
+    "prove": ("stderr",),
+}
+
 
 class Commands(click.Group):
-    """Imports a command on first use; shows the package's errors without a traceback."""
+    """Imports a command on first use, and gives each its output.
+
+    Our errors, files that cannot be used and output that cannot be written are one line on standard
+    error and exit code 1.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_ENTRIES)
@@ -116,9 +135,26 @@ class Commands(click.Group):
                 raise
             message = f"no option {error.option_name}; {hint}"
             raise click.UsageError(message, error.ctx) from error
-        except TrtllmBlsError as error:
-            show_error(error)
-            ctx.exit(1)
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        names = [word for word in words if not word.startswith("-")]
+        asks_for_help = not {"-h", "--help"}.isdisjoint(words)
+        queued = _QUEUED.get(names[0], ()) if names and not asks_for_help else ()
+        with queued_output(*queued):
+            try:
+                with checked_output():
+                    return super().main(words, *more, **options)
+            except TrtllmBlsError as error:
+                show_error(error)
+            except OSError as error:
+                place = f"{error.filename}: " if error.filename else ""
+                show_error(SetupError(f"{place}{error.strerror or error}"))
+            except Exception:
+                if not queued:
+                    raise
+                traceback.print_exc()  # Python itself would write to the stream that may block.
+            sys.exit(1)
 
 
 def show_error(error: TrtllmBlsError) -> None:
@@ -139,6 +175,11 @@ def _version_option(ctx: click.Context, param: click.Parameter, is_set: bool) ->
         ctx.exit()
 
 
+def _end_with_parent(ctx: click.Context, param: click.Parameter, parent: int | None) -> None:
+    if parent is not None:
+        end_with_parent(parent)
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version",
@@ -147,6 +188,15 @@ def _version_option(ctx: click.Context, param: click.Parameter, is_set: bool) ->
     expose_value=False,
     callback=_version_option,
     help="Print the version and, where it is known, the commit.",
+)
+@click.option(
+    "--exit-with-parent",
+    type=int,
+    metavar="PID",
+    hidden=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_end_with_parent,
 )
 def main() -> None:
     """TensorRT-LLM on Triton: exact streaming text, speculation, cancellation.

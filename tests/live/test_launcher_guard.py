@@ -178,6 +178,18 @@ def test_what_the_server_leaves_behind_is_killed(tmp_path: Path) -> None:
     end_of(process)
 
 
+def test_a_temporary_directory_of_another_server_stays(tmp_path: Path) -> None:
+    """Triton's Python backend names them all alike, and a server whose directory has gone aborts at
+    its end."""
+    process = guarded(tmp_path, DRAINS)
+    other = Path(tempfile.mkdtemp(prefix="python_env_", dir="/tmp"))
+    try:
+        assert end_of(process) == (0, "drained\n")
+        assert other.is_dir()
+    finally:
+        other.rmdir()
+
+
 def test_the_name_of_another_process_may_be_anything(tmp_path: Path) -> None:
     """Linux cuts names after 15 bytes, in the middle of a character where that is."""
     named = os.fsencode(tmp_path) + b"/" + "Prozessgröße".encode()[:10]

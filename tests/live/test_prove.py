@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+import pytest
+
 from tests.helpers.server_settings import ROOT
+from tests.helpers.ticking_models import TICKER, write_model
+from tests.helpers.waiting import until, until_ended
 from trtllm_bls.operate.prove import _PROMPTS, Report, page, plot
 
 
@@ -37,6 +43,29 @@ def test_a_report_tells_all_and_nothing_private(tmp_path: Path) -> None:
     private = [*_PROMPTS, "sk-secret", str(ROOT), str(tmp_path), str(Path.home()) + "/"]
     for text in files.values():
         assert not [word for word in (*private, socket.gethostname()) if word in text]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("moment", ["starts", "serves"])
+def test_its_server_ends_with_it(number: int, moment: str, tmp_path: Path) -> None:
+    """Whatever ends it, and whenever: a server that ran on would hold the GPU."""
+    write_model(tmp_path / "models", "ticker", TICKER)
+    words = ["prove", "--out", str(tmp_path / "report"), "--model-repository"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "trtllm_bls.cli", *words, str(tmp_path / "models")],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    with run:
+        assert run.stderr is not None
+        own = psutil.Process(run.pid)
+        if moment == "serves":
+            assert "[1/6] doctor" in run.stderr.readline()
+        family = until(lambda: own.children(recursive=True))
+        run.send_signal(number)
+        run.wait(120)
+    until_ended(family)
 
 
 def test_a_failed_check_is_the_pages(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from tests.helpers.waiting import until
 from trtllm_bls import __version__
 from trtllm_bls.cli import main, show_error
 from trtllm_bls.operate.logs import parse
@@ -283,63 +285,65 @@ def test_the_embedded_engine_without_torch_names_the_extra() -> None:
 # --- what is shown --------------------------------------------------------------------------
 
 
-def terminal(verbose: bool = False) -> tuple[Terminal, io.StringIO, io.BytesIO]:
-    shown, file = io.StringIO(), io.BytesIO()
-    return Terminal(Console(file=shown), verbose=verbose, log_file=file), shown, file
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
 
 
-def test_progress_is_plain_where_there_is_no_terminal() -> None:
+@contextmanager
+def terminal(log: Path, verbose: bool = False) -> Iterator[tuple[Terminal, io.StringIO]]:
+    """A terminal that also writes into ``log``, all of it when the block ends."""
+    shown = io.StringIO()
+    speaks = Terminal(Console(file=shown), verbose=verbose)
+    with log.open("ab") as file, speaks.keeping(file.fileno()):
+        yield speaks, shown
+
+
+def test_progress_is_plain_where_there_is_no_terminal(log: Path) -> None:
     """A log file or CI gets one line per model."""
-    speaks, shown, _ = terminal()
-    with speaks.progress():
+    with terminal(log) as (speaks, shown), speaks.progress():
         speaks.starting(("bls", "engine"))
         speaks.model_ready("engine", 1)
     assert shown.getvalue().startswith("loading 2 models: bls, engine\n  ready 1/2  engine  (")
 
 
-def test_the_log_is_relayed_readably() -> None:
+def test_the_log_is_relayed_readably(log: Path) -> None:
     """Only what is noteworthy is shown; the log file gets every line as it was."""
     lines = ['W1121 01:56:47.1 61 x.cc:6] "[bold] careful"', 'I1121 01:56:47.1 61 x.cc:6] "fine"']
-    speaks, shown, file = terminal()
-    for line in lines:
-        speaks.log(parse(line))
+    with terminal(log) as (speaks, shown):
+        for line in lines:
+            speaks.log(parse(line))
     assert shown.getvalue() == "01:56:47 warning: [bold] careful\n"
-    assert file.getvalue().decode().splitlines() == lines
+    assert log.read_text().splitlines() == lines
 
 
-class FullDisk(io.BytesIO):
-    """Takes nothing until there is room."""
-
-    room = False
-
-    def write(self, data: object) -> int:
-        if not self.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(data)  # type: ignore[arg-type]
-
-
-def test_a_full_disk_does_not_stop_the_terminals_log() -> None:
+def test_a_full_disk_does_not_stop_the_terminals_log(log: Path) -> None:
     """Said once, however many lines are lost; the file goes on when there is room again."""
-    shown, file = io.StringIO(), FullDisk()
-    speaks = Terminal(Console(file=shown), log_file=file)
-    for line in ("one", "two"):
-        speaks.log(parse(line))
-    file.room = True
-    speaks.log(parse("three"))
-    assert shown.getvalue().splitlines()[0][8:] == (
+    shown = io.StringIO()
+    speaks = Terminal(Console(file=shown))
+    with ExitStack() as stack:
+        full = stack.enter_context(open("/dev/full", "wb"))
+        roomy = stack.enter_context(log.open("wb"))
+        stack.enter_context(speaks.keeping(full.fileno()))
+        for line in ("one", "two"):
+            speaks.log(parse(line))
+        # The warning about the file is in the log, too.
+        until(lambda: speaks.dropped_lines()["log_file"] == 3)
+        os.dup2(roomy.fileno(), full.fileno())
+        speaks.log(parse("three"))
+    printed = shown.getvalue().splitlines()
+    warnings = [line[8:] for line in printed if "log file" in line]
+    assert warnings == [
         " warning: the log file cannot be written and misses lines: No space left on device"
-    )
-    assert shown.getvalue().splitlines()[1:] == [
-        "one",
-        "two",
-        "three",
     ]
-    assert file.getvalue() == b"three\n"
+    assert [line for line in printed if "log file" not in line] == ["one", "two", "three"]
+    assert log.read_text() == "three\n"
 
 
 def test_a_failure_shows_the_servers_last_words_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that were not shown as they came, and then the line that says what happened."""
-    speaks, shown, _ = terminal()
+    shown = io.StringIO()
+    speaks = Terminal(Console(file=shown))
     speaks.log(parse("printed by a model"))
     failed = ServerFailed("it ended", ("two\nlines", "printed by a model", "[red]end"))
     with pytest.raises(ServerFailed) as caught, speaks.lines_of_failure():
@@ -349,26 +353,26 @@ def test_a_failure_shows_the_servers_last_words_once(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "error: it ended\n"
 
 
-def test_a_line_of_the_log_does_not_interrupt_answers() -> None:
+def test_a_line_of_the_log_does_not_interrupt_answers(log: Path) -> None:
     """The demo's answers share the terminal with the log: only problems are shown by then."""
-    speaks, shown, file = terminal()
-    speaks.problems_only = True
-    speaks.log(parse('I1121 01:56:47.1 61 model.py:6] "chosen"'))
-    speaks.log(parse('W1121 01:56:47.1 61 model.py:6] "careful"'))
+    with terminal(log) as (speaks, shown):
+        speaks.problems_only = True
+        speaks.log(parse('I1121 01:56:47.1 61 model.py:6] "chosen"'))
+        speaks.log(parse('W1121 01:56:47.1 61 model.py:6] "careful"'))
     assert shown.getvalue() == "01:56:47 warning: careful\n"
-    assert file.getvalue().count(b"\n") == 2
+    assert log.read_text().count("\n") == 2
 
 
-def test_lines_of_our_own_have_a_time_and_are_in_the_log_file() -> None:
+def test_lines_of_our_own_have_a_time_and_are_in_the_log_file(log: Path) -> None:
     """Beside those of the server, in their form."""
-    speaks, shown, file = terminal()
-    speaks.warning("/dev/shm has 64 MiB free")
-    speaks.say("the server is dead; starting again in 1 s", "error")
+    with terminal(log) as (speaks, shown):
+        speaks.warning("/dev/shm has 64 MiB free")
+        speaks.say("the server is dead; starting again in 1 s", "error")
     assert [line[8:] for line in shown.getvalue().splitlines()] == [
         " warning: /dev/shm has 64 MiB free",
         " the server is dead; starting again in 1 s",
     ]
-    kept = [parse(line) for line in file.getvalue().decode().splitlines()]
+    kept = [parse(line) for line in log.read_text().splitlines()]
     assert [line.severity for line in kept] == ["warning", "error"]
     assert [line.readable[:8] for line in kept] == [
         line[:8] for line in shown.getvalue().splitlines()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import time
 import urllib.error
@@ -250,6 +252,55 @@ def reasons(served: Served) -> list[str]:
     except urllib.error.HTTPError as refused:
         with refused:
             return list(json.load(refused)["reasons"])
+
+
+FLOODS = """
+def flood():
+    for number in range(30_000):
+        print("x" * 100, flush=True)
+    Path(__file__).with_name("flooded").touch()
+
+threading.Thread(target=flood).start()
+stub = start_stub()
+serve()
+"""
+
+
+def test_output_that_nobody_reads_holds_up_neither_the_server_nor_its_end(
+    tmp_path: Path, repository: Path
+) -> None:
+    """As in a terminal after Ctrl-S, or with a log driver that is stuck. What it cost is told."""
+    root = installation(tmp_path / "triton", FLOODS)
+    names = ("http", "grpc", "metrics", "health")
+    ports = dict(zip(names, unused_ports(len(names)), strict=True))
+    words = ["serve", "--server", str(root), "--model-repository", str(repository)]
+    words += ["--openai-port", "0"]
+    for name, port in ports.items():
+        words += [f"--{name}-port", str(port)]
+    health = f"http://127.0.0.1:{ports['health']}"
+    reading, writing = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-m", "trtllm_bls.cli", *words], stdout=writing, stderr=writing
+    ) as served:
+        try:
+            os.close(writing)
+            until((root / "bin" / "flooded").exists)
+            until(lambda: answers(f"{health}/health/ready"))
+            with urllib.request.urlopen(f"{health}/metrics", timeout=20) as answer:
+                metrics = answer.read().decode()
+            (dropped,) = re.findall(r'dropped_lines_total{output="stderr"} (\d+)', metrics)
+            assert int(dropped) > 10_000
+            served.terminate()
+            assert served.wait(60) == 0
+        finally:
+            served.kill()
+            os.close(reading)
+
+
+def answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=20) as answer:
+        return bool(answer.status == 200)
+    return False
 
 
 def test_the_first_signal_drains(tmp_path: Path, repository: Path) -> None:

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import io
 import json
-import os
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ import numpy as np
 
 from trtllm_bls.client.client import Client, Event, Model, Stream, Tls
 from trtllm_bls.errors import ConnectionFailed, DeadlineExceeded, SetupError, TrtllmBlsError
+from trtllm_bls.orchestrator.output import checked_output
 from trtllm_bls.settings.command_options import GrpcAddress, TlsConnection, options_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -120,22 +120,15 @@ def run(work: Callable[[], Exit]) -> None:
     Characters that standard output cannot encode are written as ``\\uXXXX``. Output that cannot be
     written is an error of one line.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = work()
+        with checked_output():
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="backslashreplace")
+            code = work()
     except TrtllmBlsError as error:
         code = complain(error)
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
-    except BrokenPipeError:  # click leaves quietly
-        raise
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            # Python flushes its buffer at exit, which would fail again with a traceback.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        click.echo(f"error: cannot write the output: {error.strerror}", err=True)
-        code = Exit.FAILED
     sys.exit(code)
 
 

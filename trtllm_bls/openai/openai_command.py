@@ -69,7 +69,6 @@ class _Options:
 @click.command()
 @options_of(_Options)
 @options_of(ServeSettings, *AS_OF_SERVE)
-@click.option("--exit-with-parent", is_flag=True, hidden=True)
 @click.option("--in-front-of", hidden=True)  # a TritonFront, as JSON
 @options_of(BlsParameters, *DECLARED)
 @click.pass_context
@@ -84,7 +83,7 @@ def main(context: click.Context, /, **options: Any) -> None:
     try:
         from trtllm_bls.http.keys import read_keys
         from trtllm_bls.openai.api_settings import ApiSettings
-        from trtllm_bls.openai.workers import TritonFront, end_with_parent, serve
+        from trtllm_bls.openai.workers import TritonFront, serve
     except ModuleNotFoundError as error:
         raise SettingsError(
             f"{error.name} is not installed; pip install 'trtllm-bls[openai]'"
@@ -95,8 +94,6 @@ def main(context: click.Context, /, **options: Any) -> None:
             f"--host {options['host']}: every machine that reaches this one could use the API; add "
             "--api-keys-file, or --expose if that is intended"
         )
-    if options["exit_with_parent"]:
-        end_with_parent()
     front = options["in_front_of"] and TritonFront(**json.loads(options["in_front_of"]))
     repository, workers, why, parameters = options["model_repository"], options["workers"], "", None
     if not (front and front.alone):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import ssl
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,12 +42,13 @@ from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.orchestrator.garbage import freeze_loaded
 from trtllm_bls.orchestrator.log_lines import json_line, log_to_stderr
 from trtllm_bls.orchestrator.orchestrator import Admission
+from trtllm_bls.orchestrator.output import drain_output
 from trtllm_bls.settings.command_options import listen, raise_open_files
 from trtllm_bls.settings.engine_tls import trusting
 from trtllm_bls.settings.parameters import BlsParameters
+from trtllm_bls.settings.parent import end_with_parent
 
 _HUNG_S = 30  # a worker whose supervisor gets no answer for this long is replaced
-_PR_SET_PDEATHSIG = 1
 _STARTUP_FAILURE = 3  # exit code of a worker; uvicorn then ends all workers
 # Older containers have uvicorn before 0.51, whose supervisor has another constructor.
 _SUPERVISES = "target" not in inspect.signature(Multiprocess).parameters
@@ -164,7 +166,8 @@ def serve(
             host = f"[{host}]" if ":" in host else host
             scheme = "https" if tls_cert else "http"
             address = f"OpenAI API: {scheme}://{host}:{port}/v1"
-            print(json_line(address) if as_json else address, flush=True)
+            sys.stdout.write(f"{json_line(address) if as_json else address}\n")
+        drain_output()  # No thread may run when the workers are made.
         freeze_loaded()
         older = () if _SUPERVISES else (uvicorn.Server(config).run,)
         supervisor = _Workers(config, *older, sockets)
@@ -183,6 +186,8 @@ class _Workers(Multiprocess):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         _subprocess.spawn = multiprocessing.get_context("fork")  # type: ignore[assignment]
+        # A worker ends by ``os._exit``, and its last lines are written by then.
+        multiprocessing.util.register_after_fork(self, _drain_at_exit)
         os.register_at_fork(after_in_child=partial(self._become_worker, os.getpid()))
 
     def _become_worker(self, started_by: int) -> None:
@@ -191,9 +196,7 @@ class _Workers(Multiprocess):
         for process in self.processes:
             process.parent_conn.close()
             process.child_conn.close()
-        end_with_parent()
-        if os.getppid() != started_by:  # it ended before this process could ask for its signal
-            os._exit(0)
+        end_with_parent(started_by)
 
     def init_processes(self) -> None:
         super().init_processes()
@@ -207,6 +210,10 @@ class _Workers(Multiprocess):
         for listening in self.sockets:
             listening.close()
         super().terminate_all()
+
+
+def _drain_at_exit(supervisor: _Workers) -> None:
+    multiprocessing.util.Finalize(None, drain_output, exitpriority=0)
 
 
 def make_app(
@@ -257,8 +264,3 @@ def make_app(
             await (guarded if is_for_triton else app)(scope, receive, send)
 
     return by_port
-
-
-def end_with_parent() -> None:
-    """Have this process drain and end when the one that started it is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

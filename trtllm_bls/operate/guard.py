@@ -38,7 +38,6 @@ from contextlib import suppress
 from pathlib import Path
 
 POLL_SECONDS = 0.05
-_BACKEND_STARTS_S = 30.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOP, KILL = b"s", b"k"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -67,7 +66,6 @@ def main(workdir: str, shared_memory: str, mark: str, drain: float, grace: float
         return 0
     job = json.loads(order)
     devnull = os.open(os.devnull, os.O_RDWR)
-    started, before = time.time(), _environments()
     server = subprocess.Popen(
         job["command"],
         env=job["environment"],
@@ -80,11 +78,6 @@ def main(workdir: str, shared_memory: str, mark: str, drain: float, grace: float
         os.dup2(devnull, descriptor)
     code = _watch(server, control, wake, job["status"], drain, grace)
     _kill_children()
-    latest = started + _BACKEND_STARTS_S  # a later directory is not this server's
-    for directory in _environments() - before:
-        with suppress(OSError):
-            if directory.stat().st_mtime < latest:
-                directory.rmdir()
     launcher = select.poll()
     launcher.register(control, 0)  # reports the end of file alone
     launcher_died = bool(launcher.poll(0))
@@ -148,11 +141,6 @@ def _watch(
             with suppress(OSError):
                 files.ask_to_drain(begun + max(drain / 2, drain - 1.0))
     return server.returncode
-
-
-def _environments() -> set[Path]:
-    """Directories that Triton's Python backend makes in /tmp, and leaves where it is killed."""
-    return set(Path("/tmp").glob("python_env_*"))
 
 
 def _kill_children() -> None:

@@ -197,7 +197,10 @@ class ServerProcesses:
 
     def __init__(self, server: psutil.Process) -> None:
         self._names = {server: "tritonserver"}
-        for child in server.children():
+        children: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):  # It has just ended, which ``problems`` tells.
+            children = server.children()
+        for child in children:
             with suppress(psutil.Error):
                 words = child.cmdline()
                 if _NEEDED.search(" ".join(words[:1])):

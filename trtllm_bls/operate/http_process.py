@@ -29,6 +29,7 @@ import psutil
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.http.keys import KEYS_VARIABLE, read_keys
 from trtllm_bls.openai.openai_command import AS_OF_SERVE
+from trtllm_bls.operate import preparation
 from trtllm_bls.operate.ports import ask, curl_tls, own_tls
 from trtllm_bls.operate.preparation import BLS
 from trtllm_bls.operate.tritonserver import (
@@ -80,7 +81,7 @@ def model_names(settings: ServeSettings) -> tuple[str, ...]:
     if settings.served_model_names:
         return settings.served_model_names
     if settings.model is not None:
-        return (settings.model.resolve().name,)
+        return (preparation.real_path(settings.model).name,)
     return ("demo" if settings.model_repository is None else BLS,)
 
 
@@ -141,7 +142,8 @@ class HttpProcess:
         names = model_names(settings)
         named = replace(settings, served_model_names=names, store_dir=store)
         self._command = [
-            *(sys.executable, "-m", "trtllm_bls.cli", "openai", "--exit-with-parent"),
+            *(sys.executable, "-m", "trtllm_bls.cli", f"--exit-with-parent={os.getpid()}"),
+            "openai",
             f"--port={settings.openai_port}",
             f"--model-repository={server.repository}",
             f"--workers={workers}",

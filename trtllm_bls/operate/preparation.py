@@ -114,6 +114,12 @@ class Scratch:
         remove_traces(self.workdir, self.regions)
 
 
+def real_path(path: Path) -> Path:
+    """The path without links and ``~``. A link that leads to itself stays, where ``Path.resolve``
+    raises ``RuntimeError`` before Python 3.13."""
+    return Path(os.path.realpath(path.expanduser()))
+
+
 def is_plain(path: Path | str) -> bool:
     """Whether Triton can handle a path: it passes it through a shell, unquoted, as ASCII."""
     return shlex.quote(str(path)) == str(path)
@@ -224,7 +230,7 @@ def model_directories(settings: ServeSettings) -> dict[str, str]:
         if directory is None:
             continue
         named = directory
-        directory = directory.expanduser().resolve()
+        directory = real_path(directory)
         if not directory.is_dir():
             raise SetupError(f"{option} {directory}: no such directory{_download_hint(named)}")
         if settings.model_repository is None:  # else its models say what the directory is for
@@ -283,7 +289,7 @@ def link_checkpoint(workdir: Path, name: str, directory: str) -> Path:
 
 def model_repository(settings: ServeSettings) -> Path:
     """The model repository to serve, absolute: our own where none was named."""
-    return (settings.model_repository or REPOSITORY).expanduser().resolve()
+    return real_path(settings.model_repository or REPOSITORY)
 
 
 def model_names(repository: Path) -> tuple[str, ...]:
@@ -302,10 +308,10 @@ def model_names(repository: Path) -> tuple[str, ...]:
 
 def _no_circles(directory: str, names: list[str]) -> tuple[str, ...]:
     """Raises ``SettingsError`` for a link into which a copy would follow without an end."""
-    around = Path(directory).resolve()
+    around = real_path(Path(directory))
     for name in names:
         link = Path(directory, name)
-        if link.is_symlink() and link.resolve() in (around, *around.parents):
+        if link.is_symlink() and real_path(link) in (around, *around.parents):
             raise SettingsError(f"{link}: a link to a directory that it is in; remove it")
     return ()
 

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -126,6 +127,8 @@ def command(out: Path, **options: Any) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"--out {out}: {error.strerror}; name a directory") from error
+    # SIGTERM ends the server, too, as an exception does.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with _target(options) as target:
         report = asyncio.run(_prove(target, options))
     (out / "load.svg").write_text(plot(report.load), encoding="utf-8")
@@ -185,7 +188,8 @@ def _target(options: dict[str, Any]) -> Iterator[Target]:
         yield Target(grpc=options["url"], process=process, **common, **urls)
         return
     ports = _free_ports("http", "grpc", "metrics", "health", "openai")
-    words = [sys.executable, "-m", "trtllm_bls.cli", "serve", "--on-failure", "exit"]
+    words = [sys.executable, "-m", "trtllm_bls.cli", f"--exit-with-parent={os.getpid()}", "serve"]
+    words += ["--on-failure", "exit"]
     for name, port in ports.items():
         words += [f"--{name}-port", str(port)]
     for name in ("model_repository", "model", "draft_model", "engine"):

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any
 
 import click
 from rich.console import Console
@@ -44,6 +44,7 @@ from trtllm_bls.operate.tritonserver import (
 )
 from trtllm_bls.operate.watch import HealthEndpoint, HealthState, Watch
 from trtllm_bls.orchestrator.log_lines import json_line
+from trtllm_bls.orchestrator.output import LAST_LINES_S, QueuedStream, dropped_lines, gap_text
 from trtllm_bls.settings.command_options import ServeSettings, listen, options_of
 
 _POLL_S = 0.1
@@ -86,8 +87,9 @@ def serve(settings: ServeSettings, verbose: bool) -> int:
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         as_json = preparation.log_format(settings) == "json"
-        console = Console(stderr=True)
-        terminal = Terminal(console, verbose=verbose, log_file=log_file, as_json=as_json)
+        terminal = Terminal(Console(stderr=True), verbose=verbose, as_json=as_json)
+        if log_file is not None:
+            stack.enter_context(terminal.keeping(log_file.fileno()))
         stack.enter_context(terminal.errors())
         with_http = http_process.check(settings)
         if with_http and not settings.http_port:
@@ -98,7 +100,7 @@ def serve(settings: ServeSettings, verbose: bool) -> int:
                 "no OpenAI API, and Triton's own HTTP port without limits: "
                 "pip install 'trtllm-bls[openai]' for both"
             )
-        state = HealthState()
+        state = HealthState(terminal.dropped_lines)
         allowed = (settings.allowed_hosts, settings.allowed_origins)
         endpoint = HealthEndpoint(settings.host, settings.health_port, state, *allowed)
         stack.callback(endpoint.close)
@@ -205,37 +207,54 @@ class _Service:
                 "signal again to end at once"
             )
         say = json_line(say, source="serve") if self.terminal.as_json else say
-        os.write(sys.stderr.fileno(), f"{say}\n".encode())  # print is not safe inside a handler
+        # rich is not safe inside a handler; the stream that ``cli`` has put here is.
+        sys.stderr.write(f"{say}\n")
 
 
 # --- output ---------------------------------------------------------------------------------
 
 
 class Terminal(Listener):
-    """Shows one server's start, log and end; ``log_file`` gets every line of the log unchanged.
+    """Shows one server's start, log and end.
 
     With ``problems_only`` set, only warnings and errors of the log are shown. ``as_json``: each as
-    one JSON object.
+    one JSON object. No method waits for whoever reads the output, if the console's file is a
+    ``QueuedStream``.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        *,
-        verbose: bool = False,
-        log_file: BinaryIO | None = None,
-        as_json: bool = False,
-    ) -> None:
+    def __init__(self, console: Console, *, verbose: bool = False, as_json: bool = False) -> None:
         self._console = console
         self.as_json = as_json
         self._verbose = verbose
-        self._log_file = log_file
+        self._log_file: QueuedStream | None = None
         self._status = self.progress()
-        self._log_file_failed = False
         self.problems_only = False
         self._printed: deque[str] = deque(maxlen=TAIL_LINES)
         self._models: tuple[str, ...] = ()
         self._started_at = time.monotonic()
+        if as_json and isinstance(console.file, QueuedStream):
+            console.file.gap_text = lambda lines: json_line(gap_text(lines), "warning", "serve")
+
+    @contextmanager
+    def keeping(self, descriptor: int) -> Iterator[None]:
+        """Write every line of the log, unchanged, to the file behind ``descriptor``, too."""
+        self._log_file = QueuedStream(descriptor, on_failure=self._on_log_file_failure)
+        self._log_file.gap_text = lambda lines: as_log_line(gap_text(lines), "warning")
+        try:
+            yield
+        finally:
+            self._log_file.drain(LAST_LINES_S)
+            self._log_file = None
+
+    def dropped_lines(self) -> dict[str, int]:
+        """The lines that were dropped since their reader was too slow, by output."""
+        counts: dict[str, int] = dict(dropped_lines())
+        if self._log_file is not None:
+            counts["log_file"] = self._log_file.dropped
+        return counts
+
+    def _on_log_file_failure(self, error: OSError) -> None:
+        self.warning(f"the log file cannot be written and misses lines: {error.strerror}")
 
     def progress(self) -> Status:
         """A spinner to show, where there is a terminal, while the server starts."""
@@ -271,9 +290,8 @@ class Terminal(Listener):
 
     def say(self, text: str, severity: str = "info") -> None:
         """Show a line of ``serve``'s own, and write it to the log file in the form of Triton's."""
-        date, now = time.strftime("%m%d %H:%M:%S").split()
-        self._keep(f"{severity[0].upper()}{date} {now} {os.getpid()} serve:0] {text}")
-        self._print(text if self.as_json else f"{now} {text}", severity)
+        self._keep(as_log_line(text, severity))
+        self._print(text if self.as_json else f"{time.strftime('%H:%M:%S')} {text}", severity)
 
     def log(self, line: LogLine) -> None:
         self._keep(line.raw)
@@ -286,17 +304,8 @@ class Terminal(Listener):
             self._print(line.raw if self._verbose else line.readable, line.severity)
 
     def _keep(self, line: str) -> None:
-        """Write a line to the log file; if that fails, warn once and go on."""
-        if self._log_file is None:
-            return
-        try:
-            self._log_file.write(line.encode() + b"\n")
-        except OSError as error:
-            warned, self._log_file_failed = self._log_file_failed, True
-            if not warned:
-                self.warning(f"the log file cannot be written and misses lines: {error.strerror}")
-        else:
-            self._log_file_failed = False
+        if self._log_file is not None:
+            self._log_file.write(f"{line}\n")
 
     def starting(self, models: tuple[str, ...]) -> None:
         self._models = models
@@ -316,6 +325,12 @@ class Terminal(Listener):
         style = style or _STYLES.get(level, "")
         shown = Text(json_line(text, level, source)) if self.as_json else Text(text, style=style)
         self._console.print(shown, soft_wrap=True)
+
+
+def as_log_line(text: str, severity: str) -> str:
+    """A line of ``serve``'s own in the form of Triton's log."""
+    now = time.strftime("%m%d %H:%M:%S")
+    return f"{severity[0].upper()}{now} {os.getpid()} serve:0] {text}"
 
 
 def processes(server: TritonServer, http: HttpProcess | None) -> list[str]:

@@ -287,6 +287,11 @@ _RESTARTED = "Times that {} was started again"
 _RUN, _WAIT = "Requests that have a token and are not over", "Requests that have no token yet"
 SERVER_METRICS = (
     ServerMetric("trtllm_bls_server_ready", "1 while /health/ready says so, else 0"),
+    _counter(
+        "trtllm_bls_server_dropped_lines_total",
+        "Lines of output that a slow reader or a full disk has lost, by stream",
+        ("output",),
+    ),
     ServerMetric("trtllm_bls_server_processes", "Processes that run, by name", ("process",)),
     _counter("trtllm_bls_server_restarts_total", _RESTARTED.format("the server")),
     _counter("trtllm_bls_openai_restarts_total", _RESTARTED.format("the OpenAI API")),
@@ -299,7 +304,10 @@ SERVER_METRICS = (
 
 
 class HealthState:
-    """The server's state, written by ``serve`` and read by the threads of ``HealthEndpoint``."""
+    """The server's state, written by ``serve`` and read by the threads of ``HealthEndpoint``.
+
+    ``dropped_lines`` counts lines of output that were lost, by stream.
+    """
 
     started = draining = False
     restarts = api_restarts = 0
@@ -308,6 +316,9 @@ class HealthState:
     _processes: Mapping[str, int] = {"tritonserver": 0}  # while there is no watch; by name
     _reason = "the server is starting"
     _not_ready_since: float | None = None
+
+    def __init__(self, dropped_lines: Callable[[], Mapping[str, int]] = dict) -> None:
+        self._dropped_lines = dropped_lines
 
     @contextmanager
     def serving(self, watch: Watch) -> Iterator[None]:
@@ -359,6 +370,7 @@ class HealthState:
             load, engine, engines = watch.load, watch.engine_load, watch.engines
         values: tuple[Mapping[str, float], ...] = (
             {"": int(not self.problems()["ready"])},
+            self._dropped_lines(),
             watch.processes if watch is not None else self._processes,
             {"": self.restarts},
             {"": self.api_restarts},
