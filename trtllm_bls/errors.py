@@ -4,18 +4,28 @@ was cancelled.
     TrtllmBlsError
     ├── SetupError: SettingsError, TokenizerError, CheckpointError
     ├── InvalidRequest: PromptTooLong, Unsupported
-    ├── Overloaded, Stopped
+    ├── Overloaded: ShuttingDown
+    ├── Stopped
     ├── EngineError: EngineUnavailable, EngineStalled
     └── ClientError: ConnectionFailed, DeadlineExceeded
 
-Broad to catch, narrow to act on. The message is always one line that a user may read: no
-paths, no traceback. Owns nothing but these classes; imports nothing of this package.
+Broad to catch, narrow to act on. The message is always one line that a user may read: no paths, no
+traceback. A program reads attributes, never the message. Between processes an error is one line of
+text, which ``to_wire`` writes and ``from_wire`` reads:
+
+    STATUS: message [name=value ...]
+    INVALID_ARG: FIELD: problem [name=value ...]
+
+The brackets hold the attributes in ``wire_attributes`` and are left out where there are none.
+Imports nothing of this package.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
@@ -30,6 +40,11 @@ class TrtllmBlsError(Exception):
     """Base of all errors raised on purpose; ``status`` names a ``pb_utils.TritonError`` code."""
 
     status: ClassVar[str] = "INTERNAL"
+
+    @property
+    def wire_attributes(self) -> dict[str, int]:
+        """The attributes that another process needs to make the same error."""
+        return {}
 
 
 class SetupError(TrtllmBlsError):
@@ -62,12 +77,32 @@ class InvalidRequest(TrtllmBlsError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt has ``tokens`` tokens, and the model takes ``most``."""
+    """The prompt has ``tokens`` tokens, and the model takes ``most``.
 
-    def __init__(self, field: str, tokens: int, most: int) -> None:
-        super().__init__(field, f"{tokens}{_TOO_MANY}{most} are allowed so that one new token fits")
+    Both are ``None`` where an engine of others says so in its own words, which are ``problem``.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        tokens: int | None = None,
+        most: int | None = None,
+        problem: str = "",
+    ) -> None:
+        own_words = f"{tokens} tokens; at most {most} are allowed so that one new token fits"
+        super().__init__(field, problem or own_words)
         self.tokens = tokens
         self.most = most
+
+    @property
+    def wire_attributes(self) -> dict[str, int]:
+        if self.tokens is None or self.most is None:
+            return {"prompt_too_long": 1}
+        return {"tokens": self.tokens, "max_tokens": self.most}
+
+    def of_field(self, field: str) -> PromptTooLong:
+        """Return the same error of a prompt that came in another field."""
+        return PromptTooLong(field, self.tokens, self.most, self.problem)
 
 
 class Unsupported(InvalidRequest):
@@ -88,10 +123,26 @@ class Overloaded(TrtllmBlsError):
     def __init__(
         self, problem: str, limit: str | None = None, retry_after_s: int | None = None
     ) -> None:
-        again = "" if retry_after_s is None else f"{_AGAIN}{retry_after_s} s"
-        super().__init__(problem + again)
+        super().__init__(problem)
         self.limit = limit
         self.retry_after_s = retry_after_s
+
+    @classmethod
+    def for_now(cls, problem: str, retry_after_s: int, limit: str | None = None) -> Overloaded:
+        """Return the error of a server that serves others; its message says when to try again."""
+        message = f"{problem}; try again in about {retry_after_s} s"
+        return cls(message, limit, retry_after_s)
+
+    @property
+    def wire_attributes(self) -> dict[str, int]:
+        return {} if self.retry_after_s is None else {"retry_after_s": self.retry_after_s}
+
+
+class ShuttingDown(Overloaded):
+    """The server ends, and takes no more requests. Other processes see ``Overloaded``."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down; ask another one")
 
 
 class Stopped(TrtllmBlsError):
@@ -137,12 +188,15 @@ class CancelCause(str, Enum):
     BATCH = "batch"  # another prompt of its batch failed
 
 
-_AGAIN = "; try again in about "
-_TOO_MANY = " tokens; at most "
+_STATUSES = frozenset(
+    kind.status for kind in (InvalidRequest, Unsupported, Overloaded, Stopped, EngineError)
+)
 PROMPT_FIELDS = ("text_input", "prompt_ids", "input_ids", "messages")
-# What Triton's scheduler and TensorRT-LLM's executor say of a full queue; a stream loses their
-# code.
+# What Triton's scheduler and TensorRT-LLM's executor say of a full queue, and the executor of a
+# prompt that is too long. A stream loses their code, so their words are all there is.
 _FULL_QUEUE = ("Maximum queue size of", "Exceeds maximum queue size", "exceeds maximum queue size")
+_TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_seq_len")
+_MAX_DIGITS = 18  # of an attribute on the wire
 
 
 def unexpected(error: Exception, request: str) -> TrtllmBlsError:
@@ -154,19 +208,14 @@ def unexpected(error: Exception, request: str) -> TrtllmBlsError:
     )
 
 
-HALF_CHARACTER = "is half of a character (a lone surrogate); send both halves, or leave it out"
-MAX_DEPTH = 100  # of lists and objects within each other, in all JSON that is walked
-_MAX_CONTAINERS = 100_000
-_QUOTE, _BACKSLASH = 2, 3
-# What each byte of JSON means for its structure: as int8 1 begins a list or object, -1 ends one.
-_KINDS = bytes.maketrans(b'[{]}"\\', bytes((1, 1, 255, 255, _QUOTE, _BACKSLASH)))
-_KINDS = bytes(after if after != before else 0 for before, after in enumerate(_KINDS))
 MAX_LINE = 2000  # characters of an error or of a log line
 
 
 def half_character(error: UnicodeEncodeError) -> str:
-    """What is wrong with a text that cannot be encoded, where, and what to do."""
-    return f"{error.object[error.start]!a} at character {error.start} {HALF_CHARACTER}"
+    """Return what is wrong with a text that cannot be encoded, where, and what to do."""
+    surrogate = f"{error.object[error.start]!a} at character {error.start}"
+    mend = "send both halves, or leave it out"
+    return f"{surrogate} is half of a character (a lone surrogate); {mend}"
 
 
 def printable(text: str, most: int = MAX_LINE) -> str:
@@ -188,61 +237,75 @@ def printable(text: str, most: int = MAX_LINE) -> str:
 
 
 def to_wire(error: TrtllmBlsError) -> str:
-    """The error as one line for a caller: its status first, since streams lose Triton's code."""
-    return f"{error.status}: {printable(str(error))}"
+    """Return the error as one line for a caller: its status first, since streams lose Triton's."""
+    message = printable(str(error))
+    pairs = [f"{name}={value}" for name, value in error.wire_attributes.items()]
+    # Brackets that end the message itself are told from attributes by empty ones behind them.
+    if pairs or _split_attributes(message)[0] != message:
+        message += f" [{' '.join(pairs)}]"
+    return f"{error.status}: {message}"
+
+
+@dataclass(frozen=True)
+class WireText:
+    """An error's line in its parts. ``status`` is empty where the text has none of ours."""
+
+    status: str
+    message: str
+    attributes: Mapping[str, int]
+
+    @classmethod
+    def parse(cls, text: str) -> WireText:
+        """Read what ``to_wire`` wrote, or any text of another engine.
+
+        Only the first line counts: below it, engines write stack traces and paths of theirs.
+        """
+        line = text.strip().partition("\n")[0].rstrip()
+        status, separator, message = line.partition(": ")
+        if status not in _STATUSES or not separator:
+            return cls("", line, {})
+        return cls(status, *_split_attributes(message))
+
+
+def says_too_long(text: str) -> bool:
+    """Return true for TensorRT-LLM's words for a prompt that is too long."""
+    return any(words in text for words in _TOO_LONG)
+
+
+def _split_attributes(message: str) -> tuple[str, dict[str, int]]:
+    """Return ``message`` without the attributes behind it, and those."""
+    before, opening, inside = message.rpartition(" [")
+    if not opening or not inside.endswith("]"):
+        return message, {}
+    attributes = {}
+    for pair in inside[:-1].split():
+        name, _, digits = pair.partition("=")
+        if not (name and digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS):
+            return message, {}
+        attributes[name] = int(digits)
+    return before, attributes
 
 
 def from_wire(text: str) -> TrtllmBlsError:
-    """An engine's error text as an error; one of our own engines becomes what it was raised as.
-
-    Only its first line counts: below it, engines write stack traces and paths of theirs.
-    """
-    text = text.strip().partition("\n")[0].rstrip()
-    status, _, rest = text.partition(": ")
-    field, _, problem = rest.partition(": ")
-    tokens, _, allowed = problem.partition(_TOO_MANY)  # as ``PromptTooLong`` wrote it
-    most = allowed.partition(" ")[0]
-    sizes = all(number.isdecimal() and len(number) < 19 for number in (tokens, most))
-    if status == InvalidRequest.status and field in PROMPT_FIELDS and sizes:
-        return PromptTooLong(field, int(tokens), int(most))
-    for known in (InvalidRequest, Unsupported):
-        if status == known.status and problem:
-            return known(field, problem)
-    is_full = any(words in text for words in _FULL_QUEUE)
-    if is_full or (status == Overloaded.status and rest):
-        why = rest if status == Overloaded.status else text
-        before, _, seconds = why.rpartition(_AGAIN)  # as ``Overloaded`` wrote it
-        number = seconds.removesuffix(" s")
-        if before and number.isdecimal() and len(number) < 10:
-            return Overloaded(before, retry_after_s=int(number))
-        return Overloaded(why, retry_after_s=1 if is_full else None)
-    return EngineError(text.removeprefix(f"{EngineError.status}: "))
-
-
-def structure_problem(text: bytes) -> str | None:
-    """Why a parser or a walk would take too long for JSON, ``None`` if none would.
-
-    Lists and objects are counted before any is made. What precedes a mistake in the text is counted
-    as a parser reads it, and no parser reads on after one.
-    """
-    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
-        return None
-    import numpy as np  # which most commands do not need
-
-    kinds = np.frombuffer(text.translate(_KINDS), np.int8)
-    places = np.flatnonzero(kinds != 0)
-    kinds = kinds[places]
-    # In a row of backslashes the first, the third and so on escape the character after them.
-    follows = np.diff(places, prepend=-2) == 1
-    slashes, numbers = kinds == _BACKSLASH, np.arange(len(kinds))
-    in_row = slashes & follows & np.roll(slashes, 1)
-    begins = np.maximum.accumulate(np.where(in_row, 0, numbers))
-    escapes = slashes & ((numbers - begins) % 2 == 0)
-    kinds = kinds[~slashes & ~(follows & np.roll(escapes, 1))]
-    in_strings = np.cumsum(kinds == _QUOTE) % 2 == 1
-    steps = np.where(in_strings | (kinds == _QUOTE), 0, kinds)  # 1 into a list or object, -1 out
-    if np.cumsum(steps).max(initial=0) > MAX_DEPTH:
-        return f"more than {MAX_DEPTH} lists and objects within each other; send flatter JSON"
-    if np.count_nonzero(steps == 1) > _MAX_CONTAINERS:
-        return f"more than {_MAX_CONTAINERS} lists and objects"
-    return None
+    """Return an engine's error text as an error; one of ours becomes what it was raised as."""
+    wire = WireText.parse(text)
+    field, _, problem = wire.message.partition(": ")
+    if wire.status == InvalidRequest.status and problem:
+        if wire.attributes.keys() >= {"tokens", "max_tokens"}:
+            sizes = wire.attributes["tokens"], wire.attributes["max_tokens"]
+            return PromptTooLong(field, *sizes, problem)
+        if "prompt_too_long" in wire.attributes:
+            return PromptTooLong(field, problem=problem)
+        return InvalidRequest(field, problem)
+    if wire.status == Unsupported.status and problem:
+        return Unsupported(field, problem)
+    retry_after_s = wire.attributes.get("retry_after_s")
+    if retry_after_s is None and any(words in wire.message for words in _FULL_QUEUE):
+        return Overloaded.for_now(wire.message, 1)
+    if wire.status == Overloaded.status:
+        return Overloaded(wire.message, retry_after_s=retry_after_s)
+    if says_too_long(wire.message):
+        return PromptTooLong("input_ids", problem=wire.message)
+    if wire.status in ("", EngineError.status):
+        return EngineError(wire.message)
+    return EngineError(f"{wire.status}: {wire.message}")

@@ -30,6 +30,7 @@ SECONDS = 20
 TOKEN = text("x", final=True)
 BUSY = Fail(
     "UNAVAILABLE: sequences running: 256, waiting: 512, as many as may; try again in about 2 s"
+    " [retry_after_s=2]"
 )
 LOST = Fail("UNAVAILABLE: trtllm://gpu:50051: it is not healthy: NOT_OK")
 

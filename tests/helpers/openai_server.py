@@ -15,12 +15,12 @@ import uvicorn
 from tests.helpers.scripted_text import tokenizer
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
+from trtllm_bls.errors import ShuttingDown
 from trtllm_bls.http.limits import ConnectionLimits
 from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.app import create_app
 from trtllm_bls.openai.sockets import PATH
 from trtllm_bls.openai.workers import uvicorn_options
-from trtllm_bls.orchestrator.deployment import SHUTTING_DOWN
 from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Load, Orchestrator
 from trtllm_bls.orchestrator.reports import RequestLog, RequestMetrics, RequestReports
 from trtllm_bls.text.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class ScriptedBackend:
 
     async def drain(self) -> None:
         if self.admission is not None:
-            self.admission.refuse_waiting(SHUTTING_DOWN)
+            self.admission.refuse_waiting(ShuttingDown)
         if isinstance(self.engine, RoutingEngine):
             self.engine.drain()
 

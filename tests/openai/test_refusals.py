@@ -27,6 +27,7 @@ from trtllm_bls.errors import (
     PromptTooLong,
     SettingsError,
     defects,
+    from_wire,
 )
 from trtllm_bls.http import limits as guard
 from trtllm_bls.http.keys import KEYS_VARIABLE, read_keys
@@ -212,7 +213,7 @@ def test_a_prompt_leaves_room_for_a_token(connect: Connect) -> None:
         (EngineStalled("no token for 30 s"), 503, openai.InternalServerError),
         (Overloaded("full"), 429, openai.RateLimitError),
         (InvalidRequest("runtime_top_k", "no"), 400, openai.BadRequestError),
-        (EngineError("Prompt length 9 exceeds maximum input length"), 400, openai.BadRequestError),
+        (from_wire("Prompt length 9 exceeds maximum input length"), 400, openai.BadRequestError),
         (RuntimeError("secret"), 500, openai.InternalServerError),
     ],
 )

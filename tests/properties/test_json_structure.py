@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trtllm_bls import errors
+from trtllm_bls.text import json_values
 
 DEEP, MANY = "within each other", "more than 9 lists and objects"
 
@@ -36,8 +36,8 @@ def expected(text: bytes) -> str | None:
 @example(b"[[[[\\")
 def test_lists_and_objects_are_counted_as_a_parser_reads_them(text: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(errors, "MAX_DEPTH", 3)
-        patch.setattr(errors, "_MAX_CONTAINERS", 9)
-        problem = errors.structure_problem(text)
+        patch.setattr(json_values, "MAX_DEPTH", 3)
+        patch.setattr(json_values, "_MAX_CONTAINERS", 9)
+        problem = json_values.structure_problem(text)
     kind = expected(text)
     assert problem is None if kind is None else kind in str(problem)

@@ -21,7 +21,7 @@ from tests.helpers.request_servers import ONE, number, opened
 from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
 from tests.helpers.waiting import until
 from trtllm_bls.cli import main
-from trtllm_bls.errors import EngineUnavailable, Overloaded, SettingsError
+from trtllm_bls.errors import EngineUnavailable, SettingsError, ShuttingDown
 from trtllm_bls.openai.exchange import RunningRequests
 from trtllm_bls.operate.preparation import Scratch
 from trtllm_bls.orchestrator.lifecycle import Lifecycle
@@ -84,9 +84,9 @@ async def test_what_waits_for_a_place_is_refused() -> None:
         waiting = [asyncio.create_task(wait()) for _ in range(3)]
         while admission.queued < 3:
             await asyncio.sleep(0)
-        admission.refuse_waiting("ask another")
+        admission.refuse_waiting(ShuttingDown)
         ended = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(each) for each in ended] == [Overloaded] * 3
+        assert [type(each) for each in ended] == [ShuttingDown] * 3
         assert (admission.running, admission.queued) == (1, 0)
     async with admission.acquire(1):
         pass

@@ -12,7 +12,7 @@ from tests.helpers.virtual_time import (
     settle,
     skipping_waits,
 )
-from trtllm_bls.errors import InvalidRequest, Overloaded
+from trtllm_bls.errors import InvalidRequest, Overloaded, ShuttingDown
 from trtllm_bls.orchestrator.orchestrator import Admission
 
 
@@ -175,7 +175,7 @@ def test_a_caller_that_leaves_the_queue_frees_its_place() -> None:
         async with admission.acquire(1):
             third = asyncio.create_task(hold(admission))
             await settle()
-            admission.refuse_waiting("ask another")
+            admission.refuse_waiting(ShuttingDown)
         with pytest.raises(Overloaded, match="ask another"):
             await third
         assert figures(admission) == (0, 0)

@@ -8,13 +8,17 @@ import pytest
 
 from trtllm_bls import errors
 from trtllm_bls.errors import (
+    ClientError,
     EngineError,
     EngineStalled,
     EngineUnavailable,
     InvalidRequest,
     Overloaded,
+    PromptTooLong,
+    SetupError,
+    ShuttingDown,
+    Stopped,
     TrtllmBlsError,
-    Unsupported,
     from_wire,
     printable,
     to_wire,
@@ -40,27 +44,61 @@ def test_every_status_is_one_of_tritons(kind: type[TrtllmBlsError]) -> None:
     assert hasattr(TritonError, kind.status)
 
 
+# Other processes see these errors as another kind: the first of its bases that is none of them.
+ONLY_HERE = (SetupError, ClientError, EngineUnavailable, EngineStalled, ShuttingDown, Stopped)
+
+
+def made(kind: type[TrtllmBlsError], text: str) -> TrtllmBlsError:
+    """An error of ``kind`` with every attribute set."""
+    if kind is PromptTooLong:
+        sizes = (50, 39) if "tokens" in text else (None, None)
+        return PromptTooLong("input_ids", *sizes, text)
+    if issubclass(kind, InvalidRequest):
+        return kind("input_ids", text)
+    if kind is Overloaded:
+        return Overloaded.for_now(text, 7)
+    return kind() if kind is ShuttingDown else kind(text)
+
+
 @pytest.mark.parametrize(
-    "error",
+    "text", ["no: really", "ends in [tokens=1 max_tokens=2]", "ends in []", "x"]
+)
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_error_comes_back_with_its_message_and_attributes(
+    kind: type[TrtllmBlsError], text: str
+) -> None:
+    """So a chain of our models tells the caller the same as the model that raised it."""
+    error = made(kind, text)
+    back = from_wire(to_wire(error))
+    assert back.wire_attributes == error.wire_attributes
+    assert getattr(back, "field", None) == getattr(error, "field", None)
+    if kind is Stopped:
+        assert str(back) == f"CANCELLED: {text}" and type(back) is EngineError
+        return
+    assert (str(back), back.status) == (str(error), error.status)
+    if kind is not TrtllmBlsError and not issubclass(kind, ONLY_HERE):
+        assert type(back) is kind
+
+
+def test_a_long_message_keeps_its_attributes() -> None:
+    """The middle of a message is left out, never what a program reads."""
+    back = from_wire(to_wire(Overloaded("x" * 10_000, retry_after_s=3)))
+    assert isinstance(back, Overloaded) and back.retry_after_s == 3 and len(str(back)) <= 2000
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
     [
-        InvalidRequest("top_p", "2 is too much: at most 1"),
-        Unsupported("beam_width", "no beams"),
-        EngineError("broken: really"),
-        Overloaded("later"),
+        ("Exceeds maximum queue size", Overloaded),
+        ("UNAVAILABLE: Maximum queue size of 4 is reached", Overloaded),
+        ("Prompt length (9) exceeds maximum input length (8)", PromptTooLong),
     ],
 )
-def test_an_error_comes_back_as_what_it_was(error: TrtllmBlsError) -> None:
-    """Kind, message and field; so a chain of our models tells the caller the same."""
-    back = from_wire(to_wire(error))
-    assert type(back) is type(error) and str(back) == str(error)
-    assert getattr(back, "field", None) == getattr(error, "field", None)
-
-
-@pytest.mark.parametrize("error", [EngineUnavailable("gone"), EngineStalled("silent")])
-def test_what_another_try_may_mend_stays_so(error: TrtllmBlsError) -> None:
-    """Which of them it was is lost on the way, that one may try again is not."""
-    back = from_wire(to_wire(error))
-    assert (back.status, str(back)) == ("UNAVAILABLE", str(error))
+def test_words_of_triton_and_tensorrt_llm_are_known(text: str, kind: type[TrtllmBlsError]) -> None:
+    """Their codes are lost on a stream."""
+    back = from_wire(text)
+    assert type(back) is kind
+    assert kind is PromptTooLong or back.wire_attributes == {"retry_after_s": 1}
 
 
 @pytest.mark.parametrize(
@@ -82,8 +120,9 @@ def test_text_of_other_engines_is_an_engine_error(text: str, message: str) -> No
 @pytest.mark.parametrize(
     "text",
     [
-        "UNAVAILABLE: full; try again in about ² s",
-        "INVALID_ARG: input_ids: ² tokens; at most ⑤ are allowed",
+        "UNAVAILABLE: full [retry_after_s=²]",
+        "INVALID_ARG: input_ids: too long [tokens=9 max_tokens=⑤]",
+        "UNAVAILABLE: full [retry_after_s=9999999999999999999]",
     ],
 )
 def test_what_looks_like_a_number_and_is_none_is_text(text: str) -> None:

@@ -27,7 +27,7 @@ from tests.helpers.growth import MOST, growth
 from tests.helpers.scripted_text import tokenizer
 from tests.text.test_chat_parsing import TEXTS
 from tests.unit.test_grpc_protocol import connected, exchange, headers
-from trtllm_bls.errors import MAX_DEPTH, InvalidRequest, SetupError
+from trtllm_bls.errors import InvalidRequest, SetupError
 from trtllm_bls.http.routes import ROUTES
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.conversation import ChatFormats, ChatModel
@@ -43,6 +43,7 @@ from trtllm_bls.text.answer import Answer, TextRules
 from trtllm_bls.text.chat_formats import FORCED, REASONING_TAGS, TOOL_FORMATS, ToolFormat
 from trtllm_bls.text.chat_parser import ChatParser
 from trtllm_bls.text.checkpoint_dir import config_vocab_size
+from trtllm_bls.text.json_values import MAX_DEPTH
 from trtllm_bls.text.stopping import MAX_STOP_CHARS, StopMatcher, StoppingCriteria
 from trtllm_bls.text.tokenizer import _one_call_a_turn
 from trtllm_bls.triton.tensors import ChunkWriter

@@ -45,6 +45,7 @@ PUBLIC = {
         "PromptTooLong",
         "SettingsError",
         "SetupError",
+        "ShuttingDown",
         "Stopped",
         "TokenizerError",
         "TrtllmBlsError",

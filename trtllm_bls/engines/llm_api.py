@@ -26,10 +26,12 @@ from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
     InvalidRequest,
+    PromptTooLong,
     SetupError,
     TrtllmBlsError,
     Unsupported,
     printable,
+    says_too_long,
 )
 from trtllm_bls.settings.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings.parameters import EngineParameters
@@ -180,7 +182,7 @@ class LlmApiEngine:
                 **self._options(request),
             )
         except _REFUSALS as error:
-            raise InvalidRequest("request", printable(str(error))) from error
+            raise _refusal(printable(str(error))) from error
         return TaskChunks(partial(self._run, request, submit))
 
     async def close(self) -> None:
@@ -305,11 +307,18 @@ class LlmApiEngine:
                 raise EngineUnavailable(f"{self.name}: {what}") from error
             if begun:
                 raise EngineError(what) from error
-            raise InvalidRequest("request", what) from error
+            raise _refusal(what) from error
         finally:
             # A closed engine takes no more work, and its LLM ends by itself what still runs.
             if not self._closed and (result is None or not result.finished):
                 self._thread.submit(_abort, submitted)
+
+
+def _refusal(text: str) -> InvalidRequest:
+    """Return the LLM API's refusal of a request, in its own words, as an error."""
+    if says_too_long(text):
+        return PromptTooLong("input_ids", problem=text)
+    return InvalidRequest("request", text)
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, submit: Callable[[], Any]) -> Any:

@@ -124,7 +124,7 @@ class GrpcEngine:
 
     def failure(self, error: GrpcError) -> EngineError:
         """A call's status as an engine's error."""
-        details = f"{self.name} at {self._url}: {error.details.removeprefix(f'{self._url}: ')}"
+        details = f"{self.name} at {self._url}: {error.reason}"
         if error.unreachable:
             return EngineUnavailable(details)
         return EngineError(details)

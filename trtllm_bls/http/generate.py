@@ -30,6 +30,7 @@ from tritonclient.grpc import service_pb2
 from trtllm_bls.errors import (
     EngineError,
     Overloaded,
+    WireText,
     from_wire,
     to_wire,
     unexpected,
@@ -394,7 +395,7 @@ def _error_of_model(text: str) -> Refused:
         return Refused(429, text, {"retry-after": str(error.retry_after_s)})
     if isinstance(error, Overloaded) or _DRAINING in text:
         return Refused(503, text, RETRY)
-    return Refused(502 if text.startswith(EngineError.status) else 400, text)
+    return Refused(502 if WireText.parse(text).status == EngineError.status else 400, text)
 
 
 def _error_of_call(error: GrpcError) -> Refused:

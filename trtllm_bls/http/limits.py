@@ -28,9 +28,9 @@ import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from trtllm_bls.errors import structure_problem
 from trtllm_bls.http.browsers import browser_problem
 from trtllm_bls.http.shares import NoShare, Share, Shares, expire, owner_of, timeout
+from trtllm_bls.text.json_values import structure_problem
 
 # Of a scope: writes a part of a response that has begun; false where ``send`` has to be awaited.
 BODY_WRITE = "trtllm_bls.write"

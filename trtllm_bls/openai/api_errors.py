@@ -7,6 +7,7 @@ sent.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import TypeGuard
 
 import msgspec
 
@@ -18,11 +19,10 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
     PromptTooLong,
-    TrtllmBlsError,
+    ShuttingDown,
     unexpected,
 )
 from trtllm_bls.http.limits import RETRY, Refused
-from trtllm_bls.orchestrator.deployment import SHUTTING_DOWN
 from trtllm_bls.types import GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT
 
 DONE = b"data: [DONE]\n\n"  # the last event of every stream
@@ -47,8 +47,6 @@ _CALLERS_NAMES = {
     "return_context_logits": "echo",
     "end_id": "ignore_eos",
 }
-# Messages of TensorRT-LLM's executor, where its limits are not known.
-_TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_seq_len")
 
 
 class Error(msgspec.Struct):
@@ -114,21 +112,22 @@ def api_error(
         return ApiError(error.status, error.message, error.headers)
     text = " ".join(str(error).split())
     if is_too_long(error):
-        problem = error.problem if isinstance(error, InvalidRequest) else text
-        sizes = (error.tokens, error.most) if isinstance(error, PromptTooLong) else None
-        if longest is None and sizes is not None:
-            longest = sizes[1] + 1
+        sizes = None
+        if error.tokens is not None and error.most is not None:
+            sizes = (error.tokens, error.most)
+            longest = longest or error.most + 1
         # litellm looks for this sentence, langchain for the code.
         limit = f"This model's maximum context length is {longest} tokens. " if longest else ""
         code = "context_length_exceeded"
-        message = f"{limit}{prompt}: {problem}"
-        return ApiError(400, message, param=prompt, code=code, too_long=sizes)
+        message = f"{limit}{prompt}: {error.problem}"
+        problem = error.problem
+        return ApiError(400, message, param=prompt, code=code, problem=problem, too_long=sizes)
     if isinstance(error, InvalidRequest):
         name = prompt if error.field in PROMPT_FIELDS else error.field
         of_guide = name in (GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT)
         name = guide if of_guide else _CALLERS_NAMES.get(name, name)
         return invalid(name, error.problem)
-    if isinstance(error, Overloaded) and text == SHUTTING_DOWN:
+    if isinstance(error, ShuttingDown):
         return ApiError(503, text, code="shutting_down", headers=RETRY)
     if isinstance(error, Overloaded):
         after = {"retry-after": str(error.retry_after_s or 1)}
@@ -140,8 +139,6 @@ def api_error(
     return ApiError(500, str(unexpected(error, request_id or "an HTTP request")))
 
 
-def is_too_long(error: Exception) -> bool:
-    """Whether the prompt has more tokens than the model takes."""
-    if isinstance(error, InvalidRequest) and error.field in PROMPT_FIELDS:
-        return isinstance(error, PromptTooLong)
-    return isinstance(error, TrtllmBlsError) and any(words in str(error) for words in _TOO_LONG)
+def is_too_long(error: Exception) -> TypeGuard[PromptTooLong]:
+    """Return true if the prompt has more tokens than the model takes."""
+    return isinstance(error, PromptTooLong) and error.field in PROMPT_FIELDS

@@ -10,11 +10,11 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trtllm_bls.errors import Overloaded, TrtllmBlsError
+from trtllm_bls.errors import Overloaded, ShuttingDown, TrtllmBlsError
 from trtllm_bls.http.limits import RETRY
 from trtllm_bls.openai.api_errors import ApiError
 from trtllm_bls.openai.exchange import JsonResponse, PromptSink, RunningRequests
-from trtllm_bls.orchestrator.deployment import SHUTTING_DOWN, Deployment
+from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
 from trtllm_bls.orchestrator.reports import unreported_id
 from trtllm_bls.orchestrator.status import StatusDirectory, common_problem
@@ -106,7 +106,7 @@ class HealthRoute:
 
     async def _problem(self, engines: dict[str, str]) -> str | None:
         if self.status_dir and StatusDirectory(self.status_dir).leaving:
-            return SHUTTING_DOWN
+            return str(ShuttingDown())
         if self.running.refusal is not None:
             return str(self.running.refusal)
         return common_problem(engines) or await self.health.problem()

@@ -13,7 +13,7 @@ from trtllm_bls.engines.opening import open_engine
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.trtllm_service.service_engine import TrtllmServiceEngine
-from trtllm_bls.errors import EngineError
+from trtllm_bls.errors import EngineError, ShuttingDown
 from trtllm_bls.orchestrator.chat_models import ChatPipeline
 from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Load, Orchestrator
 from trtllm_bls.orchestrator.reports import (
@@ -25,8 +25,6 @@ from trtllm_bls.orchestrator.reports import (
 from trtllm_bls.settings.engine_tls import engine_tls
 from trtllm_bls.settings.parameters import BlsParameters
 from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
-
-SHUTTING_DOWN = "the server is shutting down; ask another one"
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +95,7 @@ class BaseDeployment:
 
     async def drain(self) -> None:
         """Refuse waiting requests; each speculated one goes on as one plain request."""
-        self.admission.refuse_waiting(SHUTTING_DOWN)
+        self.admission.refuse_waiting(ShuttingDown)
         for engine in self.engines:
             engine.drain()
 

@@ -17,8 +17,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from trtllm_bls.errors import Overloaded, TrtllmBlsError
-from trtllm_bls.orchestrator.deployment import SHUTTING_DOWN, BaseDeployment
+from trtllm_bls.errors import ShuttingDown, TrtllmBlsError
+from trtllm_bls.orchestrator.deployment import BaseDeployment
 from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory
 
 TICK_SECONDS = 0.05
@@ -108,7 +108,7 @@ class Lifecycle:
 
     def _drain(self, deadline: float, now: float) -> None:
         if self._told is None:
-            self._server.refusal = Overloaded(SHUTTING_DOWN)
+            self._server.refusal = ShuttingDown()
             self._told = self._begin(self._sender.drain())
             log.info("draining; %s", _named(self._server.running))
         if not (self._told.done() and self._sender.handed_over):

@@ -154,11 +154,11 @@ class Admission:
         if self._waiting:
             self._admit()
 
-    def refuse_waiting(self, problem: str) -> None:
-        """Raise ``Overloaded(problem)`` in all that wait for a place."""
+    def refuse_waiting(self, refusal: Callable[[], Overloaded]) -> None:
+        """Raise an error that ``refusal`` makes in each request that waits for a place."""
         for place in self._waiting:
             if not place.admitted.done():
-                place.admitted.set_exception(Overloaded(problem))
+                place.admitted.set_exception(refusal())
 
     def _give_up(self, admitted: asyncio.Future[None]) -> None:
         if not admitted.done():
@@ -187,7 +187,7 @@ class Admission:
     def _overloaded(self, why: str, parameter: str) -> Overloaded:
         seconds = math.ceil(self._average_s * (self.queued + 1) / self._max_running)
         problem = f"sequences running: {self.running}, waiting: {self.queued}, {why}"
-        return Overloaded(f"{problem} (parameter {parameter})", parameter, max(1, seconds))
+        return Overloaded.for_now(f"{problem} (parameter {parameter})", max(1, seconds), parameter)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,57 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from trtllm_bls.errors import structure_problem
+MAX_DEPTH = 100  # of lists and objects within each other, in all JSON that is walked
+_MAX_CONTAINERS = 100_000
+_QUOTE = 2
+_BACKSLASH = 3
+
+
+def _byte_meanings() -> bytes:
+    """Return what each byte of JSON means for its structure, for ``bytes.translate``.
+
+    Read as int8, 1 begins a list or object, -1 ends one, and 0 means nothing.
+    """
+    meanings = bytearray(256)
+    for byte in b"[{":
+        meanings[byte] = 1
+    for byte in b"]}":
+        meanings[byte] = 255
+    meanings[ord('"')] = _QUOTE
+    meanings[ord("\\")] = _BACKSLASH
+    return bytes(meanings)
+
+
+_MEANINGS = _byte_meanings()
+
+
+def structure_problem(text: bytes) -> str | None:
+    """Return why a parser or a walk would take too long for JSON; ``None`` if none would.
+
+    Lists and objects are counted before any is made. What precedes a mistake in the text is counted
+    as a parser reads it, and no parser reads on after one.
+    """
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return None
+    import numpy as np  # which most commands do not need
+
+    kinds = np.frombuffer(text.translate(_MEANINGS), np.int8)
+    places = np.flatnonzero(kinds != 0)
+    kinds = kinds[places]
+    # In a row of backslashes the first, the third and so on escape the character after them.
+    follows = np.diff(places, prepend=-2) == 1
+    slashes, numbers = kinds == _BACKSLASH, np.arange(len(kinds))
+    in_row = slashes & follows & np.roll(slashes, 1)
+    begins = np.maximum.accumulate(np.where(in_row, 0, numbers))
+    escapes = slashes & ((numbers - begins) % 2 == 0)
+    kinds = kinds[~slashes & ~(follows & np.roll(escapes, 1))]
+    in_strings = np.cumsum(kinds == _QUOTE) % 2 == 1
+    steps = np.where(in_strings | (kinds == _QUOTE), 0, kinds)  # 1 into a list or object, -1 out
+    if np.cumsum(steps).max(initial=0) > MAX_DEPTH:
+        return f"more than {MAX_DEPTH} lists and objects within each other; send flatter JSON"
+    if np.count_nonzero(steps == 1) > _MAX_CONTAINERS:
+        return f"more than {_MAX_CONTAINERS} lists and objects"
+    return None
 
 
 def json_value(text: str) -> Any:

@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 
-from trtllm_bls.errors import MAX_DEPTH, InvalidRequest, TokenizerError, half_character
+from trtllm_bls.errors import InvalidRequest, TokenizerError, half_character
 from trtllm_bls.text.checkpoint_dir import (
     check_tokenizer,
     config_vocab_size,
@@ -43,6 +43,7 @@ from trtllm_bls.text.checkpoint_dir import (
     one_line,
 )
 from trtllm_bls.text.detokenizer import Detokenizer, choose_detokenizer
+from trtllm_bls.text.json_values import MAX_DEPTH
 from trtllm_bls.types import ChatOptions, PromptIds
 
 logger = logging.getLogger(__name__)

@@ -355,7 +355,7 @@ def with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidReq
         names = [own.name for own in BLS.inputs if tensor is not None and own.key == tensor.key]
         name = error.field if error.field in names or not names else names[0]
     if isinstance(error, PromptTooLong):
-        return PromptTooLong(name, error.tokens, error.most)
+        return error.of_field(name)
     return type(error)(name, error.problem)
 
 

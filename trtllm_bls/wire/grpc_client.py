@@ -297,7 +297,7 @@ class _Connection(asyncio.Protocol):
         self._channel.connections.discard(self)
 
     def _lose(self, reason: str) -> None:
-        self.end(GrpcError("UNAVAILABLE", f"{self._channel.target}: {reason}"))
+        self.end(GrpcError("UNAVAILABLE", reason, self._channel.target))
 
     def end(self, error: GrpcError) -> None:
         """End every call with ``error``, and the connection."""

@@ -64,16 +64,20 @@ _STATUS_OF_RESET = {
 
 
 class GrpcError(Exception):
-    """A call ended with a status other than OK: its name (``"UNAVAILABLE"``) and the details."""
+    """A call that ended with a status other than OK: its name (``"UNAVAILABLE"``) and the reason.
 
-    def __init__(self, status: str, details: str) -> None:
-        super().__init__(f"{status}: {details}")
+    ``target``: the address of a connection that failed. ``details``: the reason, and that address.
+    """
+
+    def __init__(self, status: str, reason: str, target: str = "") -> None:
         self.status = status
-        self.details = details
+        self.reason = reason
+        self.details = f"{target}: {reason}" if target else reason
+        super().__init__(f"{status}: {self.details}")
 
     @property
     def unreachable(self) -> bool:
-        """Whether the server could not be asked or did not answer, whatever the request was."""
+        """True if the server could not be asked or did not answer, whatever the request was."""
         return self.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 
 

@@ -400,7 +400,7 @@ class EmbeddedEngine:
                 raise EngineUnavailable("the engine is closed")
             if self._batcher.num_present + len(sequences) > self._most:
                 problem = f"Maximum queue size of {self._queue_size} is reached"
-                raise Overloaded(problem, retry_after_s=1)
+                raise Overloaded.for_now(problem, 1)
             self._batcher.add(sequences)
             self._changed.notify()
 

@@ -127,7 +127,7 @@ class Guides:
             return None
         grammar = request.guide.kind, guide_text(request.guide, may_be_empty=True)
         if self._waiting >= _MOST_WAITING:
-            raise Overloaded(f"{_MOST_WAITING} grammars wait to be compiled", retry_after_s=1)
+            raise Overloaded.for_now(f"{_MOST_WAITING} grammars wait to be compiled", 1)
         self._waiting += 1
         loop = asyncio.get_running_loop()
         try:

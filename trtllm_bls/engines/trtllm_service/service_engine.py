@@ -30,6 +30,7 @@ from trtllm_bls.errors import (
     EngineUnavailable,
     InvalidRequest,
     Overloaded,
+    PromptTooLong,
     TrtllmBlsError,
     Unsupported,
 )
@@ -294,19 +295,18 @@ class TrtllmServiceEngine:
 
     def failure(self, error: GrpcError) -> TrtllmBlsError:
         """A call's status as an error of ours."""
-        details = error.details.strip().partition("\n")[0] or error.status
-        details = details.removeprefix(f"{self.channel.target}: ")  # which is in our name
+        reason = error.reason.strip().partition("\n")[0] or error.status
         if error.status == "UNIMPLEMENTED":
             return EngineError(f"{self.name}: {_OTHER}")
         if _TOO_LONG.search(error.details):
-            return InvalidRequest("input_ids", details)
+            return PromptTooLong("input_ids", problem=reason)
         if error.unreachable:
-            return EngineUnavailable(f"{self.name}: {details}")
+            return EngineUnavailable(f"{self.name}: {reason}")
         if error.status == "INVALID_ARGUMENT":
-            return InvalidRequest("request", details)
+            return InvalidRequest("request", reason)
         if error.status == "RESOURCE_EXHAUSTED":
-            return Overloaded(f"{self.name}: {details}", retry_after_s=1)
-        return EngineError(details)
+            return Overloaded.for_now(f"{self.name}: {reason}", 1)
+        return EngineError(reason)
 
     # --- the server ---------------------------------------------------------------------------
 
