@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
@@ -148,19 +147,17 @@ async def test_who_leaves_in_a_pause_does_not_wait_for_its_end(
     """Nor is the connection's slot kept until then."""
     pauses: list[float] = []
 
-    def longest(_: float, pause: float) -> float:
+    def endless(_: float, pause: float) -> float:
         pauses.append(pause)
-        return pause
+        return 1e6
 
-    monkeypatch.setattr(random, "uniform", longest)
+    monkeypatch.setattr(random, "uniform", endless)
     async with FakeGrpcServer(FULL) as server, Client(server.url, retries=10**6) as client:
         stream = client.stream(**ASK)
         task = asyncio.ensure_future(anext(stream, None))
-        await eventually(lambda: pauses[-1:] == [3.2])
-        begun = time.monotonic()
+        await eventually(lambda: pauses)
         stream.cancel()
         await task
-        assert time.monotonic() - begun < 1
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

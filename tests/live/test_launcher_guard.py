@@ -111,10 +111,8 @@ def test_requests_are_cut_a_second_before_the_server_breaks_connections(tmp_path
 
 def test_a_server_whose_requests_are_handed_over_is_told_to_stop_at_once(tmp_path: Path) -> None:
     """Half of the time to drain is only for those that still speculate."""
-    process = guarded(tmp_path, DRAINS, drain=60)
-    begun = time.monotonic()
+    process = guarded(tmp_path, DRAINS, drain=1_000_000)
     assert end_of(process)[0] == 0
-    assert time.monotonic() - begun < 15
 
 
 def test_processes_of_a_dead_launcher_end_with_the_server(tmp_path: Path) -> None:

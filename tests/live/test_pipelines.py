@@ -7,7 +7,6 @@ import json
 import pickle
 import queue
 import shutil
-import time
 import wave
 from collections.abc import Iterator
 from dataclasses import replace
@@ -167,17 +166,23 @@ def live_requests(server: TritonServer) -> float:
 def test_sound_comes_while_codes_are_still_made(pipelines: TritonServer, tmp_path: Path) -> None:
     """And all of it is what the vocoder makes of the language model's ids."""
     ids = load_tokenizer(DEMO / "target").encode(LONG, True)
-    began, arrivals, pcm, codes = time.monotonic(), [], [], 0
-    for result in Stream(pipelines, "speech", text=LONG, max_codes=1000):
-        arrivals.append(time.monotonic() - began)
-        pcm.append(result.as_numpy("pcm"))
-        codes += int(result.as_numpy("codes")[0])
-    assert codes == len(ids)
+
+    def spoken() -> list[Any]:
+        """Return the results, none if this client was too slow to see the engine at work."""
+        results: list[Any] = []
+        is_early = False
+        for result in Stream(pipelines, "speech", text=LONG, max_codes=1000):
+            is_early = is_early or (not results and live_requests(pipelines) > 0)
+            results.append(result)
+        return results if is_early else []
+
+    results = until(spoken)
+    pcm = [result.as_numpy("pcm") for result in results]
+    assert sum(int(result.as_numpy("codes")[0]) for result in results) == len(ids)
     seconds = np.arange(640, dtype=np.float32) / 16_000
     tones = np.sin(2 * np.pi * (100 + np.array(ids)[:, None] % 1000) * seconds).reshape(-1)
     sound = np.concatenate(pcm)
     np.testing.assert_allclose(sound[: len(tones)], tones.astype(np.float32), atol=1e-6)
-    assert arrivals[0] < arrivals[-1] / 2
     with wave.open(str(tmp_path / "speech.wav"), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)

@@ -6,7 +6,6 @@ import gzip
 import http.client
 import json
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from tritonclient import http as http_client
 
 from tests.helpers.triton_front import KEY, Front, in_front_of
+from tests.helpers.waiting import until
 from trtllm_bls.errors import defects
 from trtllm_bls.http.routes import ROUTES
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -443,18 +443,13 @@ def test_when_the_caller_leaves_the_model_stops(
         found = [line for line in lines if part in line and not line.startswith("#")]
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
-    def wait_for(part: str, least: float) -> None:
-        until = time.monotonic() + 60
-        while figure(part) < least:
-            assert time.monotonic() < until
-
     left = figure('reason="caller_left"')
     body = json.dumps(
         {**ASK, "max_tokens": 3000, "end_id": -1, "stream": kind == "generate_stream"}
     ).encode()
-    with socket.create_connection(("127.0.0.1", ports[1])) as connection:
+    with socket.create_connection(("127.0.0.1", ports[1]), timeout=60) as connection:
         head = f"POST {BLS}/{kind} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
-        wait_for("trtllm_bls_num_requests_running", 1)
-    wait_for('reason="caller_left"', left + 1)
+        until(lambda: figure("trtllm_bls_num_requests_running") >= 1)
+    until(lambda: figure('reason="caller_left"') >= left + 1)

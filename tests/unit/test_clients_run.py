@@ -54,16 +54,14 @@ def test_what_has_no_time_left_is_told_and_fails_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What would only begin later, and what does not end in time."""
-    monkeypatch.setenv("PATH", npm(tmp_path / "bin", "exec /bin/sleep 60"))
+    monkeypatch.setenv("PATH", npm(tmp_path / "bin", "exec /bin/sleep 1000"))
     slow = tmp_path / "slow.py"
-    slow.write_text("import time; time.sleep(60)")
+    slow.write_text("import time; time.sleep(1000)")
     monkeypatch.setattr(run, "PROGRAMS", tmp_path)
     programs = [run.Program(name, "slow.py", ("pytest",)) for name in ("One", "Two")]
     monkeypatch.setattr(run, "PROGRAMS_OF_PYTHON", programs)
     assert not [*node_rows(Clock(time.monotonic() + 0.2), tmp_path / "node", {}, True)]
-    began = time.monotonic()
-    assert not [*python_rows(Clock(began + 0.5), tmp_path, {}, True)]
-    assert time.monotonic() - began < 30
+    assert not [*python_rows(Clock(time.monotonic() + 0.5), tmp_path, {}, True)]
     told = capsys.readouterr().out
     for name in ("clients of npm", "One", "Two"):
         assert f"NOT RUN: no time was left for {name}\n" in told
@@ -81,6 +79,6 @@ def test_a_program_that_never_ends_is_a_failure(
 ) -> None:
     """Where there would be time."""
     monkeypatch.setattr(Clock.run, "__defaults__", (0.2,))
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
     (row,) = run.checks(Clock(), "One", "", command, {}, tmp_path)
     assert row.result.startswith("no end within")

@@ -519,14 +519,12 @@ def test_a_stopped_worker_of_the_api_is_replaced(served: Served) -> None:
             return None
 
         worker, ports = until(with_clients)
-        stopped_at = time.monotonic()
         worker.suspend()
         line = served.wait_for_line("was stopped")
         assert f"process {worker.pid} of the HTTP program was stopped" in line
         for each in ports:
             with suppress(ConnectionResetError):
                 assert clients[each].recv(1) == b""
-        assert time.monotonic() - stopped_at < 3
     until(lambda: len(found := workers(served)) == 2 and worker not in found)
 
 

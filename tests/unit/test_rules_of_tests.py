@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,138 @@ def test_a_pool_without_ports_says_so() -> None:
     with pytest.raises(RuntimeError, match="no free block of ports"):
         pool.take(200)
     pool.close()
+
+
+# --- comparisons of time and memory ----------------------------------------------------------
+
+CLOCKS = re.compile(
+    r"\b(?:time\.(?:time|monotonic|perf_counter|process_time|thread_time)(?:_ns)?\(|loop\.time\(|"
+    r"getrusage|tracemalloc\.|memory_info\(|cpu_times\(|cpu_percent\(|TaskDuration|growth\()|"
+    r"\[\"cpu\"\]"
+)
+
+
+def measured(function: ast.AST) -> Iterator[str]:
+    """Yield the assertions that compare a clock or a size with something.
+
+    A name that is bound to such a value, or a list that one is appended to, counts as one.
+    """
+    names: set[str] = set()
+
+    def is_measured(node: ast.AST) -> bool:
+        loaded = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        return (
+            bool(loaded & names) or CLOCKS.search(ast.unparse(node).replace("'", '"')) is not None
+        )
+
+    nodes = [*ast.walk(function)]
+    for _ in range(2):  # a name may be used above its binding, in a loop
+        for node in nodes:
+            if isinstance(node, ast.Assign) and is_measured(node.value):
+                targets = [name for target in node.targets for name in ast.walk(target)]
+                names.update(target.id for target in targets if isinstance(target, ast.Name))
+            elif isinstance(node, ast.FunctionDef) and node is not function:
+                returns = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
+                if any(part.value and is_measured(part.value) for part in returns):
+                    names.add(node.name)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = node.func.value
+                is_append = node.func.attr == "append" and isinstance(owner, ast.Name)
+                if is_append and is_measured(node.args[0]):
+                    names.add(owner.id)
+    for node in nodes:
+        if isinstance(node, ast.Assert) and is_measured(node.test):
+            yield ast.unparse(node.test)
+
+
+def timed_assertions() -> dict[str, list[str]]:
+    """Return the assertions that compare clocks or sizes, by file and function."""
+    found: dict[str, list[str]] = {}
+    for file, text in sources().items():
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            if assertions := [*measured(node)]:
+                found[f"{file}::{node.name}"] = assertions
+    return found
+
+
+# What may be compared all the same. A lower bound of a wait holds on every machine, since a busy
+# one only waits longer.
+SOUND = {
+    "client/test_streams.py::test_a_call_that_ended_unsent_is_late_if_its_deadline_is_over": (
+        "a deadline that is over, nearly over or a minute away"
+    ),
+    "helpers/waiting.py::eventually": "the limit of a wait",
+    "helpers/waiting.py::until": "the limit of a wait",
+    "live/test_launcher_guard.py::test_processes_of_a_dead_launcher_end_with_the_server": (
+        "a lower bound of a wait"
+    ),
+    "live/test_launcher_guard.py"
+    "::test_requests_are_cut_a_second_before_the_server_breaks_connections": (
+        "a deadline between two readings of the clock, and a lower bound of a wait"
+    ),
+    "openai/test_answers.py::test_a_chat_is_answered_in_one_piece": (
+        "a time stamp between two readings of the clock"
+    ),
+    "openai/test_http_guard.py::test_an_unfinished_request_holds_no_more_than_the_limit": (
+        "bytes that Python allocated, which are the same on every machine"
+    ),
+    "openai/test_same_answer.py::test_texts_of_many_turns_are_copied_once": (
+        "bytes that Python allocated, which are the same on every machine"
+    ),
+    "properties/test_speculative_faults.py::test_a_silent_draft_is_waited_for_once": (
+        "virtual time, which only the test moves"
+    ),
+    "properties/test_speculative_pace.py::test_speculation_that_does_not_pay_costs_little": (
+        "virtual time, which only the test moves"
+    ),
+    "reliability/bystanders.py::attack": "a program for people, which no test runs",
+    "unit/test_clients_run.py::test_what_has_no_time_left_is_told_and_fails_nothing": (
+        "passes the clock on"
+    ),
+    "unit/test_launcher_server.py::test_models_that_do_not_hand_over_have_half_of_the_time": (
+        "a lower bound of a wait"
+    ),
+    "unit/test_python_backend.py"
+    "::test_an_error_as_a_status_leaves_once_tritons_thread_has_returned": (
+        "a lower bound of a wait"
+    ),
+} | {
+    f"unit/test_linear_costs.py::test_{name}": (
+        "the CPU time of this process, the least of four tries: linear work grows 16 to 21 times, "
+        "the bound is 60 times, quadratic work grows 256 times"
+    )
+    for name in (
+        "no_regular_expression_reads_a_text_more_than_once",
+        "no_text_of_a_model_is_read_more_than_once",
+        "python_literals_with_equal_hashes",
+        "what_is_fed_grows_with_its_size",
+    )
+}
+
+
+def test_no_assertion_compares_a_time_that_a_busy_machine_lengthens() -> None:
+    """A measurement is a program in ``benchmarks/``. A test counts, or names its reason here."""
+    assert timed_assertions().keys() == SOUND.keys()
+
+
+def test_a_timed_assertion_is_found_through_names_lists_and_functions() -> None:
+    """Otherwise the rule above would hold by not looking."""
+    timed = """
+def test_a():
+    began = time.monotonic()
+    times.append(time.monotonic() - began)
+    def spent():
+        return psutil.Process().cpu_times()
+    cost = spent()
+    assert max(times) < 2
+    assert cost < 3
+    assert resource.getrusage(0).ru_maxrss < 4
+    assert counted == 5
+"""
+    assert [*measured(ast.parse(timed))] == [
+        "max(times) < 2",
+        "cost < 3",
+        "resource.getrusage(0).ru_maxrss < 4",
+    ]
