@@ -1,6 +1,6 @@
 """A pytest plugin that prints which tests cost the most CPU time, and what a whole run costs.
 
-    pytest -p tests.cpu_of_tests --dearest 30 tests/unit
+    python -m pytest -p tests.cpu_of_tests --dearest 30 tests/unit
 
 CPU time, not wall time, since tests run beside each other. It counts the process that runs the test
 and all its child processes, so a server that tests share counts where it works, and its start
