@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import count, groupby, pairwise
 
 import hypothesis.strategies as st
@@ -27,6 +28,7 @@ from trtllm_bls.text.chat_parser import (
     ToolCall,
 )
 from trtllm_bls.text.json_values import JsonStrings, json_value
+from trtllm_bls.types import FinishReason
 
 ARGS = '{"city": "Oslo \\"{\\" é", "days": [1, {"a": null}]}'
 CALL = '{"name": "weather", "arguments": ' + ARGS + "}"
@@ -116,9 +118,14 @@ TEXTS = [
 
 
 def parse(
-    text: str, cuts: list[int], tools: str | None = None, tags: str | None = None, **more: bool
+    text: str,
+    cuts: list[int],
+    tools: str | None = None,
+    tags: str | None = None,
+    end: FinishReason = FinishReason.LENGTH,
+    **more: bool,
 ) -> list[ChatEvent]:
-    """The events of ``text`` cut at these places."""
+    """Return the events of ``text`` cut at these places."""
     ids = count()
     parser = ChatParser(
         FORCED if tools == "forced" else TOOL_FORMATS.get(tools or ""),
@@ -130,17 +137,17 @@ def parse(
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     for start, stop in pairwise(places):
         events += parser.feed(text[start:stop])
-    events += parser.flush()
+    events += parser.flush(end)
+    assert len(parser.outcomes) == sum(isinstance(event, ToolCall) for event in events)
     assert parser.has_calls == any(isinstance(event, ToolCall) for event in events)
     return events
 
 
-def test_arguments_that_come_twice_are_given_once() -> None:
-    """What follows the first would not be JSON any more."""
+def test_arguments_that_come_twice_are_unreadable() -> None:
+    """All that the model wrote is there, and is no object that a tool could run with."""
     text = '<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}'
     events = joined(parse(text, [], "hermes"))
-    assert events[:2] == [ToolCall(0, "id0", "f"), Arguments(0, '{"a": 1}')]
-    assert not any(isinstance(event, (ToolCall, Arguments)) for event in events[2:])
+    assert events == [ToolCall(0, "id0", "f"), Arguments(0, '{"a": 1}{"b": 2}}')]
 
 
 @pytest.mark.parametrize("arguments", ["1", "**{'a': 1}", "a=1, **{}"])
@@ -285,15 +292,21 @@ _PIECES = st.sampled_from(
     tools=st.sampled_from([None, "forced", *TOOL_FORMATS]),
     tags=st.sampled_from([None, *REASONING_TAGS]),
     opened=st.booleans(),
+    end=st.sampled_from([FinishReason.END_ID, FinishReason.LENGTH]),
 )
-@example(TEXTS[1][1], list(range(200)), "hermes", "think", False)
-@example(TEXTS[11][1], list(range(200)), "mistral", None, False)
+@example(TEXTS[1][1], list(range(200)), "hermes", "think", False, FinishReason.END_ID)
+@example(TEXTS[11][1], list(range(200)), "mistral", None, False, FinishReason.LENGTH)
 def test_where_the_text_is_cut_makes_no_difference(
-    text: str, cuts: list[int], tools: str | None, tags: str | None, opened: bool
+    text: str,
+    cuts: list[int],
+    tools: str | None,
+    tags: str | None,
+    opened: bool,
+    end: FinishReason,
 ) -> None:
     """Streamed and whole agree, for texts that are no calls just as for those that are."""
-    whole = parse(text, [], tools, tags, opened=opened)
-    assert joined(parse(text, cuts, tools, tags, opened=opened)) == joined(whole)
+    whole = parse(text, [], tools, tags, end, opened=opened)
+    assert joined(parse(text, cuts, tools, tags, end, opened=opened)) == joined(whole)
 
 
 def test_each_message_of_harmony_is_told_by_its_channel() -> None:
@@ -334,12 +347,16 @@ def test_harmony_without_tools_has_reasoning_and_content() -> None:
         (f"{CHANNEL}commentary to=python code{MESSAGE}print(1)", [Reasoning("print(1)")]),
         (f"{CHANNEL}??<|end|>{START}{FINAL}Hi", [Content(f"{CHANNEL}??\n\nHi")]),
         (f"{FINAL}Say {START} to begin", [Content("Say\n\nto begin")]),
-        (HARMONY[: -len(ARGS)] + "print(1)", [Content(HARMONY[: -len(ARGS)] + "print(1)")]),
+        (
+            HARMONY[: -len(ARGS)] + "print(1)",
+            [ToolCall(0, "id", "weather"), Arguments(0, "print(1)")],
+        ),
     ],
 )
 def test_harmony_that_is_not_as_it_should_be(text: str, wanted: list[ChatEvent]) -> None:
     """Headers that are cut are left out; what is no header is content."""
-    assert joined(parse(text, list(range(300)), "harmony", "harmony")) == wanted
+    events = joined(parse(text, list(range(300)), "harmony", "harmony"))
+    assert [replace(e, id="id") if isinstance(e, ToolCall) else e for e in events] == wanted
 
 
 @pytest.mark.parametrize(
@@ -376,8 +393,8 @@ def test_texts_of_gemma_leave_while_they_are_written() -> None:
         *(
             ("gemma4", f"<|tool_call>call:f{cut}", kept)
             for cut, kept in [
-                ("{a:1]", '{"a": 1'),
-                ("{a:<b", '{"a": '),
+                ("{a:1]", '{"a": 1]'),
+                ("{a:<b", '{"a": "<b'),
                 ('{a:<|"|>b', '{"a": "b'),
                 ("{a:hello wor", '{"a": "hello wor'),
                 ("{a:tru", '{"a": "tru'),
@@ -425,11 +442,11 @@ def test_a_call_that_breaks_off_keeps_what_there_is(
 )
 def test_arguments_that_no_client_is_sure_to_read_are_noted(value: str, is_read: bool) -> None:
     """Those for which the Messages API has the text in place of the object."""
-    noted: list[None] = []
-    parser = ChatParser(TOOL_FORMATS["hermes"], note_unreadable=lambda: noted.append(None))
+    noted: list[str] = []
+    parser = ChatParser(TOOL_FORMATS["hermes"], note_call=noted.append)
     call = f'{{"name": "f", "arguments": {{"a": {value}}}}}'
     parser.feed(f"<tool_call>{call}</tool_call>", end=True)
-    assert bool(noted) is not is_read
+    assert noted == ["begun", "whole" if is_read else "unreadable"]
 
 
 @pytest.mark.parametrize("cuts", [[], list(range(300))])
@@ -446,11 +463,11 @@ def test_arguments_that_no_client_is_sure_to_read_are_noted(value: str, is_read:
 def test_a_marker_ends_a_call_whose_braces_are_forgotten(
     tools: str, call: str, between: str, end: str, cuts: list[int]
 ) -> None:
-    """It is no part of the arguments, and a further call is read as ever."""
+    """The braces are supplied, and a further call is read as ever."""
     written = between.join([call % '{"a": {"b": "</tool_call>"}', call % '{"a": [2]}'])
     events = joined(parse(written + end, cuts, tools))
     first, second = [event.text for event in events if isinstance(event, Arguments)]
-    assert (first, second) == ('{"a": {"b": "</tool_call>"}', '{"a": [2]}')
+    assert (first.rstrip(), second) == ('{"a": {"b": "</tool_call>"}}', '{"a": [2]}')
     assert [type(event) for event in events] == [ToolCall, Arguments] * 2
 
 
@@ -490,16 +507,17 @@ def test_a_brace_too_many_is_no_content(tools: str, call: str, cuts: list[int]) 
 def test_the_end_of_the_last_part_is_known(text: str, ended: bool) -> None:
     """By it an API tells a part that was cut from one that had ended."""
     parser = ChatParser(TOOL_FORMATS["hermes"], REASONING_TAGS["think"])
-    parser.feed(text, end=True)
+    parser.feed(text, end=FinishReason.END_ID)
     assert parser.ended is ended
 
 
-def test_what_follows_a_call_that_breaks_off_is_content() -> None:
-    """All of it, from the character on that cannot belong to the call; perhaps the next call."""
+def test_what_nobody_can_read_in_a_call_is_its_arguments() -> None:
+    """As text, from the first character on that no rule explains, up to the next marker."""
     broken = '<tool_call>{"name": "f", '
-    assert joined(parse(f"{broken}so it is", [], "hermes")) == [
+    assert joined(parse(f"{broken}so it is</tool_call>\nDone.", [], "hermes")) == [
         ToolCall(0, "id0", "f"),
-        Content("so it is"),
+        Arguments(0, "so it is"),
+        Content("Done."),
     ]
     events = joined(parse(f"{broken}<tool_call>{CALL}", [], "hermes"))
     assert events[1:] == [ToolCall(1, "id1", "weather"), Arguments(1, ARGS)]
@@ -650,7 +668,7 @@ def test_texts_between_tags_leave_while_they_are_written() -> None:
 def test_the_end_of_a_value_may_be_missing(written: str, arguments: object) -> None:
     """Where a line is a tag that can only stand after it; within a line it is text."""
     call = f"<tool_call>\n<function=f>\n{written}"
-    events = parse(call, list(range(200)), "qwen3_coder")
+    events = parse(call, list(range(200)), "qwen3_coder", end=FinishReason.END_ID)
     found = json.loads("".join(e.text for e in events if isinstance(e, Arguments)))
     assert found == (arguments or {"a": "<parameter=b> </function>"})
 
@@ -682,7 +700,7 @@ def test_arguments_in_python_become_json(written: str, arguments: object) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["[f(1)]", "[f(a=b)]", "[f(**a)]", "[g(a=1)]", "f(a=1)", "[f(a='1"]
+    "text", ["[f(1)]", "[f(a=b)]", "[f(**a)]", "[g(a=1)]", "f(a=1) is 2", "Say f(a=1)", "[f(a='1"]
 )
 def test_python_that_calls_no_tool_is_content(text: str) -> None:
     """Also a function that is no tool of the request."""

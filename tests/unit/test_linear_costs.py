@@ -46,6 +46,7 @@ from trtllm_bls.text.checkpoint_dir import config_vocab_size
 from trtllm_bls.text.json_values import MAX_DEPTH
 from trtllm_bls.text.stopping import MAX_STOP_CHARS, StopMatcher, StoppingCriteria
 from trtllm_bls.text.tokenizer import _one_call_a_turn
+from trtllm_bls.text.xml_calls import _tags
 from trtllm_bls.triton.tensors import ChunkWriter
 from trtllm_bls.types import (
     ChatOptions,
@@ -88,7 +89,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 # Functions that put patterns together, and what makes one of each. The rest is read from the code.
 COMPOSED: dict[str, Callable[[], list[Any]]] = {
-    "trtllm_bls.text.chat_parser._compiled": lambda: [],  # those of the formats: below
+    "trtllm_bls.text.call_reader.compiled": lambda: [],  # those of the formats: below
     "trtllm_bls.text.chat_formats.formats_of": lambda: [],  # over a template, once at load
     "trtllm_bls.text.tokenizer._written_by": lambda: [],  # the same
     "trtllm_bls.text.tokenizer._any_of": lambda: [
@@ -152,10 +153,21 @@ def patterns() -> dict[str, tuple[Any, set[str]]]:
                     unknown.append(place)
     assert not unknown, f"say in COMPOSED what these make: {unknown}"
     for each in (*TOOL_FORMATS.values(), FORCED):
-        for text in (each.header, each.key, each.end):
-            note(regex.compile(text), {"match"})
-        note(regex.compile(each.value_end), {"search"})
+        for text, use in patterns_of(each):
+            note(regex.compile(text), {use})
     return found
+
+
+def patterns_of(tools: ToolFormat) -> Iterator[tuple[str, str]]:
+    """Yield the patterns that read a format, and how they are used."""
+    for text in (tools.header, tools.key, tools.line_key, tools.stray, tools.loose):
+        yield text, "match"
+    if tools.language == "xml":
+        for tags in (_tags(tools, complete) for complete in (False, True)):
+            for text in (tags.between, tags.after_value, tags.after_call):
+                yield text, "match"
+            for text in (tags.value, tags.held):
+                yield text, "search"
 
 
 def samples(pattern: str, flags: int) -> list[str]:
@@ -292,7 +304,7 @@ def test_no_text_of_a_model_is_read_more_than_once(family: str, piece: int) -> N
 def test_patterns_of_families_have_a_bound(family: str) -> None:
     """The beginning of a match is read again with each piece, so it must not grow."""
     each = TOOL_FORMATS[family]
-    for text in (each.header, each.key, each.value_end, each.end):
+    for text in (each.header, each.key, each.line_key, each.closer, each.stray, each.loose):
         assert not re.search(r"(?<!\\)[*+](?!\+)(?<!\}\+)|\{\d+,\}", re.sub(r"\[.*?\]", "", text))
 
 

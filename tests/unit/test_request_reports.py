@@ -29,6 +29,7 @@ from trtllm_bls.orchestrator.reports import (
     RESPONSES,
     RUNNING,
     SPECULATION,
+    TOOL_CALLS,
     UNREADABLE_ARGUMENTS,
     UNREADABLE_CONTENT,
     WAITING,
@@ -94,7 +95,7 @@ def test_every_metric_is_there_before_the_first_request() -> None:
     TritonMetrics(registry, MODEL)
     assert set(registry.kinds) == {metric.name for metric in METRICS if metric.known}
     assert {each for each in METRICS if not each.known} == {
-        *(API_REQUESTS, ENGINE_SEQUENCES, UNREADABLE_ARGUMENTS, UNREADABLE_CONTENT)
+        *(API_REQUESTS, ENGINE_SEQUENCES, TOOL_CALLS, UNREADABLE_ARGUMENTS, UNREADABLE_CONTENT)
     }
     assert registry.of(REQUESTS.name, outcome="cancelled", reason="deadline", model=MODEL) == 0
 

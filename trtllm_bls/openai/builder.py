@@ -273,7 +273,8 @@ class PartsBuilder(ResponseBuilder):
     def add(self, index: int, chunk: TextChunk) -> bytes:
         events, ending = [self._begin_once()], well_ended(chunk)
         self._tokens.add(chunk.tokens or (), self._scores_of(chunk))
-        for event in self._parser.feed(chunk.text, end=ending is not None):
+        reason = None if ending is None else ending.finish_reason
+        for event in self._parser.feed(chunk.text, reason):
             if isinstance(event, Annotation):
                 events.append(self._annotated(event.value))
                 continue

@@ -106,7 +106,8 @@ class ChatResponse(ChoicesBuilder):
             if chunk.text:
                 yield chunk.text
         else:
-            events = parser.feed(chunk.text, end=ending is not None)
+            reason = None if ending is None else ending.finish_reason
+            events = parser.feed(chunk.text, reason)
             deltas = list(self._event_deltas(index, events, ending))
             if not deltas and logprobs is not None:  # of tokens that have no text yet
                 deltas.append({})
@@ -184,7 +185,8 @@ class ChatResponse(ChoicesBuilder):
 
     def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
         fields = super()._finish(index, ending)
-        if fields["finish_reason"] == "stop" and self._parsers[index].has_calls:
+        parser = self._parsers[index]
+        if fields["finish_reason"] == "stop" and parser.has_calls and not parser.is_cut:
             fields["finish_reason"] = "tool_calls"
         return fields
 

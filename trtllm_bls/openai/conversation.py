@@ -194,14 +194,14 @@ class ChatFormats:
 class ChatModel:
     """What requests are read with. ``fingerprint`` tells clients that it is another model.
 
-    ``count_arguments`` is called with the format of a call whose arguments are no JSON object.
+    ``count_call`` is called with a call's format and how it went on: see ``ChatParser``.
     """
 
     tokenizer: Tokenizer
     formats: ChatFormats = ChatFormats()
     fingerprint: str = ""
     reader: ContentReader = field(default_factory=ContentReader)
-    count_arguments: Callable[[str], None] = lambda tool_format: None
+    count_call: Callable[[str, str], None] = lambda tool_format, outcome: None
     pipeline: bool = False  # it takes conversations as they are, and divides its answer itself
 
 
@@ -465,7 +465,7 @@ def chat_turn(
         return text, guide.field if guide else "", [EventParser() for _ in range(choices)]
     most = None if asked.parallel else 1
     name = next((name for name, known in TOOL_FORMATS.items() if known is calls), "forced")
-    note = partial(model.count_arguments, name)
-    fields = {"opened": opened, "schemas": schemas, "most_calls": most, "note_unreadable": note}
+    note = partial(model.count_call, name)
+    fields = {"opened": opened, "schemas": schemas, "most_calls": most, "note_call": note}
     parsers = [ChatParser(calls, reasoning, **fields) for _ in range(choices)]
     return text, guide.field if guide else "", parsers

@@ -256,7 +256,8 @@ class MessagesResponse(PartsBuilder):
             return {"stop_reason": None, "stop_sequence": None}
         if ending.finish_reason is FinishReason.STOP and ending.stop_reason is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": ending.stop_reason}
-        reason = "tool_use" if self._parser.has_calls else "end_turn"
+        calls = self._parser.has_calls and not self._parser.is_cut
+        reason = "tool_use" if calls else "end_turn"
         reason = "refusal" if self._refused else reason
         if ending.finish_reason in (FinishReason.LENGTH, FinishReason.TIMEOUT):
             reason = "max_tokens"

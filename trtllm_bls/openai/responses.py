@@ -324,10 +324,13 @@ class ResponsesResponse(PartsBuilder):
 
     @property
     def _end_status(self) -> str:
-        """How the answer, or the part that is closed in its middle, has ended."""
+        """How the answer, or the part that is closed in its middle, has ended.
+
+        A call is cut, too, where a stop string or the model itself has ended the answer inside it.
+        """
         reasons = (FinishReason.LENGTH, FinishReason.TIMEOUT)
-        cut = self._ending is not None and self._ending.finish_reason in reasons
-        return "incomplete" if cut else "completed"
+        is_cut = self._ending is not None and self._ending.finish_reason in reasons
+        return "incomplete" if is_cut or self._parser.is_cut else "completed"
 
     def _first_events(self) -> bytes:
         response = self._body("in_progress")

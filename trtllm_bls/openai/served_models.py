@@ -15,13 +15,18 @@ from trtllm_bls import __version__
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 from trtllm_bls.openai.api_errors import ApiError, invalid
 from trtllm_bls.openai.api_settings import ApiSettings
-from trtllm_bls.openai.content import ContentReader
+from trtllm_bls.openai.content import ContentReader, note_once
 from trtllm_bls.openai.conversation import ChatFormats, ChatModel
 from trtllm_bls.openai.exchange import JsonResponse
 from trtllm_bls.openai.schema import Generation
 from trtllm_bls.orchestrator.deployment import Deployment
-from trtllm_bls.orchestrator.reports import UNREADABLE_ARGUMENTS, UNREADABLE_CONTENT
+from trtllm_bls.orchestrator.reports import (
+    TOOL_CALLS,
+    UNREADABLE_ARGUMENTS,
+    UNREADABLE_CONTENT,
+)
 from trtllm_bls.orchestrator.status import StatusDirectory
+from trtllm_bls.text.chat_parser import CallOutcome
 from trtllm_bls.types import Adapter, TextRequest
 
 
@@ -54,12 +59,19 @@ class ServedModels:
             settings.unreadable == "refuse",
             lambda kind: metrics.record(UNREADABLE_CONTENT, (kind,), 1),
         )
+
+        def count_call(tool_format: str, result: str) -> None:
+            metrics.record(TOOL_CALLS, (tool_format, result), 1)
+            if result == CallOutcome.UNREADABLE.value:
+                metrics.record(UNREADABLE_ARGUMENTS, (tool_format,), 1)
+                note_once(f"answers with calls in {tool_format} that cannot be read")
+
         self._language_model = ChatModel(
             tokenizer,
             ChatFormats.of(tokenizer, settings.tool_parser, settings.reasoning_parser),
             fingerprint,
             reader,
-            lambda name: metrics.record(UNREADABLE_ARGUMENTS, (name,), 1),
+            count_call,
         )
         self._pipeline_model = ChatModel(
             tokenizer, ChatFormats(), fingerprint, reader, pipeline=True

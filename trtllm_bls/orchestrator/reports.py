@@ -102,6 +102,12 @@ UNREADABLE_CONTENT = _counter(
     labels=("kind",),
     known=(),
 )
+TOOL_CALLS = _counter(
+    "trtllm_bls_tool_calls_total",
+    "Calls of tools that models wrote: begun, and how each ended, whole, cut or unreadable",
+    labels=("format", "result"),
+    known=(),
+)
 UNREADABLE_ARGUMENTS = _counter(
     "trtllm_bls_unreadable_arguments_total",
     "Calls of tools whose arguments, as the model wrote them, are no JSON object",

@@ -454,7 +454,8 @@ class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
         """Divide the text into what is said, thought and called."""
         texts, calls = {Content: "", Reasoning: ""}, []
         ends = step.finish_reason is not None
-        events: Iterable[Any] = self._parsers[step.index].feed(step.text, end=ends)
+        reason = FinishReason(step.finish_reason) if ends else None
+        events: Iterable[Any] = self._parsers[step.index].feed(step.text, reason)
         for event in (*events, *([None] if ends else [])):
             if isinstance(event, Arguments):
                 self._calls[step.index][1].append(event.text)

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 
@@ -23,33 +24,57 @@ class ToolFormat:
     ``begin``: markers before calls; without any, the text consists of calls alone.
     ``noise``: text that may stand between and after calls. A marker that is also in ``begin`` is
     never content.
+    ``inner``: text that may stand between a marker of ``begin`` and the calls behind it.
     ``header``: pattern of what precedes the arguments. Its group ``name`` is the tool's name;
     without it, the name is part of the JSON. Its group ``id`` is the call's id; without it, the
-    parser makes one, of at most ``id_length`` characters. A header with a group ``channel``, and
-    without a name, begins a message.
+    parser makes one, of at most ``id_length`` characters. ``id_form`` makes it of the name and the
+    number of the call. A header with a group ``channel``, and without a name, begins a message.
     ``bare``: a text that begins with it may be a call without a marker.
+    ``loose``: pattern of what may begin a call without a marker, if it names a tool of the request;
+    ``loose_at``: where in a text. ``loose_end``: what has to follow such a call.
     ``opening``: what an answer that calls a tool at once begins with, where it is not a marker.
     ``special``: the markers are special tokens, which the text has to keep.
     ``language``: of the arguments.
+    ``may_be_empty``: no arguments behind a header mean an empty object.
 
     Patterns of XML: ``key`` precedes a value, and its group ``key`` is the key; its group
-    ``string``, else the tool's schema, tells whether the value is one. ``value_end``
-    follows a value; what comes next tells it from the same text inside a value. ``end`` follows the
-    last value.
+    ``string``, else the tool's schema, tells whether the value is one. ``closer`` follows a value;
+    what comes next tells it from the same text inside a value. ``line_key`` is a key that shows
+    that the closer before it is missing. ``stray`` may stand between arguments without a meaning.
+    ``ends`` are the texts that end a call.
     """
 
     mark: str = ""
     begin: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
     header: str = r"(?=\{)"
     bare: str | None = None
+    loose: str = ""
+    loose_at: Literal["start", "line", "any"] = "any"
+    loose_end: str = ""
     opening: tuple[str, ...] = ()
     special: bool = False
     id_length: int = 64
+    id_form: str = ""
     language: Literal["json", "xml", "python", "gemma"] = "json"
+    may_be_empty: bool = False
     key: str = ""
-    value_end: str = ""
-    end: str = ""
+    closer: str = ""
+    line_key: str = ""
+    stray: str = "(?!)"
+    ends: tuple[str, ...] = ()
+
+    @cached_property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that are in no call's arguments but within a string, the longest first."""
+        texts = {text for text in (*self.begin, *self.noise, *self.ends) if len(text) > 2}
+        return tuple(sorted(texts, key=len, reverse=True))
+
+    @cached_property
+    def closers(self) -> tuple[str, ...]:
+        """Markers behind calls."""
+        return tuple(text for text in self.noise if len(text) > 2 and text not in self.begin)
 
 
 class ReasoningTags(NamedTuple):
@@ -68,24 +93,30 @@ class ReasoningTags(NamedTuple):
 
 _GAP = r"\s{0,64}+"  # white space
 _NAME = r"(?P<name>[\w.-]{1,256})"
+_QUOTED_NAME = r"[\"']?(?P<name>[^\"'<>\s]{1,256})[\"']?"
+_QUOTED_KEY = r"[\"']?(?P<key>[^\"'<>\n]{1,256})[\"']?"
 _SEP = "<｜tool▁sep｜>"
+_DSML_GAP = "｜ ?"
 # Harmony: a message is a header and a text. The header has a channel and may have a recipient.
-_CHANNEL = rf"<\|channel\|>(?P<channel>\w{{1,64}}){_GAP}"
-_MESSAGE = rf"(?:<\|constrain\|>)?\w{{0,64}}{_GAP}<\|message\|>"
-_OTHER = rf"(?:to=(?P<other>(?!functions\.)[^<\s]{{1,256}}){_GAP})?"  # not the caller's tool
-_TOOL = rf"to=functions\.{_NAME}{_GAP}"
-_HARMONY_CALL = rf"(?:{_TOOL}{_CHANNEL}|{_CHANNEL}{_TOOL}){_MESSAGE}{_GAP}(?=\{{)"
+_HEADER_PART = r"<\|channel\|>(?P<channel>\w{1,64})|<\|constrain\|>|[^<]"
+_MESSAGE = rf"{_GAP}<\|message\|>"
 _HARMONY = ToolFormat(
     mark=r"<\|channel\|>analysis",
     begin=("<|end|>", "<|return|>", "<|start|>assistant", "<|channel|>"),
     noise=("<|end|>", "<|return|>", "<|start|>assistant", "<|call|>"),
-    header=f"{_HARMONY_CALL}|{_OTHER}{_CHANNEL}{_OTHER}{_MESSAGE}",
+    header=r"(?=to=|<\|channel\|>\w)"
+    rf"(?:to=(?P<name>[^<\s]{{1,256}})|{_HEADER_PART}){{1,256}}+<\|message\|>",
     bare="",
     opening=("<|channel|>commentary to=functions.", " to=functions."),
     special=True,
+    may_be_empty=True,
 )
-_RECIPIENT = rf"(?:to=[^<\s]{{1,256}}{_GAP})?"
-_HARMONY_TEXT = replace(_HARMONY, header=f"{_RECIPIENT}{_CHANNEL}{_RECIPIENT}{_MESSAGE}")
+_HARMONY_TEXT = replace(
+    _HARMONY,
+    header=r"(?=to=|<\|channel\|>\w)"
+    rf"(?:to=[^<\s]{{1,256}}|{_HEADER_PART}){{1,256}}+<\|message\|>",
+)
+_FENCES = ("```json", "```")
 
 # The first format whose mark a template has is the template's, so a more specific one comes first.
 TOOL_FORMATS = {
@@ -94,84 +125,109 @@ TOOL_FORMATS = {
         mark="<｜tool▁call▁begin｜>",
         begin=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
         noise=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        header=rf"<｜tool▁call▁begin｜>{_GAP}(?:function{_SEP})?{_NAME}(?:{_SEP})?{_GAP}"
-        rf"(?:```json)?{_GAP}(?=\{{)",
+        header=rf"<｜tool▁call▁begin｜>{_GAP}(?:function{_SEP}){{0,1}}+{_NAME}"
+        rf"(?:{_SEP}{_GAP}(?:```json)?|{_GAP}```json|{_GAP}(?=\{{))",
         special=True,
+        may_be_empty=True,
     ),
     "deepseek_v32": ToolFormat(
         mark="｜DSML｜",
-        begin=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", "<｜DSML｜ calls>"),
+        begin=(
+            *("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", "<｜DSML｜ calls>"),
+            *("<｜DSML｜invoke name=", "<｜DSML｜ invoke name="),
+        ),
         noise=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>", "</｜DSML｜ calls>"),
-        header=rf'<｜DSML｜ ?invoke name="{_NAME}"(?:>|(?=/>))',
+        header=rf"<｜DSML{_DSML_GAP}invoke name={_QUOTED_NAME}(?:>|(?=/>))",
         special=True,
         language="xml",
-        key=r'<｜DSML｜ ?parameter name="(?P<key>[^"<>\n]{1,256})"'
-        r'(?: string="(?P<string>true|false)")?>',
-        value_end=rf"</｜DSML｜ ?parameter>(?={_GAP}</?｜DSML｜ ?(?:parameter name=|invoke>))",
-        end=r"(?:</｜DSML｜ ?invoke>|/>)",
+        key=rf"<｜DSML{_DSML_GAP}parameter name={_QUOTED_KEY}"
+        r"(?: string=[\"']?(?P<string>[tT]rue|[fF]alse)[\"']?)?>",
+        closer=rf"</｜DSML{_DSML_GAP}parameter>",
+        stray=rf"</｜DSML{_DSML_GAP}parameter>",
+        ends=("</｜DSML｜invoke>", "</｜DSML｜ invoke>", "/>"),
     ),
     "glm": ToolFormat(
         mark="<arg_key>",
         begin=("<tool_call>",),
         noise=("</tool_call>",),
-        header=rf"<tool_call>{_GAP}{_NAME}{_GAP}(?=<arg_key>|</tool_call>)",
+        header=rf"<tool_call>{_GAP}{_NAME}{_GAP}(?=<arg_key>|</arg_value>|</tool_call>)",
         language="xml",
-        key=rf"<arg_key>(?P<key>[^<>\n]{{1,256}})</arg_key>{_GAP}<arg_value>",
-        value_end=rf"</arg_value>(?={_GAP}<(?:arg_key>|/tool_call>))",
-        end="</tool_call>",
+        key=rf"<arg_key>(?P<key>[^<>\n]{{1,256}})</arg_key>{_GAP}(?:<arg_value>|(?=[^<\s]))",
+        closer="</arg_value>",
+        line_key=rf"(?:\r?\n)?<arg_key>(?P<key>[^<>\n]{{1,256}})</arg_key>{_GAP}<arg_value>",
+        stray="</arg_value>|</arg_key>",
+        ends=("</tool_call>",),
     ),
     "minimax_m2": ToolFormat(
         mark="<minimax:tool_call>",
-        begin=("<minimax:tool_call>",),
+        begin=("<minimax:tool_call>", "<invoke name="),
         noise=("</minimax:tool_call>",),
-        header=rf'<invoke name="{_NAME}">',
+        header=rf"<invoke name={_QUOTED_NAME}>",
         special=True,
         language="xml",
-        key=r'<parameter name="(?P<key>[^"<>\n]{1,256})">',
-        value_end=rf"</parameter>(?={_GAP}<(?:parameter name=|/invoke>))",
-        end="</invoke>",
+        key=rf"<parameter name={_QUOTED_KEY}>",
+        closer="</parameter>",
+        line_key=rf"(?:\r?\n[ \t]{{0,64}}+)?<parameter name={_QUOTED_KEY}>",
+        stray="</parameter>",
+        ends=("</invoke>",),
     ),
     "qwen3_coder": ToolFormat(
         mark="<parameter=",
         begin=("<tool_call>", "<function="),
         noise=("</tool_call>",),
-        header=r"<function=(?P<name>[^<>\s]{1,256})>",
+        header=r"<function=[\"']?(?P<name>[^<>\s\"']{1,256})[\"']?>",
         language="xml",
-        key=r"<parameter=(?P<key>[^<>\n]{1,256})>(?:\n|(?=[^\n]))",
-        # The model forgets the end of a value at times.
-        value_end=rf"\n?</parameter>(?={_GAP}<(?:parameter=|/function>))"
-        rf"|(?=\n(?:<parameter=[^<>\n]{{1,256}}>\n|</function>{_GAP}</tool_call>))",
-        end="</function>",
+        key=rf"<parameter={_QUOTED_KEY}>(?:\r?\n|(?=[^\r\n]))",
+        closer=r"(?:\r?\n)?</parameter>",
+        line_key=rf"\r?\n[ \t]{{0,64}}+<parameter={_QUOTED_KEY}>\r?\n",
+        stray="</parameter>",
+        ends=("</function>",),
     ),
     "kimi_k2": ToolFormat(
         mark=r"<\|tool_call_argument_begin\|>",
-        begin=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        begin=(
+            *("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+            "<|tool_call_begin|>",
+        ),
         noise=(
             *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            *("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
             "<|tool_call_end|>",
         ),
-        header=rf"<\|tool_call_begin\|>{_GAP}(?P<id>(?:functions\.)?{_NAME}:\d{{1,9}}){_GAP}"
-        rf"<\|tool_call_argument_begin\|>{_GAP}(?=\{{)",
+        header=rf"<\|tool_call_begin\|>{_GAP}(?P<id>(?P<name>[^<>\s]{{1,256}})){_GAP}"
+        r"<\|tool_call_argument_begin\|>",
         special=True,
+        id_form="functions.{name}:{index}",
+        may_be_empty=True,
     ),
     "gemma4": ToolFormat(
         mark=r"<\|tool_call>call:",
         begin=("<|tool_call>",),
         noise=("<tool_call|>", "<|tool_response>"),
-        header=rf"<\|tool_call>{_GAP}call:{_NAME}{_GAP}(?=\{{)",
+        header=rf"<\|tool_call>{_GAP}call:{_NAME}{_GAP}(?=[{{(])",
         special=True,
         language="gemma",
     ),
     "pythonic": ToolFormat(
         mark=r"\[func_name1\(",
         begin=("<|python_start|>",),
-        noise=("[", "]", ",", "<|python_end|>"),
+        noise=("[", "]", ",", ";", "<|python_end|>"),
         header=r"(?P<name>[^\W\d][\w.-]{0,255})\(",
         bare="[",
+        loose=rf"(?:\[{_GAP})?[^\W\d][\w.-]{{0,255}}+\(",
+        loose_at="line",
         special=True,
         language="python",
     ),
-    "hermes": ToolFormat(mark="<tool_call>", begin=("<tool_call>",), noise=("</tool_call>",)),
+    "hermes": ToolFormat(
+        mark="<tool_call>",
+        begin=("<tool_call>",),
+        noise=("</tool_call>",),
+        inner=("[", "]", ",", *_FENCES),
+        loose=r"(?=\{)",
+        loose_at="start",
+        loose_end="</tool_call>",
+    ),
     "mistral": ToolFormat(
         mark=r"\[TOOL_CALLS\]",
         begin=("[TOOL_CALLS]",),
@@ -185,8 +241,10 @@ TOOL_FORMATS = {
         # The shorter templates of the family do not have the marker.
         mark=r'<\|python_tag\|>|\A(?=.*ipython).*"parameters"',
         begin=("<|python_tag|>",),
-        noise=(";", ",", "<|eom_id|>"),
+        noise=(";", ",", "[", "]", "<|eom_id|>", "</function>"),
+        header=r"<function=(?P<name>[\w.-]{1,256})>|(?=\{)",
         bare="{",
+        loose=rf"(?=\{{)|\[{_GAP}(?=\{{)|(?=<function=)",
         special=True,
     ),
 }

@@ -1,0 +1,247 @@
+"""Tools' JSON schemas, as far as reading a call needs them: the tools that may be called, and which
+kinds of value each argument takes.
+
+A client wrote the schemas, so they may hold anything. Each argument is resolved once a request.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+from urllib.parse import unquote
+
+from trtllm_bls.text.json_values import dumped
+
+# What readers raise for a text that is no value, or no call.
+NO_VALUE = (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError)
+_MAX_STEPS = 256  # schemas that one argument's kinds may be spread over
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_MAX_DIGITS = 4000  # Python and other readers of JSON refuse longer integers
+
+
+class ValueKinds:
+    """The JSON types that a schema allows, none where it does not say, and its ``enum``."""
+
+    def __init__(self, schema: object, root: object = None) -> None:
+        self.types: set[str] = set()
+        self.values: list[Any] = []
+        pending = [schema]
+        resolved: set[str] = set()
+        for _ in range(_MAX_STEPS):
+            if not pending:
+                break
+            branch = _mapping(pending.pop())
+            reference = branch.get("$ref")
+            if isinstance(reference, str) and reference not in resolved:
+                resolved.add(reference)
+                pending.append(_target(root, reference))
+            for key in ("anyOf", "oneOf", "allOf"):
+                branches = branch.get(key)
+                pending += branches if isinstance(branches, list) else []
+            self._add(branch)
+
+    @property
+    def is_text(self) -> bool:
+        """True where the value can be nothing but a text, which leaves while it is written."""
+        return self.types == {"string"}
+
+    def _add(self, schema: Mapping[str, Any]) -> None:
+        kind = schema.get("type")
+        kinds = kind if isinstance(kind, list) else [kind]
+        self.types.update(name for name in kinds if isinstance(name, str))
+        if schema.get("nullable") is True:
+            self.types.add("null")
+        values = list(schema["enum"]) if isinstance(schema.get("enum"), list) else []
+        if "const" in schema:
+            values.append(schema["const"])
+        self.values += values
+        if kind is None:
+            self.types.update(_type_of(value) for value in values)
+
+    def json_of(self, text: str) -> str:
+        """Return the JSON of a value that is written without its type.
+
+        The kinds are tried from null to string; the first that the schema allows and the text is
+        wins. A text that is none of them keeps what it says, an object or list without a schema
+        is read, and everything else is a string.
+        """
+        word = text.strip()
+        choices = [self._read(kind, text, word) for kind in _ORDER if kind in self.types]
+        found = [choice for choice in choices if choice is not None]
+        for choice in found:
+            if not self.values or json.loads(choice) in self.values:
+                return choice
+        if found:
+            return found[0]
+        if self.types or word[:1] in ("{", "["):
+            for read in (json.loads, python_literal):
+                with suppress(*NO_VALUE):
+                    return dumped(read(word))
+        return dumped(text)
+
+    def _read(self, kind: str, text: str, word: str) -> str | None:
+        if kind == "string":
+            return dumped(text)
+        if kind in ("integer", "number"):
+            is_number = _NUMBER.fullmatch(word) and len(word) <= _MAX_DIGITS
+            if not is_number or (kind == "integer" and not word.lstrip("-").isdigit()):
+                return None
+            return word if math.isfinite(float(word)) else None
+        if kind in _WORDS:
+            names = _WORDS[kind]
+            # "None" is also a text, and null only where the value cannot be one.
+            return names.get(word) if word.islower() or "string" not in self.types else None
+        if word[:1] != _BRACKETS[kind]:
+            return None
+        for read in (json.loads, python_literal):
+            with suppress(*NO_VALUE):
+                value = read(word)
+                if isinstance(value, (dict, list)):
+                    return dumped(value)
+        return None
+
+
+_ORDER = ("null", "integer", "number", "boolean", "object", "array", "string")
+_BRACKETS = {"object": "{", "array": "["}
+_WORDS = {
+    "null": {"null": "null", "None": "null"},
+    "boolean": {"true": "true", "True": "true", "false": "false", "False": "false"},
+}
+_PYTHON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
+_PYTHON_TYPES |= {dict: "object", list: "array", type(None): "null"}
+
+
+class OfferedTools:
+    """The tools of a request, by name. ``None`` in place of schemas: they are not known."""
+
+    def __init__(self, schemas: Mapping[str, Any] | None) -> None:
+        self.schemas = schemas
+        self._kinds: dict[tuple[str, str], ValueKinds] = {}
+
+    @property
+    def are_known(self) -> bool:
+        return self.schemas is not None
+
+    def has(self, name: str) -> bool:
+        """True for a tool that may be called, and for any where they are not known."""
+        return self.schemas is None or name in self.schemas
+
+    @cached_property
+    def only(self) -> str | None:
+        """The name of the only tool, if there is one alone."""
+        names = list(self.schemas or ())
+        return names[0] if len(names) == 1 else None
+
+    def named(self, written: str) -> str | None:
+        """Return the tool that a model means, or ``None`` where the request has no such tool.
+
+        Models write the number of the call behind the name, and the namespace of functions before
+        it, also where clients have put other characters for the dot and the colon.
+        """
+        if self.schemas is None:
+            return None
+        bare = re.sub(r"\Afunctions[.:_/]?", "", written)
+        for name in (written, bare):
+            for candidate in (name, re.sub(r"[.:_-]?\d{1,9}\Z", "", name)):
+                if candidate in self.schemas:
+                    return candidate
+        return None
+
+    def has_argument(self, tool: str, key: str) -> bool:
+        """True for an argument of the tool's schema, and for any where that names none."""
+        properties = self._properties(tool)
+        return not properties or key in properties
+
+    def kinds(self, tool: str, key: str) -> ValueKinds:
+        """Return what an argument of a tool may be."""
+        if (tool, key) not in self._kinds:
+            root = _mapping(self.schemas).get(tool)
+            self._kinds[tool, key] = ValueKinds(self._properties(tool).get(key), root)
+        return self._kinds[tool, key]
+
+    def _properties(self, tool: str) -> Mapping[str, Any]:
+        root = _mapping(self.schemas).get(tool)
+        schema = _mapping(root)
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            schema = _mapping(_target(root, reference))
+        return _mapping(schema.get("properties"))
+
+
+def _target(root: object, reference: str) -> object:
+    """Return the schema that a reference within ``root`` names, if it does."""
+    if not reference.startswith("#"):
+        return None
+    schema = root
+    for part in reference[1:].split("/")[1:]:
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list):
+            is_index = key.isdigit() and len(key) < 6 and int(key) < len(schema)
+            schema = schema[int(key)] if is_index else None
+        else:
+            schema = _mapping(schema).get(key)
+    return schema
+
+
+def _type_of(value: object) -> str:
+    return _PYTHON_TYPES.get(type(value), "")
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+TEXT_KINDS = ValueKinds({"type": "string"})
+WORD_KINDS = ValueKinds({"type": ["null", "number", "boolean"]})  # of a word without quotes
+
+
+# --- Python's literals ---------------------------------------------------------------------------
+
+_NAMES = {"true": True, "false": False, "null": None}
+
+
+def parsed_python(text: str) -> ast.expr:
+    """Parse an expression. Raises what ``NO_VALUE`` has."""
+    with warnings.catch_warnings():  # about escapes that Python does not know
+        warnings.simplefilter("ignore")
+        return ast.parse(text, mode="eval").body
+
+
+def python_literal(text: str) -> Any:
+    """Return the value of a Python literal. Raises what ``NO_VALUE`` has."""
+    return literal_value(parsed_python(text))
+
+
+def literal_value(node: ast.AST | None) -> Any:
+    """Return the value of Python's literals, also by the names of JSON.
+
+    Keys are text at once, as in JSON: a model can choose numbers whose hashes are equal.
+    """
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [literal_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {_key(literal_value(key)): literal_value(value) for key, value in pairs}
+    if isinstance(node, ast.Name):
+        return _NAMES[node.id]
+    if isinstance(node, (ast.Constant, ast.UnaryOp)):
+        return ast.literal_eval(node)
+    raise ValueError("no literal")
+
+
+def _key(value: object) -> str:
+    if isinstance(value, (list, dict)):
+        raise TypeError("no key")
+    return value if isinstance(value, str) else dumped(value)
+
+
+def any_of(markers: Collection[str]) -> str:
+    """Return a pattern of these texts."""
+    return "|".join(map(re.escape, markers)) or "(?!)"
