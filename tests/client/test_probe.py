@@ -23,7 +23,7 @@ from tests.helpers.waiting import eventually
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.operate.health import Probe, ServerProcesses, look
 from trtllm_bls.operate.tritonserver import TritonServer
-from trtllm_bls.operate.watch import Pace, Watch
+from trtllm_bls.operate.watch import HttpDoor, Pace, Watch
 from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory, start_of
 
 SECONDS = 20
@@ -99,6 +99,7 @@ def watch(
     metrics_url: str = "http://127.0.0.1:1/metrics",
     pace: Pace = QUICK,
     said: list[str] | None = None,
+    http: HttpDoor | None = None,
     **more: Any,
 ) -> Watch:
     """Over a server whose processes are this one."""
@@ -113,7 +114,7 @@ def watch(
         | {"models": ("tensorrt_llm",) * engine_here + ("tensorrt_llm_bls",), **more},
     )
     warn = [].append if said is None else said.append
-    return Watch(cast(TritonServer, server), warn, pace)
+    return Watch(cast(TritonServer, server), warn, pace, http)
 
 
 async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> None:
@@ -159,6 +160,9 @@ async def test_an_engine_that_makes_steps_is_not_stuck(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics:
         threading.Thread(target=metrics.serve_forever, daemon=True).start()
         async with FakeGrpcServer([Hold()]) as server:
+            now = time.monotonic()
+            busy = ProcessStatus(os.getpid(), now, now + SECONDS, responses=0, running=256)
+            StatusDirectory(tmp_path).write(busy)
             url = f"http://127.0.0.1:{metrics.server_port}/metrics"
             watching = watch(server.url, tmp_path, 1.5, failed := [], metrics_url=url)
             begun = time.monotonic()
@@ -175,6 +179,102 @@ async def test_an_engine_that_makes_steps_is_not_stuck(tmp_path: Path) -> None:
             assert "no response has left for" in failed[0]
             await asyncio.to_thread(watching.close)
         metrics.shutdown()
+
+
+@pytest.mark.parametrize("moving", ["responses", "tokens", "steps"])
+async def test_traffic_of_the_openai_api_does_not_hide_a_stuck_tensorrt_llm_bls(
+    tmp_path: Path, moving: str
+) -> None:
+    """Its own canary waits, while the engine works for the other door and has an empty queue."""
+    files, failed, moved = StatusDirectory(tmp_path), list[str](), 0
+    Metrics.asked, Metrics.most = 0, math.inf if moving == "steps" else 0
+    row = 'nv_trt_llm_request_metrics{{model="m",request_type="{}"}} {}\n'
+    Metrics.more = row.format("scheduled", 2) + row.format("waiting", 0)
+    with (
+        subprocess.Popen(["sleep", "60"]) as worker,
+        ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics,
+    ):
+        threading.Thread(target=metrics.serve_forever, daemon=True).start()
+
+        def progress() -> bool:
+            nonlocal moved
+            moved += 1
+            now = time.monotonic()
+            files.write(ProcessStatus(os.getpid(), now, now, 0, running=1))
+            other = ProcessStatus(worker.pid, now, now, 0, running=2)
+            counts = {} if moving == "steps" else {moving: moved}
+            files.write(replace(other, **counts))
+            return bool(failed)
+
+        try:
+            async with FakeGrpcServer([Hold()]) as server:
+                url = f"http://127.0.0.1:{metrics.server_port}/metrics"
+                watching = watch(server.url, tmp_path, 1.0, failed, metrics_url=url)
+                await eventually(progress)
+                await asyncio.to_thread(watching.close)
+        finally:
+            Metrics.more = ""
+            worker.kill()
+            metrics.shutdown()
+    assert "no response has left for" in failed[0]
+
+
+class Door:
+    """An HTTP program that answers when it is told to, and has been replaced so often."""
+
+    def __init__(self, is_well: bool) -> None:
+        self.is_well = is_well
+        self.replaced: list[str] = []
+
+    def answers(self, timeout: float) -> bool:
+        return self.is_well
+
+    def replace(self, why: str) -> None:
+        self.replaced.append(why)
+
+
+async def test_an_http_program_that_answers_nothing_ends_readiness_and_is_replaced(
+    tmp_path: Path,
+) -> None:
+    """Requests to Triton do not hide it; the server goes on."""
+    door = Door(is_well=True)
+    async with FakeGrpcServer([TOKEN]) as server:
+        watching = watch(server.url, tmp_path, 0.5, failed := [], http=door)
+        await eventually(lambda: len(server.asked) > 1)
+        assert watching.verdict.ready
+        door.is_well = False
+        await eventually(lambda: not watching.verdict.ready)
+        assert "the HTTP program has answered nothing for" in watching.verdict.reasons[0]
+        await eventually(lambda: door.replaced)
+        door.is_well = True
+        await eventually(lambda: watching.verdict.ready)
+        await asyncio.to_thread(watching.close)
+    assert failed == []
+    assert door.replaced[0].startswith("has answered nothing for")
+
+
+async def test_responses_of_an_http_program_need_no_probe(tmp_path: Path) -> None:
+    """A program that is busy may answer a probe late."""
+    files, door, moved = StatusDirectory(tmp_path), Door(is_well=False), 0
+    with subprocess.Popen(["sleep", "60"]) as worker:
+
+        def progress() -> bool:
+            nonlocal moved
+            moved += 1
+            now = time.monotonic()
+            files.write(ProcessStatus(worker.pid, now, now, responses=moved, running=1))
+            return now > enough
+
+        try:
+            async with FakeGrpcServer([TOKEN]) as server:
+                enough = time.monotonic() + 2.0  # four times the limit
+                watching = watch(server.url, tmp_path, 0.5, [], http=door)
+                await eventually(progress)
+                assert watching.verdict.ready
+                await asyncio.to_thread(watching.close)
+        finally:
+            worker.kill()
+    assert door.replaced == []
 
 
 async def test_a_proxy_does_not_come_between_serve_and_its_server(

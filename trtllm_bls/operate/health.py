@@ -4,9 +4,12 @@
 on this machine. ``serve`` does so continuously, ``trtllm-bls health`` once.
 
 Load alone must never make a server unready, so a late answer does not count while anything makes
-progress. Progress is a response to any request, an answered canary (a request for one token that
-the probe sends), or a step of the engine: requests that do not stream send nothing until they end.
-A server is stuck only if nothing has made progress for the stall limit.
+progress. Each door has a progress of its own, so that traffic through one does not hide that
+another is stuck. Triton's door makes progress by a response of ``tensorrt_llm_bls``, by an answered
+canary (a request for one token that the probe sends), or by a step of the engine while requests of
+this door wait for it: requests that do not stream send nothing until they end. The HTTP program's
+door makes progress by a response of a worker, or by an answer to a GET. A door is stuck only if it
+has made no progress for the stall limit.
 
 Some observations count at once, because load does not cause them: a dead or stopped process, a
 model that is not loaded, a canary that fails twice, no shared memory or file descriptors left, and
@@ -59,7 +62,9 @@ class Observed:
 
     ``processes``: lines about dead or stopped processes. ``descriptors``: lines about processes
     without file descriptors; ``descriptors_at``: when every process last had some.
-    ``progress_at``: when a response was last sent, an engine made a step or a canary was answered.
+    ``progress_at``: the last sign that Triton's requests are answered: ``tensorrt_llm_bls`` sent a
+    response or took a token, a canary was answered, or the engine made a step for such a request.
+    ``http_at``: the last sign that the HTTP program answers: a response of it, or to a probe.
     ``loop_at``: the oldest last turn of any process's event loop; ``server_loop_at``: of those that
     only a restart of the server replaces. ``missed_turns``: the most turns that an event loop has
     missed (``status``). ``engine``: the problem that an engine reported
@@ -74,6 +79,7 @@ class Observed:
     engine: str | None = None
     engine_elsewhere: bool = False
     progress_at: float | None = None
+    http_at: float | None = None
     loop_at: float | None = None
     server_loop_at: float | None = None
     missed_turns: int = 0
@@ -106,7 +112,9 @@ def evaluate(observed: Observed, now: float, stall_s: float = 30.0) -> Verdict:
     def since(moment: float | None) -> float:
         return 0.0 if moment is None else now - moment
 
-    silent, stuck = since(observed.progress_at), since(observed.loop_at)
+    silent = since(observed.progress_at)
+    http_silent = since(observed.http_at)
+    stuck = since(observed.loop_at)
     server_stuck, exhausted = since(observed.server_loop_at), since(observed.descriptors_at)
     reasons = [*observed.processes, *observed.descriptors]
     reasons += [f"model {model} is not ready" for model in observed.models]
@@ -115,6 +123,8 @@ def evaluate(observed: Observed, now: float, stall_s: float = 30.0) -> Verdict:
         reasons.append(f"a request for one token fails: {observed.canary_error}")
     if silent > stall_s:
         reasons.append(f"no response has left for {silent:.0f} s")
+    if http_silent > stall_s:
+        reasons.append(f"the HTTP program has answered nothing for {http_silent:.0f} s")
     if stuck > stall_s or observed.missed_turns >= _MISSED_TURNS:
         reasons.append(f"an event loop has been stuck for {stuck:.0f} s")
     free = observed.shared_memory

@@ -52,6 +52,7 @@ from trtllm_bls.settings.engine_tls import trusting
 _POLL_S = 0.05
 _START_S = 120.0
 _LOOK_S = 0.5
+_PROBE_S = 15.0
 
 
 def check(settings: ServeSettings) -> bool:
@@ -152,6 +153,7 @@ class HttpProcess:
         ]
         self._server, self._on_problem, self._on_line = server, on_problem, on_line
         self._closing = threading.Event()
+        self._is_starting = False
         self._keeping = threading.Thread(target=self._keep, name="http", daemon=True)
         self._process = self._start()
 
@@ -177,7 +179,7 @@ class HttpProcess:
         Raises ``SetupError`` if it ends or takes longer than two minutes.
         """
         deadline = time.monotonic() + _START_S
-        while not self._answers():
+        while not self._is_well():
             if self._closing.is_set() or self._server.stop_requested or not self._server.running:
                 return False
             code = self._process.poll()
@@ -195,6 +197,14 @@ class HttpProcess:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def replace(self, why: str) -> None:
+        """Kill it, so that another one is started."""
+        self._kill(self._process.pid, why)
+
+    def answers(self, timeout: float) -> bool:
+        """True if it answers a GET within ``timeout`` seconds, or is being started again."""
+        return self._is_starting or self._status(timeout) is not None
 
     def close(self) -> None:
         """End it; kill it if its drain takes longer than ``--exit-timeout`` and a margin."""
@@ -214,6 +224,7 @@ class HttpProcess:
             if self._server.settings.on_failure == "exit":
                 self._server.fail(problem)
                 return
+            self._is_starting = True
             self._on_problem(problem)
             delay = next_delay(delay, time.monotonic() - up_since)
             self._closing.wait(delay)
@@ -223,6 +234,7 @@ class HttpProcess:
             up_since = time.monotonic()
             try:
                 if self.wait_until_ready():
+                    self._is_starting = False
                     self._on_problem(None)
                 problem = self._next_problem()
             except SetupError as error:
@@ -262,13 +274,23 @@ class HttpProcess:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
-    def _answers(self) -> bool:
-        settings = self._server.settings
+    def _is_well(self) -> bool:
+        """True if it answers that it is well.
+
+        The API works even while an engine in another process cannot be reached.
+        """
+        status = self._status(_PROBE_S)
+        return status == HTTPStatus.OK or (
+            status is not None and self._server.settings.engine_is_elsewhere
+        )
+
+    def _status(self, timeout: float) -> int | None:
+        """The status of its answer to a GET; ``None`` without an answer in time."""
         try:
-            status, _ = ask(self._probe_url, 15, self._context)
+            return ask(self._probe_url, timeout, self._context)[0]
         except (ConnectionRefusedError, TimeoutError):
-            return False
-        except OSError:  # it refused the handshake: it asks for a certificate, and we have none
-            return settings.tls_client_ca is not None
-        # The API works even while an engine in another process cannot be reached.
-        return status == HTTPStatus.OK or settings.engine_is_elsewhere
+            return None
+        except OSError:
+            # It refused the handshake if it asks for a certificate, and we have none. So it lives.
+            has_refused_us = self._server.settings.tls_client_ca is not None
+            return HTTPStatus.OK if has_refused_us else None

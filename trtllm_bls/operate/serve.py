@@ -158,7 +158,7 @@ class _Service:
                         running.callback(setattr, self, "http", None)
                         self.http.wait_until_ready()
                         self.http.keep()
-                    watch = Watch(server, terminal.warning)
+                    watch = Watch(server, terminal.warning, http=self.http)
                     running.callback(watch.close)
                     running.enter_context(self.state.serving(watch))
                     if failed_at is not None:

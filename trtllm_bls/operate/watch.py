@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.http.browsers import browser_problem
@@ -89,8 +89,18 @@ class Pace:
 RequestCounts: TypeAlias = tuple[float, float]  # requests that have a token, and that have none yet
 
 
+class HttpDoor(Protocol):
+    """The HTTP program, as far as the watch concerns it. Its methods may wait."""
+
+    def answers(self, timeout: float) -> bool:
+        """True if it answers a GET within ``timeout`` seconds, or is being started again."""
+
+    def replace(self, why: str) -> None:
+        """Kill it, so that another one is started."""
+
+
 class Watch:
-    """Watches a ready ``server`` until closed.
+    """Watches a ready ``server`` until closed, and ``http`` in front of it, if there is one.
 
     ``verdict`` is the latest, ``looked_at`` its time. ``load`` is of all APIs, ``engine_load`` by
     the engine's own figures, ``None`` where it has none. ``engines``: what is wrong with each
@@ -100,7 +110,11 @@ class Watch:
     """
 
     def __init__(
-        self, server: TritonServer, warn: Callable[[str], object], pace: Pace | None = None
+        self,
+        server: TritonServer,
+        warn: Callable[[str], object],
+        pace: Pace | None = None,
+        http: HttpDoor | None = None,
     ) -> None:
         self.verdict = Verdict()  # ready: a watch begins when the server has just become so
         self.looked_at = now = time.monotonic()
@@ -109,6 +123,7 @@ class Watch:
         self.engine_load: RequestCounts | None = None
         self.engines: dict[str, str] = {}
         self._server, self._stall_s = server, server.settings.stall_timeout
+        self._http = http
         self._pace = pace or Pace.within(self._stall_s)
         self._problems = ProblemLog(warn)
         process = server.process
@@ -120,9 +135,13 @@ class Watch:
             descriptors_at=now,
             engine_elsewhere=ENGINE not in server.models,
             progress_at=now if has_canary else None,  # else nothing would tell of progress
+            http_at=now if http is not None else None,
         )
-        self._moved = 0  # responses, and tokens taken from engines
+        # Responses, and tokens taken from engines: of the server's processes and of HTTP's.
+        self._moved = 0
+        self._http_moved = 0
         self._steps = 0.0  # of the engines
+        self._has_requests = False  # of Triton's door, at the engine
         self._closing = threading.Event()
         watching = partial(asyncio.run, self._watch())
         self._thread = threading.Thread(target=watching, name="watch", daemon=True)
@@ -144,6 +163,8 @@ class Watch:
         async with self._probe or nullcontext() as probe:
             asking = asyncio.create_task(self._ask(probe) if probe else asyncio.sleep(0))
             scraping = asyncio.create_task(self._scrape())
+            http = self._http
+            asking_http = asyncio.create_task(self._ask_http(http) if http else asyncio.sleep(0))
             while not self._closing.is_set():
                 self.looked_at = now = time.monotonic()
                 statuses = self._files.read()
@@ -166,9 +187,10 @@ class Watch:
                     server.end_unloading()
                     break
                 await asyncio.sleep(self._pace.look_s)
-            asking.cancel()
-            scraping.cancel()
-            await asyncio.wait({asking, scraping})
+            tasks = {asking, scraping, asking_http}
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     def _look(self, statuses: list[ProcessStatus], now: float) -> None:
         """Look at what is on this machine, judge, and tell of requests, engines and problems."""
@@ -177,20 +199,25 @@ class Watch:
             seen.processes = ("the server is dead",)
         else:
             self.draining = self._files.leaving
-            moved = sum(status.responses + status.tokens for status in statuses)
+            own = self._processes.pids.keys()
+            of_server = [status for status in statuses if status.pid in own]
+            of_http = [status for status in statuses if status.pid not in own]
+            moved, http_moved = _progress(of_server), _progress(of_http)
             if moved > self._moved and seen.progress_at is not None:
                 seen.progress_at = now
+            if http_moved > self._http_moved and seen.http_at is not None:
+                seen.http_at = now
             self._moved = moved
+            self._http_moved = http_moved
+            self._has_requests = self._steps_are_for(of_server)
             seen.processes = self._processes.problems()
             seen.descriptors = self._processes.without_descriptors()
             if not seen.descriptors:
                 seen.descriptors_at = now
             ill = (common_problem(status.engines) for status in statuses)
             seen.engine = next(filter(None, ill), None)
-            loops = {status.pid: status.loop_at for status in statuses}
-            seen.loop_at = min(loops.values(), default=None)
-            own = loops.keys() & self._processes.pids.keys()
-            seen.server_loop_at = min((loops[pid] for pid in own), default=None)
+            seen.loop_at = min((status.loop_at for status in statuses), default=None)
+            seen.server_loop_at = min((status.loop_at for status in of_server), default=None)
             seen.missed_turns = max((status.missed_turns for status in statuses), default=0)
             seen.shared_memory = free_shared_memory()
         self.verdict = evaluate(seen, now, self._stall_s)
@@ -210,6 +237,17 @@ class Watch:
             if len(engines) > 1:
                 problems |= {f"engine {name} takes no requests": engines[name] for name in engines}
             self._problems.look(problems, now)
+
+    def _steps_are_for(self, statuses: list[ProcessStatus]) -> bool:
+        """True if a step of the engine may be one for a request of Triton's door.
+
+        A request runs there, be it the canary, and the engine's figures do not say that its queue
+        is empty while the canary alone runs: then the canary has not reached the engine, whose
+        steps are for the OpenAI API.
+        """
+        running = sum(status.running for status in statuses)
+        engine_has_queue = self.engine_load is None or self.engine_load[1] > 0
+        return running > 1 or (running == 1 and engine_has_queue)
 
     async def _scrape(self) -> None:
         """Forever: read the engine's own figures on Triton's ``/metrics``."""
@@ -237,7 +275,7 @@ class Watch:
                 # they end. If they fill the engine's batch, a canary has to wait, and only the
                 # engine's count of steps tells work from a standstill.
                 before, steps = steps, self._steps
-                if steps > before:
+                if steps > before and self._has_requests:
                     seen.progress_at = time.monotonic()
                 canary = await probe.canary(pace.answer_s)
                 if canary.outcome == "answered":
@@ -247,6 +285,25 @@ class Watch:
                     seen.canary_failures += 1
                     seen.canary_error = canary.error
             await asyncio.sleep(pace.canary_s / (5 if seen.canary_failures else 1))
+
+    async def _ask_http(self, http: HttpDoor) -> None:
+        """Forever: ask the HTTP program if none of its responses has left, and have it replaced."""
+        seen, pace = self._seen, self._pace
+        while True:
+            assert seen.http_at is not None
+            silent_s = time.monotonic() - seen.http_at
+            if silent_s > 2 * self._stall_s and not self._server.stop_requested:
+                await asyncio.to_thread(http.replace, f"has answered nothing for {silent_s:.0f} s")
+                seen.http_at = time.monotonic()  # The next one has as long.
+            is_silent = silent_s >= pace.canary_s - pace.look_s
+            if is_silent and await asyncio.to_thread(http.answers, pace.answer_s):
+                seen.http_at = time.monotonic()
+            await asyncio.sleep(pace.canary_s)
+
+
+def _progress(statuses: list[ProcessStatus]) -> int:
+    """The responses of processes, and the tokens that they took from engines."""
+    return sum(status.responses + status.tokens for status in statuses)
 
 
 def engine_load(metrics: str) -> RequestCounts | None:
