@@ -123,7 +123,7 @@ def test_doctor_finds_nothing_in_it_and_names_what_is_spoilt(
     old = upstreams(tmp_path / "old", MODEL)
     new = Repository(tmp_path / "new", ("--from", old))
     new.write()
-    for name in ("llm_api", "parameters", "readable", "layout", "fitness", "decoupled"):
+    for name in ("llm_api", "parameters", "readable", "programs", "fitness", "decoupled"):
         assert findings(name, repository=new.out) == []
     file = new.out / "tensorrt_llm_engine" / "1" / "model.yaml"
     file.write_text("logits_post_processors: {a: 'none.such:x'}")

@@ -33,7 +33,7 @@ def test_what_configure_writes_is_sound(demo: Demo, tmp_path: Path) -> None:
     """Every check that looks at a repository passes on one with a target and a draft."""
     with_draft(demo, tmp_path)
     server = container(tmp_path / "server")
-    found = list(diagnose(Subject(repository=demo.out, server=server, ports={})))
+    found = list(diagnose(Subject(repository=demo.out, server=server, ports={}, is_judged=False)))
     assert {finding.level for _, finding in found} == {"ok"}, found
     names = {name for name, _ in found}
     assert names >= {"placeholders", "parameters", "speculation", "logits_types", "vocabulary"}
@@ -368,7 +368,6 @@ def test_what_new_writes_and_what_is_bundled_is_clean(tmp_path: Path) -> None:
     for repository in (model.parent, REPOSITORY):
         for name in (
             "readable",
-            "layout",
             "programs",
             "fitness",
             "placeholders",

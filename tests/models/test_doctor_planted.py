@@ -38,6 +38,7 @@ class Deployment(Demo):
             "server": container(place / "server"),
             "ports": {},
             "environment": {},
+            "is_judged": False,
         }
 
     def both(self, *more: str) -> None:
@@ -150,7 +151,6 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         "tensorrt_llm_draft.max_beam_width=2",
     ),
     # files
-    "no model.py": (lambda d: d.remove(BLS, "1", "model.py"), "tensorrt_llm_bls: no model.py"),
     "model.py of an earlier version": (
         lambda d: (d.out / BLS / "1" / "model.py").write_text(
             "from trtllm_bls.errors import SetupError\nfrom trtllm_bls.before import Gone\n"
@@ -163,10 +163,6 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         ),
         "imports trtllm_bls.errors.Gone, which",
     ),
-    "no version": (lambda d: d.remove(ENGINE, "1"), "tensorrt_llm: no version directory"),
-    "no version of the ensemble": (lambda d: d.remove("ensemble", "1"), "ensemble: no version"),
-    "no preprocessing": (lambda d: d.remove("preprocessing"), "ensemble: calls preprocessing"),
-    "no postprocessing": (lambda d: d.remove("postprocessing"), "calls postprocessing"),
     "no target": (lambda d: d.remove(ENGINE), "calls tensorrt_llm, which is not there"),
     "no draft": (lambda d: d.remove(DRAFT), "calls tensorrt_llm_draft, which is not there"),
     "draft without a name": (
@@ -176,10 +172,6 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "another target's name": (
         lambda d: d.set(BLS, tensorrt_llm_model_name="llama"),
         "calls llama, which is not there",
-    ),
-    "another name": (
-        lambda d: d.edit(ENGINE, lambda c: setattr(c, "name", "llama")),
-        "tensorrt_llm: its configuration is of llama",
     ),
     "a configuration that is none": (
         lambda d: (d.out / BLS / "config.pbtxt").write_text("max_batch_size: ${size}"),

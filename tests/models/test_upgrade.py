@@ -128,7 +128,6 @@ def test_every_version_is_brought_to_todays_form(version: str, kind: str, tmp_pa
         "readable",
         "placeholders",
         "parameters",
-        "layout",
         "program_versions",
         "fitness",
         "wiring",

@@ -86,13 +86,60 @@ def test_loaded_models_are_noticed() -> None:
         (FAILED, "model bls: parameter tokenizer_dir = '/x': no such directory"),
         (DIED, "its Python process died while loading"),
         (NO_FILE, "Python model file not found in '/repo/bls/1/model.py'"),
-        (NO_CONFIG, "failed to read text proto from /repo/bls/config.pbtxt"),
-        (NO_VERSION, "at least one version must be available"),
+        (
+            NO_CONFIG,
+            "failed to read text proto from /repo/bls/config.pbtxt; mend its form, which is that "
+            "of Protobuf's texts",
+        ),
+        (
+            NO_VERSION,
+            "at least one version must be available; make a directory named 1, or mend "
+            "version_policy",
+        ),
     ],
 )
 def test_a_failed_model_is_one_line(line: str, reason: str) -> None:
-    """However the server puts it, the summary names the model and the reason, no status word."""
+    """However the server puts it, the summary names the model and the reason, no status word, and
+    the mend of what is in the table of mends."""
     assert book(LOADED, line).failure_summary() == f"model bls did not load: {reason}"
+
+
+def test_a_fault_of_a_file_has_its_place() -> None:
+    """Protobuf's parser prints it in a line of its own, before the server names the file."""
+    place = (
+        "[libprotobuf ERROR /tmp/build/text_format.cc:337] Error parsing text-format "
+        'inference.ModelConfig: 7:14: Message type "inference.ModelConfig" has no field named "x".'
+    )
+    other = NO_CONFIG.replace("'bls'", "'other'").replace("/bls/", "/other/")
+    assert not parse(place).noteworthy
+    reasons = book(place, NO_CONFIG, place.replace("7:14", "8:1"), other).reasons()
+    assert reasons["bls"].endswith('config.pbtxt: 7:14: Message type "inference.ModelConfig" has '
+        'no field named "x"')  # fmt: skip
+    assert "other/config.pbtxt: 8:1: " in reasons["other"]
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "ensemble own allows maximum batch size 16, but it contains model good",
+        "in ensemble own, ensemble tensor A: inconsistent shape: [-1,4] is inferred",
+        "ensemble 'own' depends on 'good' whose required version 7 is not loaded",
+        "ensemble own contains models that are not available or ambiguous: nope",
+        "circular dependency between ensembles: own -> ... -> own -> own",
+    ],
+)
+def test_an_ensemble_that_is_refused_is_a_failed_model(reason: str) -> None:
+    """The server names it in the sentence alone."""
+    line = 'E1128 02:05:39.7 2 model_repository_manager.cc:703] "Invalid argument: ' + reason + '"'
+    assert book(line).reasons() == {"own": reason}
+    assert not parse(line).noteworthy
+
+
+def test_what_the_server_repeats_is_said_once() -> None:
+    """It says the fault of a warm-up for each sample."""
+    words = "failed to load 'bls' version 1: Internal: too large; too large; "
+    line = f'E1128 02:05:39.7 2 model_lifecycle.cc:642] "{words}"'
+    assert book(line).reasons() == {"bls": "too large"}
 
 
 def test_the_details_of_a_failure_are_what_was_printed_and_where() -> None:

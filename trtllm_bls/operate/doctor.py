@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -48,18 +47,17 @@ from trtllm_bls.operate.findings import (
     loaded_tokenizer,
     warn,
 )
+from trtllm_bls.operate.judge import judge
 from trtllm_bls.operate.preflight import has_server
+from trtllm_bls.operate.triton_reasons import NO_GPU, mend_of
 from trtllm_bls.pipeline.streaming_model import own_parameters, undeclared
 from trtllm_bls.settings import cpp_backend
 from trtllm_bls.settings.command_options import TlsConnection, options_of
 from trtllm_bls.settings.model_config import (
     backend_of,
     dtype_of,
-    ensemble_refusals,
     instances_of,
-    refusals,
     served_versions,
-    unknown_field,
     values_of,
 )
 from trtllm_bls.settings.model_yaml import ModelYaml, gpus_of
@@ -154,9 +152,6 @@ def readable(subject: Subject) -> Findings:
     if subject.repository and not subject.configs and not subject.unreadable:
         yield fault(f"{subject.repository}: no model in it", "name the model repository")
     yield from map(Finding.of, subject.unreadable)
-    for model in subject.configs:
-        if unknown := unknown_field(Path(subject.repository or "", model, "config.pbtxt")):
-            yield fault(f"{model}: {unknown}", "remove it, or correct its name")
 
 
 @check("every template is filled in", lambda s: s.configs)
@@ -208,22 +203,40 @@ def llm_api(subject: Subject) -> Findings:
                 yield fault(what, suggestion(key, known))
 
 
-@check("Triton can load every model", lambda s: s.repository)
-def layout(subject: Subject) -> Findings:
+_LEAST_S = 60.0
+_MODEL_S = 2.0
+
+
+def _is_judged(subject: Subject) -> bool:
+    """True where no server runs that has loaded the models already."""
+    return bool(subject.is_judged and subject.repository and not subject.url)
+
+
+@check("Triton loads every model, as far as its configuration decides", _is_judged)
+def judged_by_triton(subject: Subject) -> Findings:
+    """The verdict of the tritonserver that is installed, on a scratch copy."""
     assert subject.repository is not None
-    broken = {Path(str(error).partition(":")[0]).parent.name for error in subject.unreadable}
-    for directory in sorted(filter(Path.is_dir, subject.repository.iterdir())):
-        if directory.name not in subject.configs.keys() | broken:
-            what = f"{directory.name}: a directory without a config.pbtxt, which Triton refuses"
-            yield fault(what, "write one, or move the directory elsewhere")
-    for model, config in subject.configs.items():
-        directory = subject.repository / model
-        problems = chain(
-            refusals(config, directory),
-            ensemble_refusals(model, subject.configs, subject.repository),
+    seconds = max(_LEAST_S, _MODEL_S * len(subject.configs))
+    try:
+        verdict = judge(
+            subject.repository.absolute(),
+            subject.configs,
+            checks.find_server(subject.server),
+            seconds=seconds,
+            progress=subject.progress,
         )
-        for problem in problems:
-            yield Finding.of(SettingsError(f"{model}: {problem}"))
+    except SetupError as error:
+        yield warn(f"not judged by Triton: {error}", "run doctor where the models are served")
+        return
+    unreadable = {Path(str(error).partition(":")[0]).parent.name for error in subject.unreadable}
+    for model, reason in sorted(verdict.reasons.items()):
+        if model in unreadable or "${" in reason:
+            continue  # told by the checks of configurations and templates
+        is_elsewhere = NO_GPU.search(reason) and not _GPUS.exists()
+        yield Finding("warn" if is_elsewhere else "error", f"{model}: {reason}", mend_of(reason))
+    if verdict.unsettled:
+        what = f"{', '.join(verdict.unsettled)}: Triton gave no verdict within {seconds:.0f} s"
+        yield warn(what, "run doctor again when the machine is less busy")
 
 
 def _interpreter_of(config: Any, directory: Path) -> Path | None:
@@ -434,11 +447,6 @@ def backends(subject: Subject) -> Findings:
         there = checks.find_server(subject.server).backends
         for model, config in subject.configs.items():
             name = backend_of(config)
-            groups = config.instance_group
-            wants_gpu = any(g.kind == g.KIND_GPU or (not g.kind and g.gpus) for g in groups)
-            if wants_gpu and not _GPUS.exists():
-                mend = "set kind: KIND_CPU, without gpus"
-                yield fault(f"{model}: an instance group on GPUs, and none is here", mend)
             if name and "${" not in name and not (there / name).is_dir():
                 image = cpp.image_of(subject.release) if subject.release else None
                 mend = f"serve it from {image or 'the container that has it'}"
@@ -724,7 +732,8 @@ def command(as_json: bool, **options: Any) -> None:
     """
     tls = Tls.of_options(options)
     named = {name: value for name, value in options.items() if not name.startswith("tls")}
-    findings = list(diagnose(Subject(**named, tls=tls)))
+    with Console(stderr=True).status("looking") as status:
+        findings = list(diagnose(Subject(**named, tls=tls, progress=status.update)))
     levels = [finding.level for _, finding in findings]
     count = {level: levels.count(level) for level in get_args(Level)}
     if as_json:

@@ -81,6 +81,8 @@ class Subject:
     packages: Callable[[str], str | None] = installed
     shared_memory: Path = Path("/dev/shm")
     ports: Mapping[str, int] = field(default_factory=serve_ports)
+    is_judged: bool = True  # by tritonserver, which is started for that
+    progress: Callable[[str], object] = lambda text: None
 
     def __post_init__(self) -> None:
         self.unreadable: list[SettingsError] = []  # configurations and engines

@@ -11,6 +11,8 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
+from trtllm_bls.operate.triton_reasons import mend_of
+
 TAIL_LINES = 400
 _FAILURE_LINES = 12  # of a failure's report
 
@@ -36,6 +38,16 @@ _FAILED = (
         re.DOTALL,
     ),
 )
+_FAILED_ENSEMBLE = (
+    re.compile(r"Invalid argument: (?P<reason>(?:in )?ensemble '?(?P<model>[^\s',]+)'?,? .+)"),
+    re.compile(
+        r"Invalid argument: (?P<reason>circular dependency between ensembles: (?P<model>\S+) -> .+)"
+    ),
+)
+# Printed just before a line of _FAILED that names the file alone.
+_PARSE_ERROR = re.compile(r"\[libprotobuf ERROR .+\] Error parsing text-format \S+: (.+)")
+_UNREADABLE = re.compile(r"failed to read text proto from (\S+)")
+_REQUEST = re.compile(r"\[request id: <id_unknown>\] ")
 # Repeated with the model's name, by a line that is in _FAILED.
 _FAILED_INSTANCE = re.compile(r"ERROR: Failed to create instance: ")
 _STATUS = re.compile(r"^(?:Internal|Invalid argument|Unavailable|Not found|Unknown): ")
@@ -71,7 +83,9 @@ class LogLine:
         """Whether to show the line without ``--verbose``."""
         if _NO_GPU.search(self.text) or _FURNITURE.fullmatch(self.text):
             return False
-        if _FAILED_INSTANCE.match(self.text) or any(p.match(self.text) for p in _FAILED):
+        if _FAILED_INSTANCE.match(self.text) or _PARSE_ERROR.match(self.text):
+            return False
+        if any(pattern.match(self.text) for pattern in (*_FAILED, *_FAILED_ENSEMBLE)):
             return False  # shown once, in the end, by ``LogBook.failure_summary``
         # What a model or the OpenAI API logged counts, for example the line of a request.
         return self.severity != "info" or self.source.endswith(".py")
@@ -112,6 +126,7 @@ class LogBook:
         self.port_taken: str | None = None  # the service that could not listen
         self.lock_exception = False  # Triton died of it, or one of its stubs
         self.drained = False  # the server is stopping, and every request has ended
+        self._parse_error = ""  # of the configuration that was read last
         self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
 
     def add(self, raw: str) -> LogLine:
@@ -127,10 +142,20 @@ class LogBook:
         if taken := _PORT_TAKEN.search(line.text):
             self.port_taken = taken[1]
         self.lock_exception = self.lock_exception or _LOCK_EXCEPTION in raw
-        for pattern in _FAILED:
+        if parse_error := _PARSE_ERROR.fullmatch(line.text):
+            self._parse_error = parse_error[1]
+        for pattern in (*_FAILED, *_FAILED_ENSEMBLE):
             if failed := pattern.match(line.text):
-                self.failures.setdefault(failed["model"], failed["reason"].strip())
+                reason = failed["reason"].strip()
+                if _UNREADABLE.fullmatch(reason):
+                    reason = f"{reason}: {self._parse_error}"
+                self.failures.setdefault(failed["model"], reason)
         return line
+
+    @property
+    def is_triton(self) -> bool:
+        """True where one of the last lines has the form of Triton's."""
+        return any(line.severity for line in self._tail)
 
     def tail(self, count: int = _FAILURE_LINES) -> tuple[str, ...]:
         """The last noteworthy lines; if there are none, the last lines of any kind."""
@@ -138,19 +163,30 @@ class LogBook:
         chosen = [line for line in lines if line.noteworthy] or lines
         return tuple(line.readable for line in chosen[-count:])
 
+    def reasons(self) -> dict[str, str]:
+        """Why each model did not load, in one line, by model."""
+        reasons = {}
+        for model, failure in self.failures.items():
+            text = _STATUS.sub("", failure.partition(_TRACE)[0], count=1)
+            words = " ".join(_OWN_ERROR.sub("", _REQUEST.sub("", text)).split())
+            # Triton says it once for each sample of a warm-up.
+            reasons[model] = "; ".join(dict.fromkeys(words.rstrip(".:; ").split("; ")))
+            if _DEAD_STUB.fullmatch(text):
+                reasons[model] = "its Python process died while loading"
+        return reasons
+
     def failure_summary(self) -> str:
         """One line that names every model that did not load, and why; each reason once."""
         models: dict[str, list[str]] = {}
-        for model, reason in self.failures.items():
-            text = _STATUS.sub("", reason.partition(_TRACE)[0], count=1)
-            headline = " ".join(_OWN_ERROR.sub("", text).split())
-            if _DEAD_STUB.fullmatch(text):
-                headline = "its Python process died while loading"
-            models.setdefault(headline, []).append(model)
-        return "; ".join(
-            f"model{'s' * (len(names) > 1)} {', '.join(names)} did not load: {reason}"
-            for reason, names in models.items()
-        )
+        for model, reason in self.reasons().items():
+            models.setdefault(reason, []).append(model)
+        sentences = []
+        for reason, names in models.items():
+            words = "models" if len(names) > 1 else "model"
+            sentence = f"{words} {', '.join(names)} did not load: {reason}"
+            mend = mend_of(reason)
+            sentences.append(f"{sentence}; {mend}" if mend else sentence)
+        return "; ".join(sentences)
 
     def failure_details(self) -> tuple[str, ...]:
         """What models printed last, then the lines of their tracebacks.

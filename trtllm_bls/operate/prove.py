@@ -261,7 +261,7 @@ def machine(target: Target) -> dict[str, str]:
 def _doctor(repository: Path | None) -> list[tuple[str, str]]:
     """Each check's worst finding, without its words, which may have paths."""
     worst: dict[str, str] = {}
-    for name, finding in diagnose(Subject(repository=repository)):
+    for name, finding in diagnose(Subject(repository=repository, is_judged=False)):
         if finding.level != "ok" or name not in worst:
             worst[name] = {"error": "FAILED"}.get(finding.level, finding.level)
     return list(worst.items())
