@@ -528,6 +528,30 @@ def test_all_workers_see_all_rows(tmp_path: Path) -> None:
         assert again.conversation("", "0-24")
 
 
+def test_workers_may_make_the_file_at_the_same_time(tmp_path: Path) -> None:
+    """None of them is told that it is locked."""
+    errors: list[Exception] = []
+
+    def save(store: StoredResponses, at_once: threading.Barrier) -> None:
+        at_once.wait(30)
+        try:
+            store.save("", row("x"))
+        except ApiError as error:
+            errors.append(error)
+
+    for number in range(20):
+        stores = [store_in(tmp_path / f"{number}") for _ in range(4)]
+        at_once = threading.Barrier(len(stores))
+        threads = [threading.Thread(target=save, args=(store, at_once)) for store in stores]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for store in stores:
+            store.close()
+    assert errors == []
+
+
 def test_the_files_are_private(tmp_path: Path) -> None:
     """The write-ahead log and its index too; and no link leads elsewhere."""
     with closing(store_in(tmp_path / "new")) as store:

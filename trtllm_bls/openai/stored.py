@@ -67,7 +67,6 @@ CREATE TRIGGER IF NOT EXISTS owner_added AFTER INSERT ON responses BEGIN
 CREATE TRIGGER IF NOT EXISTS owner_removed AFTER DELETE ON responses BEGIN
     UPDATE owners SET bytes = bytes - old.size WHERE owner = old.owner;
     DELETE FROM owners WHERE owner = old.owner AND bytes <= 0; END;
-CREATE INDEX IF NOT EXISTS by_owner_use ON responses (owner, used, number DESC);
 COMMIT;
 """
 
@@ -290,7 +289,13 @@ class StoredResponses:
 
     def _open(self) -> sqlite3.Connection:
         rows = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
-        rows.executescript(_SCHEMA)
+        # SQLite does not wait where two processes switch a new file to its write-ahead log.
+        directory = os.open(self._file.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            rows.executescript(_SCHEMA)
+        finally:
+            os.close(directory)
         # Space beyond the rows' own bytes; what does not fit is refused as on a full disk.
         rows.execute(f"PRAGMA max_page_count = {2 * self._max_bytes // 4096 + 4096}")
         return rows
