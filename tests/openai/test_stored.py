@@ -211,7 +211,7 @@ def test_nothing_is_stored_unless_that_was_told(
     speak: Speak, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ``store: false``, in a server without a store, and for inputs above the bound."""
-    monkeypatch.setattr(responses, "MOST_STORED_BYTES", 1000)
+    monkeypatch.setattr(responses, "STORED_RESPONSE_BYTES", 1000)
     for body, settings in (
         ({"store": False}, {}),
         ({}, {"store_bytes": 0}),
@@ -231,7 +231,7 @@ def test_a_response_that_grew_too_large_says_at_its_end_that_it_is_not_stored(
     speak: Speak, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """The output counts, and what is repeated of the request."""
-    monkeypatch.setattr(responses, "MOST_STORED_BYTES", 1500)
+    monkeypatch.setattr(responses, "STORED_RESPONSE_BYTES", 1500)
     large, small = speak("word " * 800), speak()
     _, told = large.post("/v1/responses", {"input": "Hi", "stream": True})
     assert events(told)[0]["response"]["store"] is True
@@ -483,7 +483,7 @@ def test_bounds_of_age_and_of_chains(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert names(store, "a", "d") == ["a", "d"]
         now = 1200
         assert names(store, "a", "long", "d") == ["a", "long"]
-    monkeypatch.setattr(stored, "_LONGEST_CHAIN", 3)
+    monkeypatch.setattr(stored, "STORED_CHAIN", 3)
     with closing(store_in(tmp_path / "other")) as store:
         for number in range(5):
             store.save("", row(str(number), str(number - 1) if number else None))

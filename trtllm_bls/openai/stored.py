@@ -29,15 +29,12 @@ from typing import Any
 import msgspec
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.http.budgets import REFERENCE_BYTES, STORED_CHAIN
 from trtllm_bls.http.limits import RETRY
 from trtllm_bls.openai.api_errors import ApiError, invalid
 
 _FILE = "responses-1.sqlite3"  # the number is that of this schema
 _PREFIX = "trtllm-bls-responses-"
-_LONGEST_CHAIN = 1000
-_READ_BYTES = (
-    16  # times ``max_chain_bytes``: bodies that references of one request are looked up in
-)
 _SCHEMA = """
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;
 PRAGMA secure_delete = ON; PRAGMA journal_size_limit = 16777216;
@@ -221,7 +218,7 @@ class StoredResponses:
                 row = rows.execute("SELECT body FROM responses WHERE number = ?", (number,))
                 body = row.fetchone()[0].encode()
                 read_bytes += len(body)
-                if read_bytes > _READ_BYTES * self.max_chain_bytes:
+                if read_bytes > REFERENCE_BYTES * self.max_chain_bytes:
                     raise self.too_large()
                 output = msgspec.json.decode(body, type=_Output).output
                 for item_id, place in own_places.items():
@@ -257,7 +254,7 @@ class StoredResponses:
         numbers: list[int] = []
         seen = set() if seen is None else seen
         size = 0
-        while response_id is not None and len(seen) < _LONGEST_CHAIN:
+        while response_id is not None and len(seen) < STORED_CHAIN:
             row = rows.execute(
                 "SELECT number, parent, size FROM responses WHERE owner = ? AND id = ?",
                 (owner, response_id),
