@@ -34,9 +34,10 @@ class Process:
 
     def kill(self) -> None:
         """All of its processes at once: of a killed supervisor's, the workers would drain."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.running.pid, signal.SIGKILL)
-        self.running.wait()
+        if self.running.returncode is None:  # afterwards another process may have its id
+            with suppress(ProcessLookupError):
+                os.killpg(self.running.pid, signal.SIGKILL)
+            self.running.wait(60)
 
     def end(self) -> None:
         """As an orchestrator ends it: drained where it can be, then SIGTERM."""

@@ -33,7 +33,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -82,11 +82,9 @@ def main(workdir: str, shared_memory: str, mark: str, drain: float, grace: float
     launcher.register(control, 0)  # reports the end of file alone
     launcher_died = bool(launcher.poll(0))
     deadline = time.monotonic() + drain
-    while launcher_died and (others := marked(mark)):
+    while launcher_died and any(marked(mark)):
         if time.monotonic() >= deadline:
-            for other in others:
-                with suppress(ProcessLookupError):
-                    os.kill(other, signal.SIGKILL)
+            _kill_each(marked(mark))
         time.sleep(POLL_SECONDS)
     remove_traces(Path(workdir) if launcher_died else None, shared_memory)
     return code if code >= 0 else 128 - code
@@ -148,29 +146,41 @@ def _kill_children() -> None:
     ours = b"%d" % os.getpid()
     while True:
         # "pid (name) state ppid ...", where the name may be any bytes
-        for child in _processes("stat", lambda stat: stat.rpartition(b")")[2].split()[1] == ours):
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+        _kill_each(_processes("stat", lambda stat: stat.rpartition(b")")[2].split()[1] == ours))
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
 
 
-def marked(mark: str) -> list[int]:
-    """The processes, except this one, whose environment has ``mark`` (``NAME=value``)."""
-    pids = _processes("environ", lambda variables: os.fsencode(mark) in variables.split(b"\0"))
-    return [pid for pid in pids if pid != os.getpid()]
+def _kill_each(pids: Iterable[int]) -> None:
+    """Kill each process as soon as its id is yielded."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def _processes(file: str, matches: Callable[[bytes], bool]) -> list[int]:
-    """The processes whose ``file`` in /proc has such content."""
-    pids = []
+def marked(mark: str) -> Iterator[int]:
+    """Yield the processes, except this one, whose environment has ``mark`` (``NAME=value``)."""
+    wanted = os.fsencode(mark)
+    for pid in _processes("environ", lambda variables: wanted in variables.split(b"\0")):
+        if pid != os.getpid():
+            yield pid
+
+
+def _processes(file: str, matches: Callable[[bytes], bool]) -> Iterator[int]:
+    """Yield the processes whose ``file`` in /proc has such content, each right after a look at it.
+
+    Ids are given again within minutes on a busy machine, and a list of them would be old when its
+    last one is used.
+    """
     for entry in Path("/proc").glob(f"[0-9]*/{file}"):
-        with suppress(OSError):  # it has ended, or belongs to another user
-            if matches(entry.read_bytes()):
-                pids.append(int(entry.parent.name))
-    return pids
+        try:
+            found = matches(entry.read_bytes())
+        except OSError:  # it has ended, or belongs to another user
+            continue
+        if found:
+            yield int(entry.parent.name)
 
 
 def remove_traces(workdir: Path | None, shared_memory: str) -> None:

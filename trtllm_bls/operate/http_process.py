@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -249,30 +248,35 @@ class HttpProcess:
         stall_s = self._server.settings.stall_timeout
         while not self._closing.wait(_LOOK_S):
             # A single look may fall into the moment between a SIGSTOP and its SIGCONT.
-            pid, before, stopped, workers = self._process.pid, stopped, set(), list[int]()
+            pid = self._process.pid
+            before = stopped
+            stopped = set()
+            workers: dict[int, psutil.Process] = {}
             with suppress(OSError, psutil.Error):
                 # psutil would look at every process of the machine to find the children.
                 children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-                workers = [int(child) for child in children]
-                for process in map(psutil.Process, (pid, *workers)):
+                workers = {int(child): psutil.Process(int(child)) for child in children}
+                for process in (psutil.Process(pid), *workers.values()):
                     if process.status() == psutil.STATUS_STOPPED:
                         stopped.add(process)
             for process in before & stopped:
-                self._kill(process.pid, "was stopped")
+                self._kill(process, "was stopped")
             now = time.monotonic()
             for status in files.read():
-                if status.pid in workers and now - status.loop_at > stall_s:
-                    self._kill(status.pid, f"had its event loop stuck for {stall_s} s")
+                worker = workers.get(status.pid)
+                if worker is not None and now - status.loop_at > stall_s:
+                    self._kill(worker, f"had its event loop stuck for {stall_s} s")
             code = self._process.poll()
             if code is not None:
                 stopping = self._server.stop_requested
                 return None if stopping else f"the HTTP program has ended ({describe_exit(code)})"
         return None
 
-    def _kill(self, pid: int, why: str) -> None:
-        self._on_line(f"process {pid} of the HTTP program {why}: killed it")
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    def _kill(self, process: psutil.Process, why: str) -> None:
+        """Kill the process, unless another one has its id by now."""
+        self._on_line(f"process {process.pid} of the HTTP program {why}: killed it")
+        with suppress(psutil.Error):
+            process.kill()
 
     def _is_well(self) -> bool:
         """True if it answers that it is well.
