@@ -199,7 +199,8 @@ class HttpProcess:
 
     def replace(self, why: str) -> None:
         """Kill it, so that another one is started."""
-        self._kill(self._process.pid, why)
+        with suppress(psutil.NoSuchProcess):
+            self._kill(psutil.Process(self._process.pid), why)
 
     def answers(self, timeout: float) -> bool:
         """True if it answers a GET within ``timeout`` seconds, or is being started again."""
