@@ -152,6 +152,20 @@ def test_a_value_that_had_no_effect_is_left_out(existing: Existing, tmp_path: Pa
     assert "its Python backend is replaced" in output
 
 
+@pytest.mark.parametrize("more", [(), ("--map", "llama_engine=tensorrt_llm")])
+def test_an_engine_of_another_name_is_known_by_it(existing: Existing, more: tuple[str]) -> None:
+    """``tensorrt_llm_bls`` says which one it calls, also where ``--map`` says what it is."""
+    (existing.repository / "tensorrt_llm").rename(existing.repository / "llama_engine")
+    for model in ("llama_engine", "tensorrt_llm_bls"):
+        config = existing.repository / model / "config.pbtxt"
+        text = config.read_text()
+        config.write_text(text.replace('"tensorrt_llm"', '"llama_engine"'))
+    output = existing.write(*more).output
+    assert output.count("llama_engine is called tensorrt_llm here") == 1
+    assert existing.values("tensorrt_llm")["batch_scheduler_policy"] == "max_utilization"
+    assert existing.values("tensorrt_llm_bls")["tensorrt_llm_model_name"] == "tensorrt_llm"
+
+
 def test_a_draft_model_comes_along_and_drafts_on_request(
     existing: Existing, tmp_path: Path
 ) -> None:

@@ -123,12 +123,18 @@ def test_a_key_without_which_the_backend_does_not_load(demo: Demo) -> None:
 
 @pytest.mark.parametrize(
     ("built", "backend", "level"),
-    [("0.17.0.post1", "0.17.0", None), ("0.18.0", "0.18.2", "warn"), ("0.17.0", "0.19", "error")],
+    [
+        ("0.17.0.post1", "0.17.0", None),
+        ("0.18.0", "0.18.2", "warn"),
+        ("0.18.0", "0.18", None),
+        ("0.18.2", "0.18", None),
+        ("0.17.0", "0.19", "error"),
+    ],
 )
 def test_an_engine_of_another_release(
     tmp_path: Path, built: str, backend: str, level: str | None
 ) -> None:
-    """Another patch may do; another release does not load."""
+    """Another patch may do, and is not told where none is named; another release does not load."""
     engine = make_engine(tmp_path / "engine", BUILD, version=built)
     found = findings("versions", engine_dir=engine, version=backend)
     assert [finding.level for finding in found] == ([level] if level else [])
@@ -345,8 +351,11 @@ def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:
     (tmp_path / "bin" / "tritonserver").touch()
     found = only(findings("server_python", server=tmp_path))
     assert "no Python backend for Python" in found.what and "container" in found.mend
-    found = only(findings("server_python", server=tmp_path / "none"))
-    assert "no tritonserver there" in found.what
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    for nowhere in (tmp_path / "none", circle):
+        found = only(findings("server_python", server=nowhere))
+        assert "no tritonserver there" in found.what
 
 
 def test_an_environment_that_the_server_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,13 +156,20 @@ def test_a_variable_in_place_of_the_value_does_not_stop_serve(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("file", "is a file"), ("none/deeper", "there is no"), ("new", None), ("directory", None)],
+    [
+        ("file", "is a file"),
+        ("circle", "leads nowhere"),
+        ("none/deeper", "there is no"),
+        ("new", None),
+        ("directory", None),
+    ],
 )
 def test_a_directory_for_responses_is_looked_at_before_models_load(
     tmp_path: Path, name: str, problem: str | None
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "directory").mkdir()
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
     found = findings("store_directory", store_dir=tmp_path / name)
     assert bool(found) == bool(problem)
     if problem:

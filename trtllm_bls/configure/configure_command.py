@@ -287,8 +287,11 @@ def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Up
             upstream.notes.append(f"{model}: not filled in, so not set: {', '.join(empty)}")
         values[model] = {key: text for key, text in filled.items() if text}
     bls = values.get(BLS.name, {})
+    # As the models are called in ``configs``: --map may have renamed them.
     target = bls.get("tensorrt_llm_model_name", ENGINE.name)
+    target = names.get(target, target)
     draft = bls.get("tensorrt_llm_draft_model_name", "")
+    draft = names.get(draft, draft)
     if target not in configs:
         there = ", ".join(configs) or "none"
         raise SettingsError(f"--from {directory}: it has no model {target}; there are: {there}")

@@ -36,7 +36,7 @@ def write_files(files: Mapping[Path, bytes]) -> None:
     new_files = {}
     try:
         for path, content in files.items():
-            target = path.resolve()
+            target = Path(os.path.realpath(path))
             target.parent.mkdir(parents=True, exist_ok=True)
             new_file = target.with_name(f".{target.name}.new")
             new_files[new_file] = target

@@ -5,6 +5,7 @@ Everything is checked before the first file is written.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -368,8 +369,8 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         values = values_of(config)
         used += [values.get("gpt_model_path", ""), values.get("tokenizer_dir", "")]
     for place in filter(None, (*used, *map(str, repository.copies.values()))):
-        path = Path(place).resolve()
-        if any(path.is_relative_to(directory.resolve()) for directory in replaced):
+        path = os.path.realpath(place)
+        if any(Path(path).is_relative_to(os.path.realpath(each)) for each in replaced):
             raise SettingsError(f"--force: would delete {place}; choose another --out")
     for directory in replaced:
         shutil.rmtree(directory, ignore_errors=True)

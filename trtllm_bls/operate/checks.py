@@ -7,6 +7,7 @@ were measured with Triton 24.10. Only ``check_open_files`` changes anything: thi
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 import subprocess
@@ -72,7 +73,7 @@ def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Inst
     if explicit is None and wheel is not None and wheel.origin is not None:
         places.append(Path(wheel.origin).parent / "tritonserver")
     for place in places:
-        path = place.expanduser().resolve()
+        path = Path(os.path.realpath(place.expanduser()))  # which a circle of links does not end
         server = Installation(path.parents[1] if path.is_file() else path)
         if server.binary.is_file() and server.backends.is_dir():
             return server

@@ -362,12 +362,18 @@ def versions(subject: Subject) -> Findings:
         if release is None:
             what = f"{model}: config.json of {engine.path} names no release"
             yield warn(what, "build it with a released trtllm-build")
-        elif backend and _numbers(built, 3) != _numbers(backend, 3):
-            level: Level = "warn" if _numbers(built, 2) == _numbers(backend, 2) else "error"
+        elif backend and not _is_one_release(built, backend, 3):
+            level: Level = "warn" if _is_one_release(built, backend, 2) else "error"
             what = f"{model}: its engine is of {built}, the backend of {backend}"
             image = cpp.image_of(release)
             other = f", or serve it from {image}" if image else ""
             yield Finding(level, what, f"build it in the container that serves it{other}")
+
+
+def _is_one_release(version: str, other: str, count: int) -> bool:
+    """True where the first ``count`` numbers are the same, of those that both name."""
+    pairs = zip(_numbers(version, count), _numbers(other, count), strict=False)
+    return all(one == two for one, two in pairs)
 
 
 def _numbers(version: str, count: int) -> list[str]:

@@ -137,12 +137,12 @@ def write_copy(
         model.mkdir(parents=True)
         for entry in (repository / name).iterdir():
             if not (entry.is_dir() and entry.name.isdecimal()):
-                (model / entry.name).symlink_to(entry.resolve())
+                (model / entry.name).symlink_to(os.path.realpath(entry))
                 continue
             (model / entry.name).mkdir()
             for file in entry.iterdir():
                 stands_in = is_python and file.name == program
-                target = STAND_IN if stands_in else file.resolve()
+                target = STAND_IN if stands_in else os.path.realpath(file)
                 (model / entry.name / file.name).symlink_to(target)
 
 

@@ -134,6 +134,8 @@ def store_directory(subject: Subject) -> None:
     problem = f"--store-dir {subject.store_dir}"
     if directory.exists() and not directory.is_dir():
         raise SettingsError(f"{problem}: is a file; name a directory")
+    if directory.is_symlink() and not directory.is_dir():
+        raise SettingsError(f"{problem}: is a link that leads nowhere; name a directory")
     place = directory if directory.is_dir() else directory.parent
     if not place.is_dir():
         raise SettingsError(f"{problem}: there is no {place}; make it")
