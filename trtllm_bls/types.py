@@ -27,6 +27,8 @@ TokenIds: TypeAlias = tuple[int, ...]
 PromptIds: TypeAlias = Sequence[int]
 # The likeliest ids at the place of one token, with their log-probabilities.
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
+# A turn of a conversation, or a tool, as chat templates take them: JSON's values, never changed.
+Message: TypeAlias = Mapping[str, Any]
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 
 
@@ -350,13 +352,13 @@ class EngineCapacity:
 class ChatOptions:
     """How a chat template writes a conversation.
 
-    ``tools``: what the model may call, a JSON list. ``variables``: further variables of the
+    ``tools``: what the model may call. ``variables``: further variables of the
     template. ``continue_final_message``: the answer goes on where the last message ends.
     ``tool_choice``: of a pipeline's request, ``auto``, ``required``, or the name of the tool to
     call, to which guided decoding holds the model. ``parallel_tool_calls``: there may be several.
     """
 
-    tools: str | None = None
+    tools: Sequence[Message] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tool_choice: str = "auto"
@@ -369,7 +371,7 @@ class TextRequest(BaseRequest):
     """One prompt with everything asked of it.
 
     The prompt is one of ``text``, ``prompt_ids`` (token ids) and ``messages`` (a conversation,
-    JSON, written by the chat template as ``chat`` says).
+    written by the chat template as ``chat`` says).
     ``max_tokens``: ``None`` for as many as the model has room for, 0 for the prompt alone; where
     the model has less room, a request with ``fits_max_tokens`` gets what there is.
     ``echo``: the prompt comes in front of the completion, also of a stream.
@@ -386,7 +388,7 @@ class TextRequest(BaseRequest):
 
     text: str | None = None
     prompt_ids: TokenIds | None = None
-    messages: str | None = None
+    messages: Sequence[Message] | None = None
     chat: ChatOptions = ChatOptions()
     max_tokens: int | None
     fits_max_tokens: bool = False

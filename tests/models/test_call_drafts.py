@@ -118,9 +118,9 @@ def test_calls_are_written_where_n_grams_draft(
     maker = PromptMaker(tokenizer_of("llama"), True, default)
     request = TextRequest(
         request_id="a",
-        messages=ASK,
+        messages=json.loads(ASK),
         max_tokens=9,
-        chat=ChatOptions(tools=json.dumps(TOOLS)),
+        chat=ChatOptions(tools=TOOLS),
         speculation=SpeculationRequest(draft_source=asked),
     )
     assert bool(maker.make(request).asked.speculation.calls) is drafted

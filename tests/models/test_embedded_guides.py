@@ -28,10 +28,18 @@ from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.openai.chat import conversation_of
 from trtllm_bls.openai.content import ContentReader
-from trtllm_bls.openai.conversation import ChatFormats, answer_form, guided_decoding
+from trtllm_bls.openai.conversation import form_demand
 from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
+from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.settings.parameters import EngineParameters
-from trtllm_bls.text.chat_formats import FORCED, TOOL_FORMATS, forced_calls
+from trtllm_bls.text.chat_formats import (
+    FORCED,
+    REASONING_TAGS,
+    TOOL_FORMATS,
+    ReasoningTags,
+    forced_calls,
+)
+from trtllm_bls.text.chat_guides import calls_guide, form_guide
 from trtllm_bls.text.chat_parser import Arguments, ChatParser, ToolCall
 from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
 from trtllm_bls.types import (
@@ -261,10 +269,11 @@ def test_only_the_requests_end_tokens_end_a_text(tokenizer: Tokenizer) -> None:
 def test_a_choice_is_answered_as_it_is_written(tokenizer: Tokenizer, choice: str) -> None:
     """Whatever its characters."""
     asked = CompletionRequest(model="", prompt="", guided_choice=["other", choice])
-    guide = guided_decoding(asked)
-    assert guide is not None
-    assert allows(tokenizer, guide.kind, guide.text, choice)
-    assert not allows(tokenizer, guide.kind, guide.text, choice + "a")
+    form = form_demand(asked)
+    assert form is not None
+    guide = form.guide
+    assert allows(tokenizer, guide.kind, guide.text or "", choice)
+    assert not allows(tokenizer, guide.kind, guide.text or "", choice + "a")
 
 
 # A call as each family writes it.
@@ -298,14 +307,58 @@ def test_an_answer_obeys_the_schema_or_is_a_call(tokenizer: Tokenizer, family: s
         },
         ChatRequest,
     )
-    guide = answer_form(
-        conversation_of(request, ContentReader()), ChatFormats(TOOL_FORMATS[family])
-    )[0]
-    assert guide is not None and guide.field == "response_format"
+    turns = ChatTurns(tokenizer, ChatFormats(TOOL_FORMATS[family]))
+    turn = turns.turn(conversation_of(request, ContentReader()))
+    guide = turn.guide
+    assert guide is not None and turn.guide_field == "response_format"
     final = "<|channel|>final<|message|>Ada"  # a message that is neither
     told = [CALLS[family], '{"name": "Ada", "age": 7}', '{"name": "Ada"}', "Ada", "", final]
-    allowed = [allows(tokenizer, guide.kind, guide.text, text) for text in told]
+    allowed = [allows(tokenizer, guide.kind, guide.text or "", text) for text in told]
     assert allowed == [True, True, False, False, False, False]
+
+
+FORMS = {
+    Guide("json"): '{"a": 1}',
+    Guide("json_schema", '{"type": "integer"}'): "12",
+    Guide("regex", "a/b[0-9]"): "a/b7",
+    Guide("ebnf_grammar", 'root ::= "a" b\nb ::= [0-9]+'): "a12",
+}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.kind))
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("end", ["</think>", "<|user|>"])
+def test_a_form_comes_behind_reasoning(
+    tokenizer: Tokenizer, form: Guide, opened: bool, end: str
+) -> None:
+    """Of any length; a model that the prompt does not have reason may leave it out."""
+    tags = ReasoningTags("<think>", end)
+    guide = form_guide(form, tags, opened=opened)
+    text = FORMS[form]
+    thought = "" if opened else "<think>"
+    thought += f"is it < or {text}?"
+    texts = [f"{thought}{end}\n\n{text}", f"{thought}{end}{text}", text]
+    texts += [f"{thought}{end}", f"{thought}{end}no", thought, "no"]
+    allowed = [allows(tokenizer, guide.kind, guide.text or "", each) for each in texts]
+    assert allowed == [True, True, not opened, False, False, False, False]
+
+
+def test_harmony_reasons_before_its_answer_and_its_calls(tokenizer: Tokenizer) -> None:
+    """In messages, each with its header."""
+    # The small tokenizer ends its answers with harmony's own end of a message.
+    tags = REASONING_TAGS["harmony"]._replace(end="<|user|>")
+    own = TOOL_FORMATS["harmony"]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    analysis = "<|channel|>analysis<|message|>Hm.<|user|><|start|>assistant"
+    answer = '<|channel|>final<|message|>{"a": 1}'
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+    form = form_guide(Guide("json"), tags, opened=False)
+    demanded, calls = calls_guide(tools, "f", own, tags, parallel=True, opened=False)
+    assert calls is own
+    for guide, text, other in ((form, answer, call), (demanded, call, answer)):
+        texts = [text, analysis + text, other, analysis + other, analysis]
+        allowed = [allows(tokenizer, guide.kind, guide.text or "", each) for each in texts]
+        assert allowed == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("marker", ["<|user|>", "<|use"])

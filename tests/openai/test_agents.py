@@ -35,6 +35,7 @@ from trtllm_bls.openai.conversation import ChatModel, Transcript
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse, error_answer
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import decode
+from trtllm_bls.orchestrator.chat_turn import ChatTurns
 from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.types import Adapter, Ending, FinishReason, TextChunk
 
@@ -657,7 +658,7 @@ def test_one_call_where_the_agent_wants_one_at_a_time(speak: Any, parallel: bool
 def ended(kind: Any, builder: Any, body: dict[str, Any], ending: Ending | None = None) -> Any:
     """The builder of a response to ``body``, whose answer has ended so."""
     request = decode(json.dumps({"model": MODEL, **body}).encode(), kind)
-    response = builder(request, ChatModel(tokenizer()))
+    response = builder(request, ChatModel(tokenizer(), ChatTurns(tokenizer())))
     response.add(0, TextChunk("a", 0, ending))
     return response
 

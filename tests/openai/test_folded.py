@@ -17,10 +17,11 @@ from tests.text.test_chat_parsing import _PIECES
 from trtllm_bls.openai.builder import ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.completions import CompletionResponse
-from trtllm_bls.openai.conversation import ChatFormats, ChatModel
+from trtllm_bls.openai.conversation import ChatModel
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import ChatRequest, CompletionRequest, decode
+from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.text.answer import Answer, TextRules
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.types import EngineChunk, FinishReason
@@ -65,7 +66,9 @@ def answered(api: str, case: dict[str, Any], stream: bool) -> bytes:
     read, builder = APIS[api]
     formats = ChatFormats(TOOL_FORMATS[case["tools"]], REASONING_TAGS[case["tags"]])
     body = json.dumps(asked(api, case, stream)).encode()
-    made: ResponseBuilder = builder(decode(body, read), ChatModel(tokenizer(), formats))
+    made: ResponseBuilder = builder(
+        decode(body, read), ChatModel(tokenizer(), ChatTurns(tokenizer(), formats))
+    )
     (request,) = made.requests
     ids = tokenizer().encode(case["text"], add_special_tokens=False)
     made.count_prompt(1)

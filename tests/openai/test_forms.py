@@ -17,10 +17,11 @@ from tests.helpers.scripted_text import saying, tokenizer
 from tests.openai.conftest import Connect
 from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.openai.api_errors import ApiError
+from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.chat import ChatResponse
-from trtllm_bls.openai.conversation import ChatFormats, ChatModel
+from trtllm_bls.openai.conversation import ChatModel
 from trtllm_bls.openai.schema import ChatRequest, decode
+from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.text.tokenizer import load_tokenizer
@@ -178,8 +179,8 @@ class Opening:
     def __getattr__(self, name: str) -> Any:
         return getattr(tokenizer(), name)
 
-    def prompt_ends_with(self, text: str, options: Any) -> bool:
-        return (tokenizer().render_chat(HELLO, options) + "<think>\n").rstrip().endswith(text)
+    def prompt_end(self, options: Any) -> str:
+        return tokenizer().render_chat(HELLO, options) + "<think>"
 
 
 def response_to(
@@ -187,7 +188,8 @@ def response_to(
 ) -> ChatResponse:
     """The builder of the response to a chat."""
     body = json.dumps({"model": MODEL, "messages": HELLO, **asked}).encode()
-    model = ChatModel(reader or tokenizer(), formats or ChatFormats())
+    turns = ChatTurns(reader or tokenizer(), formats or ChatFormats())
+    model = ChatModel(reader or tokenizer(), turns)
     return ChatResponse(decode(body, ChatRequest), model)
 
 
@@ -217,25 +219,57 @@ def test_messages_of_harmony_are_told_apart_without_tools() -> None:
         assert (message["reasoning_content"], message["content"]) == ("2+2", "4")
 
 
-@pytest.mark.parametrize("family", TOOL_FORMATS)
-def test_a_demanded_call_is_json_whatever_the_family(family: str) -> None:
-    """The engine's guide is the same schema for all, so the family's own markers do not occur."""
-    formats = ChatFormats(TOOL_FORMATS[family], REASONING_TAGS.get(family, REASONING_TAGS["think"]))
-    response = response_to(formats, tools=[PING, WEATHER], tool_choice=NAMED)
-    (asked,) = response.requests
-    assert asked.guide is not None and asked.guide.kind == "json_schema"
-    assert asked.skip_special_tokens is None
-    message = message_of(response, '[{"name": "weather", "arguments": {"warm": true}}]')
+@pytest.mark.parametrize("family", [name for name in TOOL_FORMATS if name != "harmony"])
+@pytest.mark.parametrize("thought", ["", "Warm?"])
+def test_a_demanded_call_is_json_whatever_the_family(family: str, thought: str) -> None:
+    """The engine's guide is the same schema for all, behind the model's own reasoning."""
+    tags = REASONING_TAGS.get(family, REASONING_TAGS["think"])
+    response = response_to(
+        ChatFormats(TOOL_FORMATS[family], tags), tools=[PING, WEATHER], tool_choice=NAMED
+    )
+    (request,) = response.requests
+    assert request.guide is not None and request.guide.kind == "structural_tag"
+    text = '[{"name": "weather", "arguments": {"warm": true}}]'
+    if thought:
+        text = f"{tags.begin}{thought}{tags.end}\n\n{text}"
+    message = message_of(response, text)
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"warm": true}'}
-    assert message["content"] is None and "reasoning_content" not in message
+    assert message["content"] is None and message.get("reasoning_content", "") == thought
 
 
-def test_an_enforced_form_has_no_reasoning() -> None:
-    """It holds from the first token on."""
-    thinks, form = ChatFormats(reasoning=REASONING_TAGS["think"]), {"type": "json_object"}
-    message = message_of(response_to(thinks, Opening(), response_format=form), '{"a": 1}')
-    assert message["content"] == '{"a": 1}' and "reasoning_content" not in message
+@pytest.mark.parametrize("thought", ["", "<|channel|>analysis<|message|>Warm?<|end|>"])
+def test_a_demanded_call_of_harmony_is_one_of_its_messages(thought: str) -> None:
+    """All that the model writes has a header, so JSON alone would be none of its texts."""
+    harmony = ChatFormats(TOOL_FORMATS["harmony"], REASONING_TAGS["harmony"])
+    response = response_to(harmony, tools=[PING, WEATHER], tool_choice=NAMED)
+    (request,) = response.requests
+    assert request.guide is not None and "to=functions.weather" in (request.guide.text or "")
+    assert "to=functions.ping" not in (request.guide.text or "")
+    text = thought + "<|start|>assistant" * bool(thought)
+    text += "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    (call,) = message_of(response, text + '{"warm": true}')["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"warm": true}'}
+
+
+def test_a_model_without_reasoning_is_guided_from_the_first_token() -> None:
+    """By the schema alone, which every engine's guided decoding takes."""
+    plain = ChatFormats(TOOL_FORMATS["hermes"])
+    for demand in ({"tools": [WEATHER], "tool_choice": NAMED}, {"response_format": OBJECT}):
+        (request,) = response_to(plain, **demand).requests
+        assert request.guide is not None and request.guide.kind in ("json", "json_schema")
+
+
+def test_an_enforced_form_comes_behind_the_reasoning() -> None:
+    """The prompt has begun it; the guide ends it, and only then demands the form."""
+    thinks = ChatFormats(reasoning=REASONING_TAGS["think"])
+    response = response_to(thinks, Opening(), response_format=OBJECT)
+    (request,) = response.requests
+    assert request.guide is not None
+    tag = json.loads(request.guide.text or "")["format"]
+    assert tag["elements"][0]["end"] == "</think>"
+    message = message_of(response, 'An object.</think>\n\n{"a": 1}')
+    assert (message["reasoning_content"], message["content"]) == ("An object.", '{"a": 1}')
 
 
 def test_markers_that_are_special_tokens_are_kept() -> None:
@@ -270,7 +304,7 @@ def test_templates_get_a_variable_as_the_request_has_it() -> None:
 def test_templates_find_earlier_reasoning_by_either_name(name: str) -> None:
     """Clients send one, templates look for one."""
     said = {"role": "assistant", "content": "4", name: "2+2"}
-    *_, message = json.loads(text_request(messages=[*HELLO, said]).messages or "")
+    *_, message = text_request(messages=[*HELLO, said]).messages or ()
     assert (message["reasoning"], message["reasoning_content"]) == ("2+2", "2+2")
 
 
@@ -284,7 +318,7 @@ def test_tools_that_are_not_allowed_are_not_shown(connect: Connect) -> None:
     """The template gets the others; what the model calls of them is read as ever."""
     asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER, PING]}
     asked["tool_choice"] = allowing("auto", "weather")
-    assert json.loads(text_request(**asked).chat.tools or "") == [WEATHER]
+    assert text_request(**asked).chat.tools == [WEATHER]
     _, client = connect(chatting(CALL), tool_parser="hermes")
     answer = client.chat.completions.create(**asked)
     assert answer.choices[0].finish_reason == "tool_calls"
@@ -323,6 +357,7 @@ def real() -> Iterator[openai.OpenAI]:
             yield client
 
 
+OBJECT: Any = {"type": "json_object"}
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -406,7 +441,7 @@ def test_text_beside_tools_keeps_the_schema(real: openai.OpenAI, stream: bool) -
 
 def test_only_json_can_stand_beside_tools() -> None:
     """No engine's structural tag has our grammars."""
-    with pytest.raises(ApiError, match="structured_outputs: cannot be combined with tools"):
+    with pytest.raises(InvalidRequest, match="structured_outputs: cannot be combined with tools"):
         response_to(
             ChatFormats(TOOL_FORMATS["hermes"]),
             tokenizer(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import tracemalloc
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ from tests.text.test_chat_parsing import TEXTS
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.builder import ResponseBuilder
 from trtllm_bls.openai.chat import ChatResponse
-from trtllm_bls.openai.conversation import ChatFormats, ChatModel, TakenConversations, Transcript
+from trtllm_bls.openai.conversation import ChatModel, Transcript
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import ChatRequest, decode
+from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.text.json_values import json_value
+from trtllm_bls.text.turn_order import TurnOrder
 from trtllm_bls.types import Ending, FinishReason, TextChunk
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -63,7 +66,9 @@ def builders(stream: bool, formats: ChatFormats) -> list[ResponseBuilder]:
     found = []
     for kind, builder, fields in asked:
         body = json.dumps({"model": MODEL, "stream": stream, **fields}).encode()
-        found.append(builder(decode(body, kind), ChatModel(tokenizer(), formats)))
+        found.append(
+            builder(decode(body, kind), ChatModel(tokenizer(), ChatTurns(tokenizer(), formats)))
+        )
     return found
 
 
@@ -236,7 +241,7 @@ REFUSING = {
 def test_a_template_gets_the_conversation_in_a_form_that_it_takes(name: str) -> None:
     """Nothing is lost: not a text of a system, and not the order of the turns."""
     reader = tokenizer_of(REFUSING[name])
-    with_all = TakenConversations.of(reader).fitted(TURNS)
+    with_all = TurnOrder.of(reader).fitted(TURNS)
     prompt = reader.render_chat(with_all)
     places = [prompt.index(turn["content"]) for turn in TURNS]
     systems = [places[n] for n in (0, 1, 3)]
@@ -247,18 +252,19 @@ def test_a_template_gets_the_conversation_in_a_form_that_it_takes(name: str) -> 
 
 def test_a_template_that_takes_all_gets_all_as_it_is() -> None:
     """A text that moves to the front would change the beginning of the prompt, and its KV cache."""
-    taken = TakenConversations.of(tokenizer_of(LOOP))
-    assert taken == TakenConversations() and taken.fitted(TURNS) == TURNS
+    order = TurnOrder.of(tokenizer_of(LOOP))
+    assert order.systems and order.users and order.answers and order.greeting
+    assert order.fitted(TURNS) == TURNS
 
 
 def test_a_model_without_a_template_is_not_asked() -> None:
     """Every conversation is refused, by the prompt that cannot be made."""
     reader = tokenizer_of(LOOP)
     reader.hf.chat_template = None
-    taken = TakenConversations.of(reader)
-    assert taken == TakenConversations(system=False, systems=False, same_roles=False)
+    order = TurnOrder.of(reader)
+    assert not any(asdict(order).values())
     with pytest.raises(InvalidRequest, match="no chat template"):
-        reader.render_chat(taken.fitted(TURNS))
+        reader.render_chat(order.fitted(TURNS))
 
 
 @pytest.mark.parametrize("turns", [10, 1000])
@@ -273,7 +279,7 @@ def test_texts_of_many_turns_are_copied_once(turns: int) -> None:
         transcript.think(text)
     tracemalloc.start()
     try:
-        (joined,) = TakenConversations(same_roles=False).fitted(users)
+        (joined,) = TurnOrder(users=False).fitted(users)
         (message,) = transcript.messages
         copied = tracemalloc.get_traced_memory()[1]
     finally:

@@ -87,7 +87,7 @@ def test_beams_are_a_known_wish_that_cannot_be_granted() -> None:
 def test_a_conversation_is_rendered_by_the_models_template() -> None:
     """No second begin-of-sequence token before it."""
     engine = saying("hi")
-    messages = '[{"role": "user", "content": "Hello"}]'
+    messages = [{"role": "user", "content": "Hello"}]
     ask(engine, asking(None, messages=messages))
     rendered = "<|user|>Hello</s><|assistant|>"
     assert engine.requests[0].input_ids == tokenizer().encode(rendered, add_special_tokens=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -131,7 +130,7 @@ def test_the_likeliest_ids_are_asked_for_as_the_engine_can_tell_them(tells: bool
 
 def rendered(**options: Any) -> str:
     engine, messages = saying("x"), [{"role": "user", "content": "Hi"}]
-    request = asking(text=None, messages=json.dumps(messages), **options)
+    request = asking(text=None, messages=messages, **options)
     ask(engine, request)
     return tokenizer().decode(engine.requests[0].input_ids, skip_special_tokens=False)
 
@@ -149,9 +148,3 @@ def test_arguments_of_the_template_engine_are_no_variables(name: str) -> None:
     """A caller cannot bring a template of its own that way."""
     with pytest.raises(InvalidRequest, match=f"chat_template_kwargs: {name}"):
         rendered(chat=ChatOptions(variables={name: "x"}))
-
-
-def test_tools_that_are_not_json_are_refused() -> None:
-    """By their own name."""
-    with pytest.raises(InvalidRequest, match="tools: not JSON"):
-        rendered(chat=ChatOptions(tools="["))

@@ -52,7 +52,7 @@ def test_retrieval_cites_what_it_found() -> None:
         "end": {"finish_reason": "end_id", "prompt_tokens": 1, "completion_tokens": 2}
     }
     assert model.llm.requests[1].max_tokens == 9
-    assert "bicycle" in (model.llm.requests[1].messages or "")
+    assert "bicycle" in json.dumps(model.llm.requests[1].messages)
 
 
 def test_the_guard_of_a_chat_ends_the_answer() -> None:
@@ -71,7 +71,7 @@ def test_an_agent_calls_a_tool_and_ends_with_an_object() -> None:
         answer = model.ask(question="What is a fox?").wait()
     assert answer.said("looked_up") == [[b"fox"]]
     assert json.loads(answer.said("answer")[0][0]) == {"answer": "An animal.", "sure": True}
-    last = json.loads(model.llm.requests[-1].messages or "")
+    last = model.llm.requests[-1].messages or ()
     assert [each["role"] for each in last] == ["user", "assistant", "tool", "assistant", "user"]
     assert last[2]["content"] == "A small animal of the woods."
     assert model.llm.requests[-1].guide is not None
@@ -119,7 +119,7 @@ def test_an_example_survives_callers_who_leave(name: str) -> None:
     first = loaded.inputs[0].name
 
     def script(request: Any) -> Any:
-        asked = request.text or request.messages or ""
+        asked = request.text or json.dumps(request.messages)
         return ["a", None] if "leave" in asked else ["a", "b", EngineError("lost")]
 
     parameters = {"guided": False} if name == "agent" else {}

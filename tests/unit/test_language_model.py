@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import subprocess
 import sys
 from dataclasses import fields
@@ -24,7 +23,7 @@ from trtllm_bls.pipeline.language_model import (
     ConversationOptions,
     Options,
     joined,
-    text_request,
+    request_fields,
 )
 from trtllm_bls.pipeline.testing import ScriptedLLM, serving
 from trtllm_bls.types import ChatOptions, Guide, Sampling, SpeculationRequest, TextRequest, Wants
@@ -50,7 +49,7 @@ WRONG = {int: "five", float: "hot", bool: "yes", str: 5}
 
 
 def test_options_become_the_fields_of_a_request() -> None:
-    request = text_request(RIGHT, text="a")
+    request = TextRequest(request_id="", text="a", **request_fields(RIGHT))
     assert (request.max_tokens, request.num_return_sequences, request.text) == (5, 2, "a")
     assert (request.sampling.temperature, request.sampling.top_k) == (1.0, 3)
     assert (request.stop_words, request.bad_words) == (("stop",), ("a", "b"))
@@ -66,10 +65,10 @@ def test_options_become_the_fields_of_a_request() -> None:
 @pytest.mark.parametrize("name", sorted(get_type_hints(ConversationOptions)))
 def test_every_option_is_refused_by_its_name(name: str) -> None:
     """Whatever its type: a value that nothing fits, and ``None`` for all that has a default."""
-    messages = {"messages": "[]", "chat": ChatOptions()}
+    hints = get_type_hints(ConversationOptions)
     with pytest.raises(InvalidRequest, match=f"^{name}: .* is not "):
-        text_request({name: object()}, **messages)
-    text_request({name: None}, **messages)
+        request_fields({name: object()}, hints)
+    request_fields({name: None}, hints)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_every_option_is_refused_by_its_name(name: str) -> None:
 )
 def test_a_mistake_names_the_option(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TrtllmBlsError) as raised:
-        text_request(options, text="a")
+        request_fields(options)
     assert str(raised.value).startswith(message)
 
 
@@ -160,7 +159,7 @@ def test_calls_and_reasoning_are_parsed_and_go_into_the_next_turn() -> None:
         ask = model.ask(question="what?").wait()
     assert ask.said("said") == [[b"hm|I add.|add|It is 2."]]
     _, second = model.llm.requests
-    messages = json.loads(second.messages or "")
+    messages = second.messages or ()
     assert [each["role"] for each in messages] == ["user", "assistant", "tool"]
     assert messages[1]["tool_calls"][0]["function"]["name"] == "add"
     assert messages[2] == {**messages[2], "content": "2", "name": "add"}

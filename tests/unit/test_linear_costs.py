@@ -30,10 +30,11 @@ from tests.unit.test_grpc_protocol import connected, exchange, headers
 from trtllm_bls.errors import InvalidRequest, SetupError
 from trtllm_bls.http.routes import ROUTES
 from trtllm_bls.openai.chat import ChatResponse
-from trtllm_bls.openai.conversation import ChatFormats, ChatModel
+from trtllm_bls.openai.conversation import ChatModel
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
 from trtllm_bls.openai.schema import ChatRequest, decode
+from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.orchestrator.reports import REQUESTS, RequestMetrics
 from trtllm_bls.settings.model_config import read_config
@@ -506,7 +507,7 @@ def built(kind: str, stream: bool, mark: str, size: int) -> Callable[[], object]
     read, builder, asked = fields[kind]
     formats = ChatFormats(TOOL_FORMATS["hermes"], REASONING_TAGS["think"])
     body = json.dumps({"model": "m", "stream": stream, **asked}).encode()
-    made = builder(decode(body, read), ChatModel(tokenizer(), formats))
+    made = builder(decode(body, read), ChatModel(tokenizer(), ChatTurns(tokenizer(), formats)))
     ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
     text = mark * (size // len(mark))
 

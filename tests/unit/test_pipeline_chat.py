@@ -49,10 +49,8 @@ def events(model: LoadedModel, request: TextRequest) -> list[dict[str, Any]]:
 
 
 def request(**more: Any) -> TextRequest:
-    chat = ChatOptions(**{"tools": json.dumps([ADD]), **more.pop("chat", {})})
-    return TextRequest(
-        request_id="r", messages=json.dumps(ASKED), chat=chat, max_tokens=None, **more
-    )
+    chat = ChatOptions(**{"tools": [ADD], **more.pop("chat", {})})
+    return TextRequest(request_id="r", messages=ASKED, chat=chat, max_tokens=None, **more)
 
 
 @pytest.mark.parametrize("choice", ["required", "add"])
@@ -65,8 +63,8 @@ def test_a_demanded_call_is_a_call(choice: str) -> None:
     assert called["call"]["name"] == "add"
     assert json.loads(called["call"]["arguments"]) == {"a": 1}
     assert inner.guide is not None
-    guide = json.loads(inner.guide.text or "")
-    assert guide["maxItems"] == 1 and "add" in json.dumps(guide)
+    assert inner.guide.kind == "structural_tag"  # the model may reason before the call
+    assert '"maxItems": 1' in (inner.guide.text or "") and '"add"' in (inner.guide.text or "")
 
 
 def test_token_ids_of_a_bias_are_numbers_again() -> None:

@@ -57,8 +57,8 @@ def chat_request(request: TextRequest) -> bytes:
         options[name] = '{"type":"object"}' if guide.text is None else guide.text
     salt = request.cache_salt
     body = {
-        "messages": json.loads(request.messages),
-        "tools": json.loads(request.chat.tools or "[]"),
+        "messages": request.messages,
+        "tools": request.chat.tools or [],
         "options": {name: value for name, value in options.items() if value not in (None, (), {})},
         "key": request.tenant,
         # The engine behind the pipeline's language model may have no salts.

@@ -108,15 +108,12 @@ def first_line(text: str) -> str:
 
 def _grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:
     """The guide in llguidance's form. Raises ``ValueError`` for one that is not of its kind."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     if kind == "regex":
         return LLMatcher.grammar_from_regex(_portable(text))
     if kind == "ebnf_grammar":
-        grammar = grammar_from("ebnf", text)
-        if grammar == text and "%json" in text:  # Lark's own, whose schema nobody has checked
-            raise ValueError("%json is not allowed in it; send a json_schema")
-        return grammar
+        return _lark(text)
     if kind == "json":
         text = '{"type": "object"}'
     try:
@@ -130,11 +127,21 @@ def _grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if kind == "structural_tag":
-        return _of_tag(tokenizer, read)
+        return _TagGrammar(tokenizer).grammar(read)
     return LLMatcher.grammar_from_json_schema(
         json.dumps(_schema(read)),
         overrides=_JSON_RULES,  # type: ignore[arg-type]
     )
+
+
+def _lark(text: str) -> str:
+    """Translate an EBNF grammar."""
+    from llguidance import grammar_from
+
+    grammar = str(grammar_from("ebnf", text))
+    if grammar == text and "%json" in text:  # Lark's own, whose schema nobody has checked
+        raise ValueError("%json is not allowed in it; send a json_schema")
+    return grammar
 
 
 def _schema(read: Any) -> dict[str, Any]:
@@ -145,35 +152,78 @@ def _schema(read: Any) -> dict[str, Any]:
     return read
 
 
-def _of_tag(tokenizer: LLTokenizer, tag: Any) -> str:
-    """A structural tag, as xgrammar describes it, in llguidance's form: what the OpenAI API needs
-    of it, for a text that is a JSON document or begins a call."""
-    special = {
-        tokenizer.decode_str([token]): token
-        for token in range(tokenizer.vocab_size)
-        if tokenizer.is_special_token(token)
-    }
-    rules: list[str] = []
+class _TagGrammar:
+    """Writes a structural tag, as xgrammar describes it, in llguidance's form.
 
-    def written(part: Any) -> str:
+    It knows what ``text.chat_guides`` needs: a form or calls, and reasoning before either.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._special: dict[str, int] = {}
+        for token in range(tokenizer.vocab_size):
+            if tokenizer.is_special_token(token):
+                self._special[tokenizer.decode_str([token])] = token
+        self._rules: list[str] = []
+
+    def grammar(self, tag: Any) -> str:
+        """Return the grammar. Raises ``ValueError`` for what it does not know."""
+        if not isinstance(tag, dict):
+            raise ValueError("a structural tag is an object")
+        start = self._written(tag.get("format"))
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
+
+    def _written(self, part: Any) -> str:
         match part:
             case {"type": "json_schema", "json_schema": schema}:
-                rules.append(json.dumps({**_schema(schema), "x-guidance": _JSON_RULES}))
-                return f"schema{len(rules)}"
+                rules = json.dumps({**_schema(schema), "x-guidance": _JSON_RULES})
+                return self._rule(f": %json {rules}")
+            case {"type": "regex", "pattern": str(pattern)}:
+                return self._rule(f": /{_without_slashes(_portable(pattern))}/")
+            case {"type": "grammar", "grammar": str(grammar)}:
+                lark = _lark(grammar).replace("%llguidance {}", "")
+                return self._rule(f": %lark {{\n{lark}\n}}")
             case {"type": "const_string", "value": str(value)}:
-                token = f" | <[{special[value]}]>" if value in special else ""
-                return f"({json.dumps(value, ensure_ascii=False)}{token})"
+                return self._constant(value)
             case {"type": "any_text"}:
                 return "<[*]>*"
+            case {
+                "type": "tag",
+                "begin": str(begin),
+                "content": {"type": "any_text"},
+                "end": str(end),
+            } if end:
+                opening = self._constant(begin) if begin else ""
+                return f"({opening} {self._until(end)})"
             case {"type": "or" | "sequence" as kind, "elements": list(parts)} if parts:
-                return f"({(' | ' if kind == 'or' else ' ').join(map(written, parts))})"
-        raise ValueError("only or, sequence, json_schema, const_string and any_text are supported")
+                separator = " | " if kind == "or" else " "
+                return f"({separator.join(map(self._written, parts))})"
+        known = "or, sequence, json_schema, regex, grammar, const_string, any_text and a tag of it"
+        raise ValueError(f"only {known} are supported")
 
-    if not isinstance(tag, dict):
-        raise ValueError("a structural tag is an object")
-    lines = ["%llguidance {}", f"start: {written(tag.get('format'))}"]
-    lines += [f"schema{number}: %json {rule}" for number, rule in enumerate(rules, 1)]
-    return "\n".join(lines)
+    def _rule(self, body: str) -> str:
+        name = f"part{len(self._rules)}"
+        self._rules.append(name + body)
+        return name
+
+    def _constant(self, text: str) -> str:
+        token = f" | <[{self._special[text]}]>" if text in self._special else ""
+        return f"({_literal(text)}{token})"
+
+    def _until(self, end: str) -> str:
+        """Any text up to a marker, which is one token or spelled."""
+        token = self._special.get(end)
+        if token is not None:
+            return f"<[^{token}]>* <[{token}]>"
+        return self._rule(f"[suffix={_literal(end)}]: /(?s:.*)/")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _without_slashes(pattern: str) -> str:
+    """Escape what would end a regular expression in Lark."""
+    return re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)
 
 
 def _portable(pattern: str) -> str:

@@ -17,9 +17,10 @@ import msgspec
 import numpy as np
 
 from trtllm_bls.openai.api_errors import DONE, ApiError, invalid
-from trtllm_bls.openai.conversation import ChatModel, Conversation, chat_turn
+from trtllm_bls.openai.conversation import ChatModel, turn_request
 from trtllm_bls.openai.schema import Common, Generation
 from trtllm_bls.openai.stored import Stored
+from trtllm_bls.orchestrator.chat_turn import Conversation
 from trtllm_bls.text.chat_parser import (
     Annotation,
     Arguments,
@@ -257,8 +258,9 @@ class PartsBuilder(ResponseBuilder):
         self, request: Generation, model: ChatModel, conversation: Conversation, **fields: Any
     ) -> None:
         fields["fits_max_tokens"] = True
-        text, guide, (self._parser,) = chat_turn(request, model, conversation, **fields)
-        super().__init__(request, model, [text], guide)
+        turn = turn_request(request, model, conversation, **fields)
+        super().__init__(request, model, [turn.request], turn.guide_field)
+        (self._parser,) = turn.parsers
         self._items: list[dict[str, Any]] = []  # the parts so far, as the API shows them
         self._kind: type[Opening] | None = None  # of the last part, while it is open
         self._texts: list[str] = []  # of the open part; of a call, its arguments

@@ -11,13 +11,12 @@ from trtllm_bls.openai.content import ContentReader, note_once
 from trtllm_bls.openai.conversation import (
     FREE_TEXT,
     ChatModel,
-    Conversation,
-    chat_turn,
-    format_guide,
+    form_demand,
     free_text,
     function_tool,
-    guided_decoding,
+    message_form,
     object_arguments,
+    turn_request,
 )
 from trtllm_bls.openai.schema import (
     ChatMessage,
@@ -28,6 +27,7 @@ from trtllm_bls.openai.schema import (
     checked,
     json_text,
 )
+from trtllm_bls.orchestrator.chat_turn import Conversation
 from trtllm_bls.text.chat_parser import (
     Annotation,
     Arguments,
@@ -70,7 +70,7 @@ class ChatResponse(ChoicesBuilder):
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
         limit, prediction = request.max_completion_tokens, request.prediction
-        text, guide, self._parsers = chat_turn(
+        turn = turn_request(
             request,
             model,
             conversation_of(request, model.reader),
@@ -84,7 +84,8 @@ class ChatResponse(ChoicesBuilder):
             if prediction
             else None,
         )
-        super().__init__(request, model, [text], guide)
+        super().__init__(request, model, [turn.request], turn.guide_field)
+        self._parsers = turn.parsers
         self._begun: set[int] = set()
         custom = [tool["custom"] for tool in request.tools or () if tool.get("type") == "custom"]
         self._custom = {tool["name"] for tool in custom}
@@ -215,7 +216,7 @@ def conversation_of(request: ChatRequest, reader: ContentReader) -> Conversation
     form = None
     if (demand := request.response_format) is not None:
         schema = demand.json_schema and demand.json_schema.schema
-        form = format_guide("response_format", demand.type, schema, "json_schema.schema")
+        form = message_form("response_format", demand.type, schema, "json_schema.schema")
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
@@ -232,7 +233,7 @@ def conversation_of(request: ChatRequest, reader: ContentReader) -> Conversation
         allowed=allowed,
         allowed_by="tool_choice.allowed_tools.tools",
         parallel=request.parallel_tool_calls is not False,
-        guide=guided_decoding(request, form),
+        form=form_demand(request, form),
         options=ChatOptions(
             add_generation_prompt=generation_prompt,
             continue_final_message=bool(request.continue_final_message),

@@ -17,7 +17,7 @@ from trtllm_bls.openai.builder import (
     TokenScores,
     well_ended,
 )
-from trtllm_bls.openai.conversation import ChatModel, guided_decoding, shared_fields
+from trtllm_bls.openai.conversation import ChatModel, form_demand, shared_fields
 from trtllm_bls.openai.schema import CompletionRequest, checked
 from trtllm_bls.types import TextChunk, TextRequest, Wants
 
@@ -50,7 +50,7 @@ class CompletionResponse(ChoicesBuilder):
         scored = request.logprobs is not None
         if request.max_tokens == 0 and not request.echo:
             raise invalid("max_tokens", "0 is only allowed with echo, which answers the prompt")
-        guide = guided_decoding(request)
+        form = form_demand(request)
         shared = {
             **shared_fields(request, model.tokenizer.model_vocab_size),
             "num_return_sequences": request.n or 1,
@@ -64,12 +64,12 @@ class CompletionResponse(ChoicesBuilder):
                 context_logits=scored and bool(request.echo),
             ),
             "return_tokens": scored,
-            "guide": guide.guide if guide else None,
+            "guide": form.guide if form else None,
         }
         requests = [
             TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared) for prompt in prompts
         ]
-        super().__init__(request, model, requests, guide.field if guide else "")
+        super().__init__(request, model, requests, form.field if form else "")
         self._scores = TokenScores(model.tokenizer, request.logprobs or 0) if scored else None
         self._logprobs: dict[int, CompletionLogprobs] = {}
 

@@ -1,39 +1,34 @@
-"""From a request of any API to a text request, and to what parses the text of its answer.
+"""What the APIs share: fields of requests as the orchestrator has them, conversations, forms.
 
-A demand on the form of the answer is enforced by the engine's guided decoding, or the request is
-refused.
+``turn_request`` makes the text request of a chat of any API. What a turn is, and how its answer is
+guided and read, is decided below (``orchestrator.chat_turn``).
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.api_errors import invalid
 from trtllm_bls.openai.content import ContentReader
 from trtllm_bls.openai.schema import Generation, StructuredOutputs, Tool, checked, json_text
-from trtllm_bls.text.chat_formats import (
-    FORCED,
-    REASONING_TAGS,
-    TOOL_FORMATS,
-    ReasoningTags,
-    ToolFormat,
-    forced_calls,
-    formats_of,
+from trtllm_bls.orchestrator.chat_turn import (
+    ChatTurn,
+    ChatTurns,
+    Conversation,
+    FormDemand,
+    pipeline_turn,
 )
 from trtllm_bls.text.chat_parser import ChatParser, EventParser
 from trtllm_bls.text.json_values import JsonStrings, json_value
 from trtllm_bls.text.tokenizer import Tokenizer
-from trtllm_bls.types import ChatOptions, Guide, Sampling, SpeculationRequest, TextRequest
+from trtllm_bls.types import Guide, Sampling, SpeculationRequest, TextRequest
 
 # Below it, temperature and top_p select the likeliest token, or overflow in the engine.
 _COLDEST = 1e-5
@@ -43,7 +38,6 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 _CLIENT_TOOLS: dict[str, dict[str, Any]] = msgspec.json.decode(
     Path(__file__).with_name("client_tools.json").read_bytes()
 )
-_ANY_TEXT = {"type": "any_text"}
 # A tool of free text, as the model sees it.
 FREE_TEXT = {
     "type": "object",
@@ -102,107 +96,29 @@ def sampling(request: Generation) -> Sampling:
 
 
 @dataclass(frozen=True)
-class GuidedDecoding:
-    """A form that the engine enforces; ``field``: the request's field that asked for it."""
-
-    field: str
-    kind: str
-    text: str = ""
-
-    @property
-    def guide(self) -> Guide:
-        """The form as the engine is asked for it."""
-        return Guide(self.kind, self.text or None)
-
-
-@dataclass(frozen=True)
-class TakenConversations:
-    """Which conversations a chat template takes, of those that agents send.
-
-    ``system``: one that begins with a system message. ``systems``: system messages at any place.
-    ``same_roles``: two messages of users in a row.
-    """
-
-    system: bool = True
-    systems: bool = True
-    same_roles: bool = True
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> TakenConversations:
-        """Whether the template refuses, drops or reorders texts is seen from its prompts."""
-
-        def takes(roles: str) -> bool:
-            known = {"s": "system", "u": "user", "a": "assistant"}
-            messages = [{"role": known[r], "content": f"{r}{n}9q"} for n, r in enumerate(roles)]
-            try:
-                prompt = tokenizer.render_chat(messages)
-            except InvalidRequest:
-                return False
-            places = [prompt.find(message["content"]) for message in messages]
-            return places[0] >= 0 and places == sorted(places)
-
-        systems = takes("ssu") and takes("suasu") and takes("usu")
-        return cls(takes("su"), systems, takes("uu"))
-
-    def fitted(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with system texts moved to the front and turns joined where need be."""
-        turns = list(messages)
-        systems = [message for message in turns if message["role"] == "system"]
-        begins_alone = len(systems) == 1 and turns[0]["role"] == "system"
-        if systems and not (self.systems or begins_alone):
-            others = [message for message in turns if message["role"] != "system"]
-            turns = [_joined(systems), *others]
-        if systems and not self.system:
-            turns[0] = {**turns[0], "role": "user"}
-        if self.same_roles:
-            return turns
-        merged: list[dict[str, Any]] = []
-        for of_users, run in itertools.groupby(turns, lambda turn: turn["role"] == "user"):
-            group = list(run)
-            merged += [_joined(group)] if of_users else group
-        return merged
-
-
-def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first message with the texts of all."""
-    text = "\n\n".join(message["content"] for message in messages)
-    return {**messages[0], "content": text}
-
-
-@dataclass(frozen=True)
-class ChatFormats:
-    """How the served model writes tool calls and reasoning; ``None``: it writes none.
-
-    ``conversations``: which of them its chat template takes.
-    """
-
-    tools: ToolFormat | None = None
-    reasoning: ReasoningTags | None = None
-    conversations: TakenConversations = TakenConversations()
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> ChatFormats:
-        """The formats of these names; ``auto`` finds them in the chat template."""
-        tools, reasoning = formats_of(tokenizer.chat_template)
-        tools = tools if tool_parser == "auto" else tool_parser
-        reasoning = reasoning if reasoning_parser == "auto" else reasoning_parser
-        taken = TakenConversations.of(tokenizer)
-        return cls(TOOL_FORMATS.get(tools or ""), REASONING_TAGS.get(reasoning or ""), taken)
-
-
-@dataclass(frozen=True)
 class ChatModel:
-    """What requests are read with. ``fingerprint`` tells clients that it is another model.
+    """The model that requests are read for.
 
-    ``count_call`` is called with a call's format and how it went on: see ``ChatParser``.
+    ``turns``: ``None``: it is a pipeline, which takes conversations as they are and divides its
+    answer itself. ``fingerprint`` tells clients that it is another model. ``count_call`` is called
+    with a call's format and how it went on: see ``ChatParser``.
     """
 
     tokenizer: Tokenizer
-    formats: ChatFormats = ChatFormats()
+    turns: ChatTurns | None = None
     fingerprint: str = ""
     reader: ContentReader = field(default_factory=ContentReader)
     count_call: Callable[[str, str], None] = lambda tool_format, outcome: None
-    pipeline: bool = False  # it takes conversations as they are, and divides its answer itself
+
+    @property
+    def reasons(self) -> bool:
+        """True for a model that is known to write reasoning."""
+        return self.turns is not None and self.turns.formats.reasoning is not None
+
+    def turn(self, conversation: Conversation) -> ChatTurn:
+        """Return the next turn. Raises ``ApiError``, and ``InvalidRequest`` for contradictions."""
+        checked("tools", conversation.tools, list[Tool])
+        return pipeline_turn(conversation) if self.turns is None else self.turns.turn(conversation)
 
 
 def function_tool(name: str, description: str, parameters: object) -> dict[str, Any]:
@@ -220,105 +136,59 @@ def client_tool(name: str, kind: str) -> dict[str, Any] | None:
     return function_tool(name, known["description"], {"type": "object", **schema})
 
 
-@dataclass(kw_only=True)
-class Conversation:
-    """A chat request of any API. Raises ``ApiError``.
+def message_form(field: str, kind: str, schema: Any, place: str = "schema") -> FormDemand | None:
+    """Return the form of a message that ``field`` demands, of type text, json_object, json_schema.
 
-    ``messages`` and ``tools`` are as chat templates take them. ``choice``: ``auto``, ``none``, or
-    ``required``: at least one call; ``forced`` names the tool that it has to call. ``allowed``:
-    names of the only tools that may be called, as the request's field ``allowed_by`` says.
-    ``parallel``: the answer may have several calls. ``guide``: the form that the answer must have.
-    """
-
-    messages: Sequence[dict[str, Any]]
-    tools: Sequence[dict[str, Any]] = ()
-    choice: str = "auto"
-    forced: str | None = None
-    allowed: Collection[str] | None = None
-    allowed_by: str = "tool_choice.tools"
-    parallel: bool = True
-    guide: GuidedDecoding | None = None
-    options: ChatOptions = field(default_factory=ChatOptions)
-
-    def __post_init__(self) -> None:
-        checked("tools", self.tools, list[Tool])
-        if self.allowed is not None:
-            # The prompt has no other tools: a model does not call one that it is not told of.
-            if unknown := set(self.allowed) - {tool["function"]["name"] for tool in self.tools}:
-                raise invalid(self.allowed_by, f"tools has none called {unknown.pop()!r}")
-            self.tools = [t for t in self.tools if t["function"]["name"] in self.allowed]
-
-
-def answer_form(
-    asked: Conversation, formats: ChatFormats
-) -> tuple[GuidedDecoding | None, ToolFormat | None, dict[str, Any]]:
-    """The answer's guided decoding, how its calls are written, and the schemas of what it may call.
-
-    Raises ``ApiError`` for demands that contradict each other or make no sense.
-    """
-    functions = [tool["function"] for tool in asked.tools]
-    schemas = {function["name"]: function.get("parameters") for function in functions}
-    if asked.choice == "required":
-        if asked.guide is not None:
-            problem = f"demands a call, and {asked.guide.field} another form; send one"
-            raise invalid("tool_choice", problem)
-        if not schemas:
-            raise invalid("tool_choice", "is only allowed with tools")
-        if asked.forced is not None and asked.forced not in schemas:
-            problem = f"there is no tool '{asked.forced}'; tools: {', '.join(schemas)}"
-            raise invalid("tool_choice", problem)
-        schema = forced_calls(asked.tools, asked.forced, parallel=asked.parallel)
-        if asked.forced is not None:
-            schemas = {asked.forced: schemas[asked.forced]}
-        return GuidedDecoding("tool_choice", "json_schema", schema), FORCED, schemas
-    tools = formats.tools if asked.tools and asked.choice == "auto" else None
-    if asked.guide is not None and tools is not None:
-        return _or_calls(asked.guide, tools, schemas), tools, schemas
-    return asked.guide, tools, schemas
-
-
-def format_guide(
-    field: str, kind: str, schema: Any, place: str = "schema"
-) -> GuidedDecoding | None:
-    """The guided decoding that ``field`` asks for, whose type is text, json_object or json_schema.
-
-    ``place``: where in the field the schema is.
+    ``place``: where in the field the schema is. Raises ``ApiError``.
     """
     if kind == "text":
         return None
     if kind == "json_object":
-        return GuidedDecoding(field, "json")
+        return FormDemand(field=field, guide=Guide("json"), of_message=True)
     if schema is None:
         raise invalid(f"{field}.{place}", "must be a JSON schema")
-    return GuidedDecoding(field, "json_schema", json_text(schema))
+    return FormDemand(field=field, guide=Guide("json_schema", json_text(schema)), of_message=True)
 
 
-def guided_decoding(
-    request: Generation, other: GuidedDecoding | None = None
-) -> GuidedDecoding | None:
-    """The guided decoding that vLLM's ``structured_outputs`` asks for, or ``other``.
+def form_demand(request: Generation, of_message: FormDemand | None = None) -> FormDemand | None:
+    """Return the form that vLLM's ``structured_outputs`` demands, or else ``of_message``.
 
-    Also by the older names of its members, such as ``guided_json``, and by SGLang's.
+    Its members have older names, too, such as ``guided_json``, and SGLang's. Raises ``ApiError``.
     """
-    form = request.structured_outputs or StructuredOutputs()
-    asked = [("structured_outputs", kind, getattr(form, kind)) for kind in form.__struct_fields__]
-    older = ("json", "regex", "choice", "grammar")
-    asked += [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in older]
-    asked += [("regex", "regex", request.regex), ("ebnf", "grammar", request.ebnf)]
-    asked = [(field, kind, value) for field, kind, value in asked if value]
-    if not asked:
-        return other
-    field, kind, value = asked[0]
-    if other is not None or len(asked) > 1:
+    outputs = request.structured_outputs or StructuredOutputs()
+    members = [
+        ("structured_outputs", kind, getattr(outputs, kind)) for kind in outputs.__struct_fields__
+    ]
+    members += [
+        (f"guided_{kind}", kind, getattr(request, f"guided_{kind}"))
+        for kind in ("json", "regex", "choice", "grammar")
+    ]
+    members += [("regex", "regex", request.regex), ("ebnf", "grammar", request.ebnf)]
+    demands = [member for member in members if member[2] is not None and member[2] is not False]
+    if not demands:
+        return of_message
+    field, kind, value = demands[0]
+    if of_message is not None or len(demands) > 1:
         raise invalid(field, "send one demand on the form of the answer alone")
-    if kind == "json":
-        schema = value if isinstance(value, str) else json_text(value)
-        return GuidedDecoding(field, "json_schema", schema)
+    return FormDemand(field=field, guide=_guide(field, kind, value))
+
+
+def _guide(field: str, kind: str, value: Any) -> Guide:
+    """Return the guide of one member of ``structured_outputs``. Raises ``ApiError``."""
     if kind == "json_object":
-        return GuidedDecoding(field, "json")
+        return Guide("json")
+    if kind == "json":
+        return Guide("json_schema", value if isinstance(value, str) else json_text(value))
     if kind == "choice":
-        kind, value = "grammar", "root ::= " + " | ".join(map(_quoted, value))
-    return GuidedDecoding(field, {"regex": "regex", "grammar": "ebnf_grammar"}[kind], value)
+        if not value:
+            raise invalid(field, "has no text to choose; send at least one")
+        return Guide("ebnf_grammar", "root ::= " + " | ".join(map(_quoted, value)))
+    if kind == "regex":
+        # Not every engine takes an empty expression, which the empty text alone matches.
+        return Guide("regex", value) if value else Guide("ebnf_grammar", 'root ::= ""')
+    if not value:
+        raise invalid(field, "is empty; send a grammar")
+    return Guide("ebnf_grammar", value)
 
 
 def _quoted(text: str) -> str:
@@ -329,28 +199,6 @@ def _quoted(text: str) -> str:
     """
     text = text.replace("\\", r"\\").replace('"', r"\"")
     return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda c: f'" "\\x{ord(c[0]):02x}" "', text) + '"'
-
-
-def _or_calls(guide: GuidedDecoding, tools: ToolFormat, names: Iterable[str]) -> GuidedDecoding:
-    """The form, or an answer that begins as the model's calls do."""
-    if guide.kind not in ("json", "json_schema"):
-        problem = "cannot be combined with tools that may be called; send tool_choice none"
-        raise invalid(guide.field, f"{problem} or required")
-    schemas = [guide.text or '{"type":"object"}']
-    begins = list(tools.opening or tools.begin)
-    if tools.bare == "{":
-        call = {"name": {"enum": list(names)}, "parameters": {"type": "object"}}
-        shape = {"type": "object", "properties": call, "additionalProperties": False}
-        schemas.append(json_text({**shape, "required": list(call)}))
-    elif tools.bare:
-        begins += [f"{tools.bare}{name}(" for name in names]
-    # Put together as text: the schema may be text that is no JSON, which the engine refuses.
-    texts = [f'{{"type":"json_schema","json_schema":{schema}}}' for schema in schemas]
-    markers = [{"type": "const_string", "value": begin} for begin in begins]
-    calls = {"type": "sequence", "elements": [{"type": "or", "elements": markers}, _ANY_TEXT]}
-    elements = ",".join([*texts, json_text(calls)])
-    tag = f'{{"type":"structural_tag","format":{{"type":"or","elements":[{elements}]}}}}'
-    return GuidedDecoding(guide.field, "structural_tag", tag)
 
 
 def object_arguments(text: str) -> str:
@@ -429,43 +277,31 @@ def thinking(effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
     return variables
 
 
-def chat_turn(
-    request: Generation, model: ChatModel, asked: Conversation, *, choices: int = 1, **fields: Any
-) -> tuple[TextRequest, str, Sequence[ChatParser | EventParser]]:
-    """What is asked of the orchestrator, which field asked for guided decoding, if any, and what
-    parses each choice.
+@dataclass(frozen=True)
+class TurnRequest:
+    """A request for one turn, the field that demands its guide, and a parser of each choice."""
 
-    ``fields`` are further ones of the ``TextRequest``. Raises ``ApiError``.
+    request: TextRequest
+    guide_field: str
+    parsers: Sequence[ChatParser | EventParser]
+
+
+def turn_request(
+    request: Generation,
+    model: ChatModel,
+    conversation: Conversation,
+    *,
+    choices: int = 1,
+    **fields: Any,
+) -> TurnRequest:
+    """Return what is asked of the orchestrator; ``fields`` are further ones of the ``TextRequest``.
+
+    Raises ``ApiError``, and ``InvalidRequest`` for demands that contradict each other.
     """
-    tokenizer, formats = model.tokenizer, model.formats
-    guide, calls, schemas = answer_form(asked, formats)
-    options = asked.options
-    if model.pipeline:  # which writes its calls itself
-        choice = (asked.forced or "required") if asked.choice == "required" else "auto"
-        options = replace(options, tool_choice=choice, parallel_tool_calls=asked.parallel)
-        guide = asked.guide
-    # Where there is a guide, the engine enforces the form from the first token on.
-    reasoning = formats.reasoning if guide is None else None
-    tools = json_text(asked.tools) if asked.tools and asked.choice != "none" else None
-    options = replace(options, tools=tools)
-    shared = shared_fields(request, tokenizer.model_vocab_size)
-    marked = any(markup is not None and markup.special for markup in (calls, reasoning))
-    if marked and request.skip_special_tokens is None:  # the text has to keep the markers
-        shared["skip_special_tokens"] = False
-    text = TextRequest(
-        request_id=uuid.uuid4().hex,
-        messages=json_text(formats.conversations.fitted(asked.messages)),
-        chat=options,
-        num_return_sequences=choices,
-        guide=guide.guide if guide else None,
-        **{**shared, **fields},
+    turn = model.turn(conversation)
+    shared = shared_fields(request, model.tokenizer.model_vocab_size)
+    text_request = turn.request(
+        request_id=uuid.uuid4().hex, num_return_sequences=choices, **{**shared, **fields}
     )
-    opened = reasoning is not None and tokenizer.prompt_ends_with(reasoning.begin, options)
-    if model.pipeline:
-        return text, guide.field if guide else "", [EventParser() for _ in range(choices)]
-    most = None if asked.parallel else 1
-    name = next((name for name, known in TOOL_FORMATS.items() if known is calls), "forced")
-    note = partial(model.count_call, name)
-    fields = {"opened": opened, "schemas": schemas, "most_calls": most, "note_call": note}
-    parsers = [ChatParser(calls, reasoning, **fields) for _ in range(choices)]
-    return text, guide.field if guide else "", parsers
+    parsers = [turn.parser(model.count_call) for _ in range(choices)]
+    return TurnRequest(text_request, turn.guide_field, parsers)

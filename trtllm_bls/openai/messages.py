@@ -17,12 +17,11 @@ from trtllm_bls.openai.builder import Opening, PartsBuilder, sse
 from trtllm_bls.openai.content import Content, ContentReader, note_once
 from trtllm_bls.openai.conversation import (
     ChatModel,
-    Conversation,
     Transcript,
     client_tool,
-    format_guide,
+    form_demand,
     function_tool,
-    guided_decoding,
+    message_form,
     thinking,
 )
 from trtllm_bls.openai.schema import (
@@ -34,6 +33,7 @@ from trtllm_bls.openai.schema import (
     checked,
     json_text,
 )
+from trtllm_bls.orchestrator.chat_turn import Conversation
 from trtllm_bls.text.chat_parser import Reasoning, Refusal, ToolCall
 from trtllm_bls.text.json_values import json_value
 from trtllm_bls.types import ChatOptions, FinishReason
@@ -392,9 +392,7 @@ def _conversation(request: CountTokensRequest, reader: ContentReader) -> Convers
         choice=demand,
         forced=forced,
         parallel=not (choice and choice.disable_parallel_tool_use),
-        guide=guided_decoding(
-            request, format_guide("output_config.format", form.type, form.schema)
-        ),
+        form=form_demand(request, message_form("output_config.format", form.type, form.schema)),
         options=ChatOptions(
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,

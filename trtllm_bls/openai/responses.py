@@ -23,13 +23,12 @@ from trtllm_bls.openai.content import ContentReader, note_once
 from trtllm_bls.openai.conversation import (
     FREE_TEXT,
     ChatModel,
-    Conversation,
     Transcript,
     client_tool,
-    format_guide,
+    form_demand,
     free_text,
     function_tool,
-    guided_decoding,
+    message_form,
     thinking,
 )
 from trtllm_bls.openai.schema import (
@@ -42,6 +41,7 @@ from trtllm_bls.openai.schema import (
     json_text,
 )
 from trtllm_bls.openai.stored import Stored, StoredResponses
+from trtllm_bls.orchestrator.chat_turn import Conversation
 from trtllm_bls.text.chat_parser import Content, Reasoning, Refusal, ToolCall
 from trtllm_bls.text.json_values import json_value
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
@@ -274,7 +274,7 @@ class ResponsesResponse(PartsBuilder):
             max_tokens=request.max_output_tokens,
             wants=Wants(log_probs=scored, top_log_probs=alternatives),
             # Without them nobody knows how many tokens were reasoning.
-            return_tokens=scored or model.formats.reasoning is not None,
+            return_tokens=scored or model.reasons,
         )
         self._scores = TokenScores(model.tokenizer, alternatives) if scored else None
         self._annotations: list[Any] = []  # of the message so far
@@ -729,7 +729,7 @@ def _conversation(
         forced=forced,
         allowed=allowed,
         parallel=request.parallel_tool_calls is not False,
-        guide=guided_decoding(request, format_guide("text.format", form.type, form.schema)),
+        form=form_demand(request, message_form("text.format", form.type, form.schema)),
         options=ChatOptions(variables=thinking(effort) | (request.chat_template_kwargs or {})),
     )
 

@@ -16,9 +16,10 @@ from trtllm_bls.errors import SettingsError, TrtllmBlsError
 from trtllm_bls.openai.api_errors import ApiError, invalid
 from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.content import ContentReader, note_once
-from trtllm_bls.openai.conversation import ChatFormats, ChatModel
+from trtllm_bls.openai.conversation import ChatModel
 from trtllm_bls.openai.exchange import JsonResponse
 from trtllm_bls.openai.schema import Generation
+from trtllm_bls.orchestrator.chat_turn import ChatTurns
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.orchestrator.reports import (
     TOOL_CALLS,
@@ -68,14 +69,12 @@ class ServedModels:
 
         self._language_model = ChatModel(
             tokenizer,
-            ChatFormats.of(tokenizer, settings.tool_parser, settings.reasoning_parser),
+            ChatTurns.of(tokenizer, settings.tool_parser, settings.reasoning_parser),
             fingerprint,
             reader,
             count_call,
         )
-        self._pipeline_model = ChatModel(
-            tokenizer, ChatFormats(), fingerprint, reader, pipeline=True
-        )
+        self._pipeline_model = ChatModel(tokenizer, None, fingerprint, reader)
 
     def check(self, name: str) -> None:
         """Raise ``ApiError`` for a model that this server does not have."""

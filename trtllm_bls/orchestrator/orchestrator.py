@@ -9,13 +9,14 @@ from speculative decoding is the engine's business; what becomes of them is deci
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import secrets
 import sys
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +31,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.settings.request_limits import RequestLimits, above_limit
 from trtllm_bls.text.answer import Answer, TextRules
+from trtllm_bls.text.json_values import json_size
 from trtllm_bls.text.prompts import PromptMaker
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import (
@@ -366,9 +368,9 @@ class Orchestrator:
             problem = f"{beams}: beams rewrite text that has left; send num_return_sequences"
             raise Unsupported("beam_width", problem)
         limits = self._defaults.limits
-        for name, text in (("text_input", request.text), ("messages", request.messages)):
-            # It has at least as many bytes as characters.
-            limits.check("max_prompt_bytes", name, len(text or ""), "bytes")
+        # A text has at least as many bytes as characters.
+        limits.check("max_prompt_bytes", "text_input", len(request.text or ""), "bytes")
+        limits.check("max_prompt_bytes", "messages", json_size(request.messages), "bytes")
         if not request.fits_max_tokens:
             limits.check("max_output_tokens", "max_tokens", request.max_tokens, "tokens")
         limits.check("max_timeout_seconds", "timeout_ms", request.timeout_s, "s")
@@ -512,7 +514,7 @@ class _RequestRecord(RequestTimes):
             speculation=endings[0].speculation if endings else None,
             traceparent=request.traceparent,
             api=request.api,
-            prompt=(request.text or request.messages or "")[:MOST_CHARACTERS],
+            prompt=_beginning(request),
         )
         if error is None and any(
             ending.finish_reason is FinishReason.TIMEOUT for ending in endings
@@ -524,6 +526,22 @@ class _RequestRecord(RequestTimes):
         if streamed and self.responses and gaps > 0:
             stats.inter_token_s = (self._last_at - self._first_at) / gaps
         return stats
+
+
+def _beginning(request: TextRequest) -> str:
+    """Return as much of the prompt as the request log may show."""
+    if not request.messages:
+        return (request.text or "")[:MOST_CHARACTERS]
+    pieces: list[str] = []
+    length = 0
+    with suppress(RecursionError):  # of what no template takes, either
+        for piece in json.JSONEncoder(ensure_ascii=False).iterencode(request.messages):
+            pieces.append(piece)
+            length += len(piece)
+            if length >= MOST_CHARACTERS:
+                break
+    # JSON may spell half a character, which no file can have.
+    return "".join(pieces)[:MOST_CHARACTERS].encode(errors="replace").decode()
 
 
 async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:

@@ -14,21 +14,25 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Protocol, TypedDict, Union, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from trtllm_bls.errors import CancelCause, EngineError, InvalidRequest, TrtllmBlsError
+from trtllm_bls.orchestrator.chat_turn import ChatTurns, Conversation, FormDemand
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
 from trtllm_bls.settings.parameters import nearest, suggestion
-from trtllm_bls.text.chat_formats import (
-    FORCED,
-    REASONING_TAGS,
-    TOOL_FORMATS,
-    forced_calls,
-    formats_of,
+from trtllm_bls.text.chat_parser import (
+    Arguments,
+    ChatParser,
+    Content,
+    EventParser,
+    Reasoning,
+    ToolCall,
 )
-from trtllm_bls.text.chat_parser import Arguments, ChatParser, Content, Reasoning, ToolCall
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import (
     Array,
@@ -149,6 +153,8 @@ class ConversationOptions(Options, total=False):
 
 
 _HINTS = get_type_hints(ConversationOptions)
+_PLAIN_HINTS = get_type_hints(Options)
+_STREAMED: dict[str, Any] = {"request_id": "", "stream": True, "return_tokens": True}
 _BOUNDED = {tensor.key: tensor for tensor in BLS.inputs if tensor.bounds is not None}
 _GUIDES = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}
 _SAMPLING = frozenset(each.name for each in fields(Sampling))
@@ -190,79 +196,117 @@ def _word(kind: Any) -> str:
     return plain if not inner else f"{plain} of {_word(inner[-1])}".lower()
 
 
-def text_request(options: Mapping[str, Any], **prompt: Any) -> TextRequest:
-    """The request of these ``Options``. Raises ``TrtllmBlsError``."""
-    known = _HINTS if "messages" in prompt else get_type_hints(Options)
-    if unknown := options.keys() - known.keys():
-        mend = suggestion(min(unknown), known)
+def request_fields(
+    options: Mapping[str, Any], hints: Mapping[str, Any] = _PLAIN_HINTS
+) -> dict[str, Any]:
+    """Return these options as fields of a ``TextRequest``, and those of chats under their names.
+
+    ``hints``: the options that there are, with their types. Raises ``TrtllmBlsError``.
+    """
+    if unknown := options.keys() - hints.keys():
+        mend = suggestion(min(unknown), hints)
         raise TrtllmBlsError(f"{min(unknown)} is no option of a language model; {mend}")
-    read = {name: _read(name, value, known[name]) for name, value in options.items()}
+    read = {name: _read(name, value, hints[name]) for name, value in options.items()}
     read = {name: value for name, value in read.items() if value is not None}
     for name, value in read.items():
         if name in _BOUNDED and isinstance(value, (int, float)):
             _BOUNDED[name].check(value)
-    extras = dict(read.pop("extras", {}))
-    extras |= {name: read.pop(name) for name in _ADAPTERS if name in read}
-    guides = [name for name in _GUIDES if name in read]
-    if len(guides) > 1:
-        raise InvalidRequest(guides[1], f"{guides[0]} is another form; send one")
-    for name in guides:
-        form = read.pop(name)
-        try:
-            text = form if isinstance(form, str) else json.dumps(form)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(name, f"is not JSON: {error}") from None
-        read["guide"] = Guide(_GUIDES[name], text)
-    for name, value in extras.items():
-        if name not in ENGINE.input_named:
-            hint = nearest(name, ENGINE.input_named)
-            raise InvalidRequest(name, f"is no input of an engine; {hint}".rstrip("; "))
-        extras[name] = ENGINE.input_named[name].array(value)
-    read = {**typed_fields(extras), **read}
-    extras = {name: array for name, array in extras.items() if name not in TYPED_INPUTS}
+    arrays = _engine_inputs(read)
+    extras = {name: array for name, array in arrays.items() if name not in TYPED_INPUTS}
+    form = _form(read)
+    if form is not None:
+        read["guide"] = form.guide
     for name in ("stop_words", "bad_words"):
         if isinstance(read.get(name), str):
             read[name] = (read[name],)
     for name in ("token_bias", "embedding_bias"):
         if name in read:
             read[name] = tuple(read[name].items())
-    if "messages" in prompt:
-        continues = read.pop("continue_final_message", False)
-        choice = read.pop("tool_choice", "auto")
-        prompt["chat"] = replace(
-            prompt["chat"],
-            tool_choice="auto" if choice == "none" else choice,
-            parallel_tool_calls=read.pop("parallel_tool_calls", True),
-            variables=read.pop("variables", {}),
-            continue_final_message=continues,
-            add_generation_prompt=not continues,
-        )
     sampling = {name: read.pop(name) for name in _SAMPLING & read.keys()}
     wants = {name: read.pop(name) for name in _WANTS & read.keys()}
-    return TextRequest(
-        request_id="",
-        stream=True,
-        return_tokens=True,
-        sampling=Sampling(**sampling),
-        wants=Wants(**wants),
-        extras=extras,
-        **{"max_tokens": None, **read, **prompt},
+    return {
+        "max_tokens": None,
+        "sampling": Sampling(**sampling),
+        "wants": Wants(**wants),
+        "extras": extras,
+        **typed_fields(arrays),
+        **read,
+    }
+
+
+def _engine_inputs(read: dict[str, Any]) -> dict[str, Array]:
+    """Take the options that are inputs of engines out of ``read``, as arrays by input name."""
+    values = dict(read.pop("extras", {}))
+    for name in _ADAPTERS:
+        if name in read:
+            values[name] = read.pop(name)
+    arrays = {}
+    for name, value in values.items():
+        if name not in ENGINE.input_named:
+            hint = nearest(name, ENGINE.input_named)
+            raise InvalidRequest(name, f"is no input of an engine; {hint}".rstrip("; "))
+        arrays[name] = ENGINE.input_named[name].array(value)
+    return arrays
+
+
+def _form(read: dict[str, Any]) -> FormDemand | None:
+    """Take the option that demands a form out of ``read``. Raises ``InvalidRequest``."""
+    names = [name for name in _GUIDES if name in read]
+    if not names:
+        return None
+    if len(names) > 1:
+        raise InvalidRequest(names[1], f"{names[0]} is another form; send one")
+    (name,) = names
+    form = read.pop(name)
+    try:
+        text = form if isinstance(form, str) else json.dumps(form)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(name, f"is not JSON: {error}") from None
+    return FormDemand(field=name, guide=Guide(_GUIDES[name], text))
+
+
+def _conversation(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    fields: dict[str, Any],
+    form_field: str,
+) -> Conversation:
+    """Take what only a conversation has out of ``fields``. Raises ``InvalidRequest``.
+
+    ``form_field``: the option that demands a form, if one does.
+    """
+    for tool in tools:
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequest("tools", "each must have a function with a name")
+    guide = fields.pop("guide", None)
+    continues = fields.pop("continue_final_message", False)
+    choice = fields.pop("tool_choice", "auto")
+    forced = None
+    if choice not in ("auto", "none", "required"):
+        forced = choice
+        choice = "required"
+    return Conversation(
+        messages=_copied("messages", messages),
+        tools=_copied("tools", tools),
+        choice=choice,
+        forced=forced,
+        parallel=fields.pop("parallel_tool_calls", True),
+        form=None if guide is None else FormDemand(field=form_field, guide=guide),
+        options=ChatOptions(
+            variables=fields.pop("variables", {}),
+            continue_final_message=continues,
+            add_generation_prompt=not continues,
+        ),
     )
 
 
-def _demand_calls(request: TextRequest, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Guide an answer that has to call a tool. Raises ``InvalidRequest``."""
-    choice = request.chat.tool_choice
-    if choice == "auto":
-        return
-    names = [tool["function"]["name"] for tool in tools]
-    name = None if choice == "required" else choice
-    if not names or (name is not None and name not in names):
-        raise InvalidRequest("tool_choice", f"{choice!r:.80} of the tools {names!r:.200}")
-    if request.guide is not None:
-        raise InvalidRequest("tool_choice", "demands a call, and a guide another form; send one")
-    schema = forced_calls(tools, name, parallel=request.chat.parallel_tool_calls)
-    request.guide = Guide("json_schema", schema)
+def _copied(name: str, values: Sequence[Mapping[str, Any]]) -> Any:
+    """Return JSON values that nobody changes while the answer runs. Raises ``InvalidRequest``."""
+    try:
+        return msgspec.to_builtins(values)
+    except (TypeError, RecursionError) as error:
+        raise InvalidRequest(name, f"is not JSON: {error}") from None
 
 
 # --- answers ----------------------------------------------------------------------------------
@@ -407,7 +451,10 @@ class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
     """
 
     def __init__(
-        self, orchestrator: Orchestrator, request: TextRequest, parsers: Sequence[ChatParser] = ()
+        self,
+        orchestrator: Orchestrator,
+        request: TextRequest,
+        parsers: Sequence[ChatParser | EventParser] = (),
     ) -> None:
         self._parsers = parsers
         self._calls: dict[int, tuple[ToolCall, list[str]]] = {}  # of each sequence, the open one
@@ -508,11 +555,13 @@ class LLM:
     def generate(self, ids: Sequence[int], **options: Unpack[Options]) -> Steps:
         """Continue a prompt of token ids. Special tokens are part of ``Step.text``."""
         prompt = tuple([int(token_id) for token_id in ids])
-        return self._begin({"skip_special_tokens": False, **options}, prompt_ids=prompt)
+        fields = request_fields({"skip_special_tokens": False, **options})
+        return self._begin(TextRequest(prompt_ids=prompt, **fields, **_STREAMED))
 
     def text(self, prompt: str, **options: Unpack[Options]) -> Steps:
         """Continue a text."""
-        return self._begin(options, text=prompt)
+        fields = request_fields(options)
+        return self._begin(TextRequest(text=prompt, **fields, **_STREAMED))
 
     def chat(
         self,
@@ -525,14 +574,11 @@ class LLM:
 
         ``tools`` (as in OpenAI's API) may be called: see ``Step.calls``.
         """
-        for tool in tools or ():
-            function = tool.get("function")
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-                raise InvalidRequest("tools", "each must have a function with a name")
-        if options.get("tool_choice") == "none":
-            tools = None
-        chat = ChatOptions(tools=None if tools is None else json.dumps(tools))
-        return self._begin(options, tools or (), messages=json.dumps(messages), chat=chat)
+        fields = request_fields(options, _HINTS)
+        form_field = next((name for name in _GUIDES if options.get(name) is not None), "extras")
+        turn = self._turns.turn(_conversation(messages, tools or (), fields, form_field))
+        parsers = [turn.parser() for _ in range(fields.get("num_return_sequences", 1))]
+        return self._begin(turn.request(**fields, **_STREAMED), parsers)
 
     @property
     def tokenizer(self) -> Any:
@@ -553,8 +599,13 @@ class LLM:
             raise TrtllmBlsError("no tokenizer is loaded; set tokenizer_dir")
         return self._tokenizer
 
-    def _begin(self, options: Any, tools: Sequence[Mapping[str, Any]] = (), **prompt: Any) -> Steps:
-        request = text_request(options, **prompt)
+    @cached_property
+    def _turns(self) -> ChatTurns:
+        return ChatTurns(None) if self._tokenizer is None else ChatTurns.of(self._tokenizer)
+
+    def _begin(
+        self, request: TextRequest, parsers: Sequence[ChatParser | EventParser] = ()
+    ) -> Steps:
         caller = CALLER.get()
         request.request_id = f"{caller.id if caller else 'llm'}/{next(_numbers)}"
         if caller is not None:
@@ -562,33 +613,4 @@ class LLM:
             request.tenant = caller.key
             if caller.cache_salt is not None:
                 request.cache_salt = CacheSalt.parsed(caller.cache_salt)
-        if request.messages is not None:
-            _demand_calls(request, tools)
-        parsers: list[ChatParser] = []
-        if request.messages is not None and self._tokenizer is not None:
-            parsers = self._parsers(request, tools, self._tokenizer)
         return Steps(self._orchestrator, request, parsers)
-
-    def _parsers(
-        self, request: TextRequest, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
-    ) -> list[ChatParser]:
-        """What divides each answer; none where it is all text."""
-        calls, thoughts = formats_of(tokenizer.chat_template)
-        form = TOOL_FORMATS[calls] if calls and tools else None
-        if request.chat.tool_choice != "auto":
-            form = FORCED
-        # Where there is a guide, the engine enforces the form from the first token on.
-        tags = REASONING_TAGS[thoughts] if thoughts and request.guide is None else None
-        if form is None and tags is None:
-            return []
-        marked = any(markup is not None and markup.special for markup in (form, tags))
-        if marked and request.skip_special_tokens is None:  # the text has to keep the markers
-            request.skip_special_tokens = False
-        opened = tags is not None and tokenizer.prompt_ends_with(tags.begin, request.chat)
-        functions = [tool["function"] for tool in tools]
-        schemas = {function["name"]: function.get("parameters") for function in functions}
-        most = None if request.chat.parallel_tool_calls else 1
-        return [
-            ChatParser(form, tags, opened=opened, schemas=schemas, most_calls=most)
-            for _ in range(request.num_return_sequences)
-        ]

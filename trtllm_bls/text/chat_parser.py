@@ -265,7 +265,8 @@ class ChatParser:
         self._add_text(Content, unread.skip_blanks())
         if not unread:
             return False
-        if self._reasoning is not None and tools.bare != "":
+        # Harmony's reasoning is a message like others, of which ``_between`` reads the header.
+        if self._reasoning is not None and self._reasoning.messages is None:
             tag = unread.match(f"(?P<begin>{re.escape(self._reasoning.begin)})|{self._stray_tag}")
             if tag is not None and tag.partial:
                 return False

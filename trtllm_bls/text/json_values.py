@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -82,6 +83,24 @@ def _finite(text: str) -> float:
 
 def dumped(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def json_size(value: object) -> int:
+    """Count the characters of a JSON value's texts; any other value counts as one."""
+    size = 0
+    unread = [value]
+    while unread:
+        part = unread.pop()
+        if isinstance(part, str):
+            size += len(part)
+            continue
+        size += 1
+        if isinstance(part, Mapping):
+            unread += part.keys()
+            unread += part.values()
+        elif isinstance(part, Sequence) and not isinstance(part, bytes):
+            unread += part
+    return size
 
 
 SURROGATES = re.compile("[\ud800-\udfff]")

@@ -5,15 +5,15 @@ The orchestrator and ``preprocessing`` share this, so that both make the same pr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
+from trtllm_bls.text.json_values import json_size
 from trtllm_bls.text.stopping import check_words, checked_stops
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import EngineRequest, PromptIds, TextRequest, TokenIds
@@ -62,8 +62,8 @@ class PromptMaker:
         if number * _WORD >= _LONG:
             return True
         words = (*request.stop_words, *request.bad_words, *(word for word, _ in biased))
-        others = (request.text, request.messages, request.chat.tools, request.prediction)
-        characters = sum(map(len, words)) + sum([len(text) for text in others if text])
+        characters = sum(map(len, words)) + len(request.text or "") + len(request.prediction or "")
+        characters += json_size(request.messages) + json_size(request.chat.tools)
         return number * _WORD + characters >= _LONG
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
@@ -138,7 +138,7 @@ class PromptMaker:
             speculation = replace(speculation, prediction=tuple(predicted))
         source = speculation.draft_source or self.draft_source
         if request.messages and request.chat.tools and source in ("ngram", "mixed"):
-            calls = tokenizer.call_ids(json.loads(request.chat.tools))
+            calls = tokenizer.call_ids(request.chat.tools)
             speculation = replace(speculation, calls=calls)
         asked = EngineRequest(
             request_id=request.request_id,
@@ -178,12 +178,8 @@ class PromptMaker:
             field, problem = "text_input", "the tokenizer makes no token of it"
             text = request.text or ""
             if messages is not None:
-                field, tools = "messages", request.chat.tools
-                conversation = _parsed(field, messages, '[{"role": "user", "content": "..."}]')
-                functions = None
-                if tools is not None:
-                    functions = _parsed("tools", tools, "a list of functions")
-                text = tokenizer.render_chat(conversation, request.chat, functions)
+                field = "messages"
+                text = tokenizer.render_chat(messages, request.chat, request.chat.tools)
             if not text:
                 raise InvalidRequest(field, "is empty; send at least one character")
             if messages is not None:
@@ -200,10 +196,3 @@ class PromptMaker:
         if wrong is not None:
             raise InvalidRequest(field, f"{wrong} is not a token id; they are 0 to {size - 1}")
         return ids
-
-
-def _parsed(field: str, text: str, example: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(field, f"not JSON ({error}); send {example}") from None

@@ -49,6 +49,7 @@ from trtllm_bls.types import ChatOptions, PromptIds
 logger = logging.getLogger(__name__)
 
 _PLAIN_CHAT = ChatOptions()
+_PROMPT_END = 256  # characters, more than any tag has
 _MAX_ID = 2**31 - 1  # ids are int32 on the wire
 # Characters. Shorter texts are tokenised faster than the interpreter's lock is released and taken.
 _SHORT = 1024
@@ -659,13 +660,15 @@ class Tokenizer:
             problem = f"the chat template refuses them: {one_line(error)}"
             raise InvalidRequest("messages", problem) from error
 
-    def prompt_ends_with(self, text: str, options: ChatOptions) -> bool:
-        """Whether the template ends a prompt with ``text``, as some do with the tag that begins
-        reasoning."""
+    def prompt_end(self, options: ChatOptions) -> str:
+        """Return the end of a prompt by the template, without white space behind it.
+
+        Some templates end prompts with the tag that begins reasoning. Empty if it refuses one.
+        """
         with suppress(InvalidRequest):  # rendering the whole conversation raises it again
             prompt = self.render_chat([{"role": "user", "content": "a"}], options)
-            return prompt.rstrip().endswith(text)
-        return False
+            return prompt.rstrip()[-_PROMPT_END:]
+        return ""
 
     def _written_by_template(
         self, conversation: list[Any], tools: Any, further: Mapping[str, Any]

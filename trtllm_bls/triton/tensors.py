@@ -55,7 +55,7 @@ _SPECULATION = tuple(field.name for field in fields(SpeculationRequest))
 # Inputs of a request's own fields, of which code below makes the value.
 _CONVERTED = {
     *("input_ids", "max_tokens", "streaming", "exclude_input_in_output", "embedding_bias"),
-    *("stop_words", "bad_words", "stop_sequences", "bad_sequences"),
+    *("stop_words", "bad_words", "stop_sequences", "bad_sequences", "messages"),
     *TYPED_INPUTS,
 }
 
@@ -331,6 +331,8 @@ def _text_request(
             raise InvalidRequest("embedding_bias_weights", "holds a value that is not finite")
         pairs = zip(words, weights, strict=True)
         values["embedding_bias"] = tuple((word, float(weight)) for word, weight in pairs if word)
+    if "messages" in row:
+        values["messages"] = _conversation(row["messages"])
     if "timeout_ms" in row:
         values["timeout_s"] = row["timeout_ms"] / 1000
     return TextRequest(
@@ -344,6 +346,16 @@ def _text_request(
         traceparent=traceparent,
         **values,
     )
+
+
+def _conversation(text: str) -> list[dict[str, Any]]:
+    """Read a conversation, whose form is the chat template's business."""
+    try:
+        messages: list[dict[str, Any]] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = f'not JSON ({error}); send [{{"role": "user", "content": "..."}}]'
+        raise InvalidRequest("messages", problem) from None
+    return messages
 
 
 def with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidRequest:
