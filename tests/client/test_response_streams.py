@@ -23,7 +23,7 @@ from trtllm_bls.pipeline.other_models import ModelStream
 from trtllm_bls.settings.model_config import CHAT_EVENTS
 from trtllm_bls.types import EngineRequest
 from trtllm_bls.wire.grpc_client import GrpcError
-from trtllm_bls.wire.kserve import MOST_WAITING, MOST_WAITING_BYTES, ResponseStream
+from trtllm_bls.wire.streams import MOST_WAITING, MOST_WAITING_BYTES, End, ResponseStream
 
 
 class Call:
@@ -64,8 +64,11 @@ class Channel:
     def take(self) -> Call:
         return self.call
 
-    def give_back(self, call: Call) -> None:
-        call.half_close()
+    def release(self, call: Any, end: End) -> None:
+        if end is End.LAST:
+            call.half_close()
+        elif not call.half_closed:
+            call.cancel()
 
     def end(self, call: Call) -> None:
         call.half_close()

@@ -15,13 +15,14 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from trtllm_bls.errors import EngineError, EngineStalled
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
-from trtllm_bls.wire.kserve import Arrivals, ResponseStream
+from trtllm_bls.wire.streams import Arrivals, End, Release, ResponseStream
 
 LOOKS_PER_STALL = 4  # how often silence is looked at within the time of a stall
 
@@ -105,8 +106,8 @@ class TaskChunks(QueuedChunks):
 class CallChunks(ResponseStream[EngineChunk], ChunkStream):
     """The answer of one request that a server sends over a call: one of its ``RunningCalls``."""
 
-    def __init__(self, calls: RunningCalls) -> None:
-        super().__init__()
+    def __init__(self, calls: RunningCalls, release: Release) -> None:
+        super().__init__(release)
         self._calls = calls
         calls.add(self)
 
@@ -115,19 +116,8 @@ class CallChunks(ResponseStream[EngineChunk], ChunkStream):
         self._calls.silent_looks = 0
         super().on_messages(messages)
 
-    def fail(self, error: Exception) -> None:
-        """See ``Arrivals``. The engine's state is doubted from now on, so that its next request
-        asks for it."""
-        if isinstance(error, EngineError) and not self._over:
-            self._calls.doubt()
-        super().fail(error)
-
     def _unreadable(self, error: Exception) -> EngineError:
         return EngineError(f"{self._calls.name}: its message cannot be read: {error}")
-
-    def _let_go(self, *, finished: bool) -> None:
-        self._calls.running.discard(self)
-        super()._let_go(finished=finished)
 
 
 class RunningCalls:
@@ -155,8 +145,9 @@ class RunningCalls:
         self._watching: asyncio.Task[None] | None = None
 
     def add(self, chunks: CallChunks) -> None:
-        """A request has begun."""
+        """Watch over a request that has begun, until its stream ends."""
         self.running.add(chunks)
+        chunks.call_at_end(partial(self._remove, chunks))
         if self._watching is None and self._stall_seconds:
             self.silent_looks = 0
             self._watching = asyncio.create_task(self._watch())
@@ -165,6 +156,12 @@ class RunningCalls:
         """Watch no longer."""
         if self._watching is not None:
             self._watching.cancel()
+
+    def _remove(self, chunks: CallChunks, end: End, error: Exception | None) -> None:
+        self.running.discard(chunks)
+        # The engine's state is doubted from now on, so that its next request asks for it.
+        if isinstance(error, EngineError):
+            self.doubt()
 
     async def _watch(self) -> None:
         while self.running:

@@ -20,11 +20,11 @@ from trtllm_bls.types import Sampling, TextRequest
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.wire.kserve import (
     SERVICE,
-    ResponseStream,
     is_final,
     output_arrays,
     packed_infer_message,
 )
+from trtllm_bls.wire.streams import ResponseStream, close_or_cancel
 
 _SAME = (
     *("max_tokens", "fits_max_tokens", "stop_words", "include_stop", "stop_token_ids"),
@@ -104,7 +104,7 @@ class _Events(ResponseStream[list[dict[str, Any]]]):
     """The events of one answer, as far as they have arrived."""
 
     def __init__(self, model: str, channel: GrpcChannel, message: bytes) -> None:
-        super().__init__()
+        super().__init__(close_or_cancel)
         self._model = model
         self._call = channel.open(SERVICE + "ModelStreamInfer", self.on_messages, self.on_end)
         self._call.send(message)

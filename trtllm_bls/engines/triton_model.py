@@ -60,6 +60,7 @@ from trtllm_bls.wire.contract import ENGINE
 from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
 from trtllm_bls.wire.kserve import SERVICE, is_final, output_arrays, packed_infer_message
 from trtllm_bls.wire.request_fields import input_arrays
+from trtllm_bls.wire.streams import End
 from trtllm_bls.wire.words import dense_bias, pack_words
 
 _ID = struct.Struct("<i")
@@ -176,7 +177,7 @@ class GrpcChunks(CallChunks):
             model.outputs_for(request),
             request.traceparent,
         )
-        super().__init__(engine.calls)
+        super().__init__(engine.calls, engine.pool.release)
         self._begin()
 
     def _begin(self) -> None:
@@ -215,13 +216,6 @@ class GrpcChunks(CallChunks):
             return self._engine.failure(error)
         return EngineError(f"{self._engine.name} ended its stream without a last response")
 
-    def _let_go(self, *, finished: bool) -> None:
-        self._calls.running.discard(self)
-        if finished:
-            self._engine.pool.give_back(self._call)
-        elif not self._call.half_closed:  # the pool is ending it already
-            self._call.cancel()
-
 
 class StreamPool:
     """The calls of one connection that no request uses at the moment."""
@@ -240,8 +234,14 @@ class StreamPool:
         expiry.cancel()
         return call
 
-    def give_back(self, call: GrpcCall) -> None:
-        """Take back a call whose request has had its final reply."""
+    def release(self, call: GrpcCall, end: End) -> None:
+        """Keep the call of a stream that had its last response; cancel that of any other."""
+        if end is End.LAST:
+            self._keep(call)
+        elif not call.half_closed:  # else it is ending already
+            call.cancel()
+
+    def _keep(self, call: GrpcCall) -> None:
         if call.replies >= MAX_REPLIES or len(self._idle) >= MAX_IDLE:
             self.end(call)
             return

@@ -52,7 +52,8 @@ from trtllm_bls.http.routes import JSON_LENGTH, TRACE, Route, judged
 from trtllm_bls.http.values import encoded, flat_values, numpy_type, packed, wrong
 from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
-from trtllm_bls.wire.kserve import SERVICE, ResponseStream, is_final
+from trtllm_bls.wire.kserve import SERVICE, is_final
+from trtllm_bls.wire.streams import ResponseStream, close_or_cancel
 
 _METADATA_SECONDS = 10.0  # a model may be loaded again with other tensors
 _TIMEOUT_SECONDS = 30.0
@@ -280,8 +281,8 @@ class _Exchange(ResponseStream[bytes]):
     """
 
     def __init__(self, leave: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
-        self._leave = leave
+        super().__init__(close_or_cancel)
+        self.call_at_end(lambda end, error: leave())
         self._gone = False  # the caller has left
 
     async def run(
@@ -382,10 +383,6 @@ class _Exchange(ResponseStream[bytes]):
             return error
         log.error("a response cannot be written as JSON", exc_info=error)
         return Refused(500, f"a response cannot be written as JSON: {error!r}")
-
-    def _let_go(self, *, finished: bool) -> None:
-        super()._let_go(finished=finished)
-        self._leave()
 
 
 def _error_of_model(text: str) -> Refused:

@@ -234,8 +234,8 @@ class JsonResponse(Response):
             await reply.json(self._content)
 
 
-def owner_of(scope: Scope) -> str:
-    """Return whose stored responses a request may use: those of its key."""
+def tenant_of(scope: Scope) -> str:
+    """Return whose stored responses a request may use: a digest of its key, empty without keys."""
     return scope.get("tenant") or ""
 
 

@@ -14,7 +14,7 @@ from trtllm_bls.http.limits import BodyReader, ClientGone, Refused, traceparent
 from trtllm_bls.openai.api_errors import ApiError, api_error, is_too_long
 from trtllm_bls.openai.builder import PartsBuilder, ResponseBuilder
 from trtllm_bls.openai.conversation import ChatModel
-from trtllm_bls.openai.exchange import Reply, RunningRequests, owner_of, run_all
+from trtllm_bls.openai.exchange import Reply, RunningRequests, run_all, tenant_of
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.references import References
 from trtllm_bls.openai.refusals import Refusals
@@ -114,7 +114,7 @@ class _GenerateRoute:
         trace = traceparent(scope).decode() or None
         # The log can be searched for a response's x-request-id. Clients may repeat theirs, which an
         # engine must not see.
-        owner = "" if services.share_kv_cache else owner_of(scope)
+        owner = "" if services.share_kv_cache else tenant_of(scope)
         for text in response.requests:
             text.request_id = f"{reply.request_id.decode()}-{text.request_id[:8]}"
             text.api = response.object

@@ -10,7 +10,7 @@ from starlette.types import Scope
 from trtllm_bls.openai.api_errors import ApiError
 from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.builder import ResponseBuilder
-from trtllm_bls.openai.exchange import owner_of
+from trtllm_bls.openai.exchange import tenant_of
 from trtllm_bls.openai.responses import Referred, ResponsesRequest, with_references
 from trtllm_bls.openai.sockets import SOCKET, LastResponses
 from trtllm_bls.openai.stored import PrivateDirectory, StoredResponses
@@ -57,7 +57,7 @@ class References:
         socket = scope.get(SOCKET, "")
         last = self.last_responses.take(socket, request.previous_response_id or "")
         substitute = _LOST_ITEM if self._replaces_lost else None
-        earlier = with_references(request, owner_of(scope), self.store, substitute, last)
+        earlier = with_references(request, tenant_of(scope), self.store, substitute, last)
         return Referred(
             earlier=tuple(earlier), can_store=self.store is not None, continues=bool(socket)
         )
@@ -79,7 +79,7 @@ class References:
         if stored is None:
             return
         try:
-            await asyncio.to_thread(self.store.save, owner_of(scope), stored)
+            await asyncio.to_thread(self.store.save, tenant_of(scope), stored)
         except ApiError as problem:  # the client has its answer all the same
             log.warning("%s is not stored: %s", stored.id, problem.message)
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trtllm_bls.openai.api_errors import ApiError, invalid
-from trtllm_bls.openai.exchange import JsonResponse, owner_of
+from trtllm_bls.openai.exchange import JsonResponse, tenant_of
 from trtllm_bls.openai.stored import StoredResponses
 
 _Stored = TypeVar("_Stored")
@@ -69,7 +69,9 @@ class StoredRoutes:
         response_id = request.path_params["id"]
         stored = None
         if self.store is not None:
-            stored = await asyncio.to_thread(read, self.store, owner_of(request.scope), response_id)
+            stored = await asyncio.to_thread(
+                read, self.store, tenant_of(request.scope), response_id
+            )
         if not stored:
             raise ApiError(404, f"Response with id '{response_id[:200]}' not found.")
         return stored

@@ -31,12 +31,12 @@ from trtllm_bls.wire.contract import Tensor, array_of
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.wire.kserve import (
     SERVICE,
-    ResponseStream,
     datatype_of,
     is_final,
     output_arrays,
     packed_infer_message,
 )
+from trtllm_bls.wire.streams import ResponseStream, close_or_cancel
 
 _CONFIG_SECONDS = 10.0  # for the server to send a model's configuration
 _READY_POLL_SECONDS = 0.2
@@ -314,7 +314,7 @@ class ModelStream(ResponseStream[dict[str, Array]]):
     """An async iterator over the responses of a decoupled model; ``aclose`` ends its work."""
 
     def __init__(self, model: str, channel: GrpcChannel, message: bytes) -> None:
-        super().__init__()
+        super().__init__(close_or_cancel)
         self._model = model
         self._taken: deque[dict[str, Array]] = deque()
         self._call = channel.open(SERVICE + "ModelStreamInfer", self.on_messages, self.on_end)

@@ -45,6 +45,7 @@ from trtllm_bls.types import (
     TopLogProbs,
 )
 from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
+from trtllm_bls.wire.streams import End
 
 _ASK_SECONDS = 10.0  # for information about the model
 _PROBE_SECONDS = 5.0  # for a silent server to say how it is
@@ -287,8 +288,26 @@ class TrtllmServiceEngine:
 
     # --- used by the running requests ---------------------------------------------------------
 
-    def abort(self, request_id: str, call: GrpcCall) -> None:
-        """End a request's work: ``Abort``, then the call is cancelled."""
+    def release(self, request_id: str, ends_known: bool, call: GrpcCall, end: End) -> None:
+        """End a request's work, unless the server ends it: ``Abort``, then the call is cancelled.
+
+        The server ends by itself what has had its last token, unless it does not know of that end
+        (``ends_known``) or errs.
+        """
+        if call.done:
+            return
+        call.on_messages = ignore
+        call.on_end = ignore
+        if end is not End.LAST:
+            self._abort_soon(request_id, call)
+            return
+        seconds = _LINGER_SECONDS if ends_known else 0
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(seconds, self._abort_soon, request_id, call)
+        call.on_end = lambda error: timer.cancel()
+
+    def _abort_soon(self, request_id: str, call: GrpcCall) -> None:
+        call.on_end = ignore
         task = asyncio.create_task(self._abort(request_id, call))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
@@ -388,9 +407,8 @@ class ServiceChunks(CallChunks):
         ends_known: bool,
     ) -> None:
         self._engine = engine
-        self._request_id, self._ends_known = request_id, ends_known
         self._answer = ServiceAnswer(request, request_id)
-        super().__init__(engine.calls)
+        super().__init__(engine.calls, partial(engine.release, request_id, ends_known))
         self._call = engine.channel.open(
             messages.SERVICE + "Generate", self.on_messages, self.on_end, request.traceparent
         )
@@ -404,20 +422,3 @@ class ServiceChunks(CallChunks):
         if error is not None:
             return self._engine.failure(error)
         return EngineError(f"{self._engine.name} ended its stream without a last message")
-
-    def _let_go(self, *, finished: bool) -> None:
-        self._calls.running.discard(self)
-        if self._call.done:
-            return
-        if not finished:
-            self._abort()
-            return
-        # The server ends by itself what has had its last token, unless it does not know of that end
-        # or errs.
-        seconds = _LINGER_SECONDS if self._ends_known else 0
-        timer = asyncio.get_running_loop().call_later(seconds, self._abort)
-        self._call.on_messages, self._call.on_end = ignore, lambda error: timer.cancel()
-
-    def _abort(self) -> None:
-        self._call.on_messages = self._call.on_end = ignore
-        self._engine.abort(self._request_id, self._call)
