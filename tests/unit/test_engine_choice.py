@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,11 @@ from trtllm_bls.settings.command_options import ServeSettings
 from trtllm_bls.settings.parameters import EngineKind, check, parse_engine
 from trtllm_bls.types import SpeculationRequest
 
+IMPORTED = """
+import sys
+import trtllm_bls.orchestrator.deployment
+print(*sorted({"torch", "tensorrt_llm", "trtllm_bls.engines.embedded"} & set(sys.modules)))
+"""
 ELSEWHERE = "trtllm://gpu:50051"
 
 
@@ -174,3 +181,10 @@ def test_an_engine_elsewhere_needs_a_tokenizer_and_nothing_more(tmp_path: Path) 
         ServeSettings(engine=ELSEWHERE)
     with pytest.raises(SettingsError, match="takes no --draft-model"):
         ServeSettings(engine=ELSEWHERE, model=tmp_path, draft_model=tmp_path)
+
+
+def test_an_engines_runtime_is_imported_where_it_is_opened_alone() -> None:
+    """A process of ``tensorrt_llm_bls`` loads neither torch nor TensorRT-LLM."""
+    program = [sys.executable, "-c", IMPORTED]
+    imported = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    assert imported.stdout.strip() == ""

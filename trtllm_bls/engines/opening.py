@@ -1,24 +1,42 @@
-"""From the parameters of a text model to its engine."""
+"""From parameters to an engine.
+
+``open_engine`` opens the engines of a text model, ``open_local_engine`` the one behind the Python
+model ``tensorrt_llm``.
+"""
 
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from trtllm_bls.engines.base import Engine
+from trtllm_bls.engines.llm_api import open_llm
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service.service_engine import TrtllmServiceEngine
 from trtllm_bls.settings.engine_tls import engine_tls
-from trtllm_bls.settings.parameters import BlsParameters, EngineKind
+from trtllm_bls.settings.parameters import (
+    BlsParameters,
+    EngineKind,
+    EngineParameters,
+    parse_engine,
+)
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
 from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
 from trtllm_bls.types import SpeculationStats
 
 log = logging.getLogger(__name__)
+
+
+class VocabularyFacts(Protocol):
+    """A tokenizer, as far as engines know it: the id that ends a text, and the number of ids."""
+
+    eos_id: int | None
+    model_vocab_size: int
 
 
 def open_engine(
@@ -28,32 +46,41 @@ def open_engine(
     *,
     in_triton: bool,
 ) -> RoutingEngine:
-    """The engines that ``parameters`` name, as one. Raises ``SetupError``.
+    """Open the engines that ``parameters`` name, as one. Raises ``SetupError``.
 
     ``in_triton``: this process is one of a Triton server. ``on_end``: that of ``RoutingEngine``.
     """
-    common: dict[str, Any] = {
-        "vocab_size": tokenizer.model_vocab_size,
-        "stall_seconds": parameters.engine_stall_seconds,
-        "tls": engine_tls(parameters),
-    }
+    tls = engine_tls(parameters)
 
     def triton_model(name: str, url: str = "") -> Engine:
-        own = not url and parameters.engine_transport == "auto" and in_triton
-        return GrpcEngine(url or parameters.engine_url, name, own_server=own, **common)
+        return GrpcEngine(
+            url or parameters.engine_url,
+            name,
+            tokenizer.model_vocab_size,
+            parameters.engine_stall_seconds,
+            tls,
+            own_server=not url and parameters.engine_transport == "auto" and in_triton,
+        )
 
-    choice, targets = parameters.engine, list[Engine]()
-    # TensorRT-LLM's gRPC service, which verifies no drafts.
-    is_service = choice is not None and choice.kind is EngineKind.TRTLLM
-    for url, model in choice.addresses if choice else [("", parameters.tensorrt_llm_model_name)]:
-        if is_service:
-            longest = parameters.engine_max_sequence_tokens
-            service = TrtllmServiceEngine(
-                url, eos_id=tokenizer.eos_id, max_sequence_tokens=longest, **common
+    # TensorRT-LLM's gRPC service verifies no drafts.
+    is_service = parameters.engine is not None and parameters.engine.kind is EngineKind.TRTLLM
+    targets: list[Engine] = []
+    if parameters.engine is None:
+        targets.append(triton_model(parameters.tensorrt_llm_model_name))
+    elif is_service:
+        for address, _ in parameters.engine.addresses:
+            targets.append(
+                _trtllm_service(
+                    address,
+                    tokenizer,
+                    parameters.engine_max_sequence_tokens,
+                    parameters.engine_stall_seconds,
+                    tls,
+                )
             )
-            targets.append(service)
-        else:
-            targets.append(triton_model(model, url))
+    else:
+        for address, model in parameters.engine.addresses:
+            targets.append(triton_model(model, address))
     target = targets[0]
     if len(targets) > 1:
         target = ReplicatedEngine(
@@ -64,18 +91,67 @@ def open_engine(
     if is_service:
         if draft_model or parameters.draft_source != "off":
             log.warning("%s verifies no drafts, so none are made: %s", target.name, SPECULATES)
-    elif draft_model:
-        where = parameters.draft_tokenizer_dir
-        if where is None or load_tokenizer(where).fingerprint == tokenizer.fingerprint:
-            draft = triton_model(draft_model)
-        else:
-            reason = "has another token table than the target's"
-            log.warning(
-                "draft model %s is not used: its tokenizer in %s %s", draft_model, where, reason
-            )
-    source = parameters.draft_source
-    options = SpeculationOptions(
-        draft_source=DraftSource(source) if source != "off" else DraftSource.MODEL,
+    elif draft_model and _draft_tokenizer_fits(parameters, tokenizer):
+        draft = triton_model(draft_model)
+    options = _speculation_options(parameters)
+    by_default = parameters.draft_source != "off"
+    return RoutingEngine(target, draft, options, by_default=by_default, on_end=on_end)
+
+
+def open_local_engine(
+    name: str, parameters: EngineParameters, load: Callable[[], VocabularyFacts]
+) -> Engine:
+    """Open the engine of the model ``name``: ``embedded``, ``llm_api`` or ``trtllm://HOST:PORT``.
+
+    ``load`` loads the model's tokenizer, which the embedded engine does not need. Raises
+    ``SetupError``.
+    """
+    if parameters.engine == "embedded":
+        from trtllm_bls.engines.embedded import EmbeddedEngine  # needs torch
+
+        return EmbeddedEngine(parameters, name)
+    if parameters.engine == "llm_api":
+        return open_llm(name, parameters, lambda: load().model_vocab_size)
+    ((address, _),) = parse_engine(parameters.engine).addresses
+    return _trtllm_service(address, load(), parameters.max_sequence_tokens)
+
+
+def _trtllm_service(
+    address: str,
+    tokenizer: VocabularyFacts,
+    max_sequence_tokens: int | None,
+    stall_seconds: float = 0,
+    tls: ssl.SSLContext | None = None,
+) -> TrtllmServiceEngine:
+    return TrtllmServiceEngine(
+        address,
+        eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.model_vocab_size,
+        max_sequence_tokens=max_sequence_tokens,
+        stall_seconds=stall_seconds,
+        tls=tls,
+    )
+
+
+def _draft_tokenizer_fits(parameters: BlsParameters, tokenizer: Tokenizer) -> bool:
+    """Return true if the draft model's ids mean what the target's do; else say so in the log."""
+    directory = parameters.draft_tokenizer_dir
+    if directory is None or load_tokenizer(directory).fingerprint == tokenizer.fingerprint:
+        return True
+    log.warning(
+        "draft model %s is not used: its tokenizer in %s has another token table than the target's",
+        parameters.tensorrt_llm_draft_model_name,
+        directory,
+    )
+    return False
+
+
+def _speculation_options(parameters: BlsParameters) -> SpeculationOptions:
+    source = DraftSource.MODEL  # for requests that ask for drafts by themselves
+    if parameters.draft_source != "off":
+        source = DraftSource(parameters.draft_source)
+    return SpeculationOptions(
+        draft_source=source,
         num_draft_tokens=parameters.num_draft_tokens,
         max_draft_tokens=parameters.max_draft_len,
         memory_tokens=parameters.draft_memory_tokens,
@@ -83,4 +159,3 @@ def open_engine(
         overlap=parameters.overlap_drafts,
         ignore_unverifiable=parameters.unverifiable_drafts == "ignore",
     )
-    return RoutingEngine(target, draft, options, by_default=source != "off", on_end=on_end)

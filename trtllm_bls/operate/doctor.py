@@ -771,7 +771,7 @@ def conformance(engine: str, **options: Any) -> None:
       trtllm-bls conformance --engine trtllm://127.0.0.1:50051 --model /models/llama
     """
     from trtllm_bls.engines.conformance import examine as ask
-    from trtllm_bls.engines.local import local_engine
+    from trtllm_bls.engines.opening import open_local_engine
 
     check_ours(ENGINE.name, "engine", engine)
     packages = ("trtllm-bls", "tensorrt-llm", "torch", "transformers")
@@ -781,7 +781,7 @@ def conformance(engine: str, **options: Any) -> None:
 
     async def run() -> None:
         load = partial(loaded_tokenizer, options["model_dir"])
-        opened = local_engine(engine, EngineParameters(engine=engine, **options), load)
+        opened = open_local_engine(engine, EngineParameters(engine=engine, **options), load)
         ids = tuple(load().encode("The capital of France is Paris. The capital of Japan is", True))
         try:
             async for name, result in ask(opened, ids, load().decode, load().eos_id or 0):

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from functools import partial
 
-from trtllm_bls.engines.local import local_engine
+from trtllm_bls.engines.opening import open_local_engine
 from trtllm_bls.engines.own_port import stream_thread_has_returned
 from trtllm_bls.orchestrator.log_lines import log_to_triton
 from trtllm_bls.settings.parameters import EngineParameters, Parameters, own_grpc_url
@@ -27,7 +27,9 @@ class TritonPythonModel:
         pb_utils, name = triton_utilities(), args["model_name"]
         log_to_triton(pb_utils, name)
         parameters = Parameters(args).read(EngineParameters)
-        self._engine = local_engine(name, parameters, lambda: load_tokenizer(parameters.model_dir))
+        self._engine = open_local_engine(
+            name, parameters, lambda: load_tokenizer(parameters.model_dir)
+        )
         service = EngineService(
             self._engine,
             parameters.exclude_input_in_output,
