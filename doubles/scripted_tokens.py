@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from trtllm_bls.engines import sampling
+from doubles import sampling
 from trtllm_bls.types import Array, EngineRequest, PromptIds
 
 Rule: TypeAlias = Callable[[Sequence[int]], "int | Sequence[float]"]

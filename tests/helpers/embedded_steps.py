@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from trtllm_bls.engines.base import Engine, QueuedChunks
 from trtllm_bls.engines.embedded.batching import Batcher, Sequence, Submission
-from trtllm_bls.engines.embedded.model import Runner, load
+from trtllm_bls.engines.embedded.model import load
+from trtllm_bls.engines.embedded.runner import Runner
 from trtllm_bls.errors import EngineError
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, Sampling

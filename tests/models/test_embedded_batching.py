@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.helpers.embedded_steps import POISON, Steps, checkpoint, generated, prompt, request
-from trtllm_bls.engines.embedded.model import Slots, load
+from trtllm_bls.engines.embedded.model import load
+from trtllm_bls.engines.embedded.slots import Slots
 from trtllm_bls.errors import EngineError, SettingsError
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.types import EngineChunk, FinishReason, Wants
@@ -264,13 +265,13 @@ def _held(slots: Slots, *tokens: int) -> int:
     """A slot that holds these tokens, each with its own number as its key."""
     slot, _ = slots.claim(tokens, reuse=True)
     slots.write(slot, 0, tokens)
-    keys, _ = slots.layer(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    keys, _ = slots.layer(0, torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
     keys[slot, 0, : len(tokens), 0] = torch.tensor(tokens, dtype=torch.float32)
     return slot
 
 
 def _keys(slots: Slots, slot: int, count: int) -> list[float]:
-    keys, _ = slots.layer(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    keys, _ = slots.layer(0, torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
     found: list[float] = keys[slot, 0, :count, 0].tolist()
     return found
 

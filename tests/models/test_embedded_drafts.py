@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers.embedded_steps import NO_LOOP, VOCAB, Steps, generated, prompt, request
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.embedded.batching import Sequence, Submission
-from trtllm_bls.engines.sampling import TokenSampler
+from trtllm_bls.engines.embedded.sampling import TokenRules, choose
 from trtllm_bls.types import (
     Array,
     Draft,
@@ -153,11 +154,13 @@ def rows(table: Array, before: int, tokens: tuple[int, ...]) -> Array:
 def guessed(ids: tuple[int, ...], sampling: Sampling, count: int) -> tuple[int, ...]:
     """What a draft model says with the same seed."""
     ask = EngineRequest(request_id="d", input_ids=ids, max_tokens=count, sampling=sampling)
-    sampler = TokenSampler(ask, 0, SIZE)
+    rules = TokenRules(ask, 0, SIZE)
     text = ids
     for _ in range(count):
-        text += (sampler.choose(rows(GUESS, text[-1], ())[0]),)
-        sampler.push(text[-1])
+        logits = torch.from_numpy(rows(GUESS, text[-1], ()))
+        (choice,) = choose(logits, rules.rows(), log_probs=False)
+        text += (choice.token,)
+        rules.push(choice.token)
     return text[len(ids) :]
 
 
@@ -176,8 +179,11 @@ def speculated(count: int, by_logits: bool, sampling: Sampling) -> tuple[int, ..
         )
         capacity = EngineCapacity(vocab_size=SIZE, max_sequence_tokens=64)
         sequence = Sequence(ask, 0, capacity, Submission(1, QueuedChunks(), NO_LOOP))
-        target = rows(TARGET, ids[-1], draft)
-        sequence.computed_to(len(ids) + count, target.argmax(axis=1).tolist(), target)
+        sequence.start(0, 0)
+        target = torch.from_numpy(rows(TARGET, ids[-1], draft))
+        segment = sequence.segment(64)
+        choices = choose(target, sequence.token_rows(segment), log_probs=False)
+        sequence.computed_to(segment.end, choices, None)
         ids = tuple(sequence.tokens)
     return ids[1 : 1 + TOKENS]
 
@@ -225,7 +231,9 @@ def test_a_threshold_accepts_by_ratio_alone() -> None:
             ask = EngineRequest(
                 request_id="t", input_ids=(0,), max_tokens=2, sampling=sampling, draft=draft
             )
-            ids.add(TokenSampler(ask, 0, 3).choose(target[0], 0))
+            rows = TokenRules(ask, 0, 3).rows(draft.token_ids)
+            logits = torch.from_numpy(target).float().expand(2, -1)
+            ids.add(choose(logits, rows, log_probs=False)[0].token)
         return ids
 
     assert answers(2, threshold=0.3) == {2}

@@ -18,7 +18,8 @@ from tests.helpers.embedded_steps import (
     request,
     runner,
 )
-from trtllm_bls.engines.embedded.model import Segment, load
+from trtllm_bls.engines.embedded.attention import Segment
+from trtllm_bls.engines.embedded.model import load
 from trtllm_bls.errors import CheckpointError, SettingsError
 from trtllm_bls.settings.parameters import EngineParameters
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
@@ -14,26 +17,47 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from doubles.sampling import TokenSampler, log_prob
 from tests.helpers.embedded_steps import Steps, generated, prompt, request
-from trtllm_bls.engines.sampling import TokenSampler, log_prob
+from trtllm_bls.engines.embedded.sampling import TokenRules, choose, distribution, processed
 from trtllm_bls.errors import EngineError
-from trtllm_bls.types import Array, EngineRequest, Sampling
+from trtllm_bls.types import Array, Draft, EngineRequest, Sampling
 
 ROW = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], dtype=np.float32))  # best: 1, then 2, 3
 
 
-def sampler(prompt: tuple[int, ...] = (0,), index: int = 0, **asked: Any) -> TokenSampler:
+def sampler(prompt: tuple[int, ...] = (0,), index: int = 0, **asked: Any) -> TokenRules:
     rules = {name: asked.pop(name) for name in list(asked) if name in Sampling.__annotations__}
     asked = {"sampling": Sampling(**rules), **asked}
     ask = EngineRequest(request_id="r", input_ids=prompt, max_tokens=99, **asked)
-    return TokenSampler(ask, index, len(ROW))
+    return TokenRules(ask, index, len(ROW))
+
+
+def tokens_of(row: Array, pickers: list[TokenRules]) -> list[int]:
+    """The token that each of the sequences takes from the same row, all in one step."""
+    logits = torch.from_numpy(row).expand(len(pickers), -1)
+    rows = [picker.rows()[0] for picker in pickers]
+    return [choice.checked().token for choice in choose(logits, rows, log_probs=False)]
+
+
+def token_of(row: Array, picker: TokenRules) -> int:
+    """The token that one sequence takes from a row."""
+    return tokens_of(row, [picker])[0]
+
+
+def scores_of(row: Array, picker: TokenRules) -> Array:
+    """What the sequence's rules, but for the draw, make of a row."""
+    (rules,) = picker.rows()
+    assert rules is not None
+    scores: Array = processed(torch.from_numpy(row)[None], [rules])[0].numpy()
+    return scores
 
 
 def shares(row: Array = ROW, draws: int = 4000, **asked: Any) -> list[float]:
     """How often each token is drawn, over many seeds."""
     counts = np.zeros(len(row))
-    for seed in range(draws):
-        counts[sampler(seed=seed, **asked).choose(row)] += 1
+    for token in tokens_of(row, [sampler(seed=seed, **asked) for seed in range(draws)]):
+        counts[token] += 1
     return [float(share) for share in counts / draws]
 
 
@@ -50,7 +74,7 @@ def shares(row: Array = ROW, draws: int = 4000, **asked: Any) -> list[float]:
 )
 def test_without_a_wish_to_sample_the_best_token_is_taken(rules: dict[str, Any]) -> None:
     """Neither top-k nor top-p given, top-k 1 and temperature 0 are greedy, whatever the seed."""
-    assert {sampler(seed=seed, **rules).choose(ROW) for seed in range(50)} == {1}
+    assert set(tokens_of(ROW, [sampler(seed=seed, **rules) for seed in range(50)])) == {1}
 
 
 def test_a_whole_top_p_samples_the_whole_distribution() -> None:
@@ -77,10 +101,8 @@ def test_the_limits_are_those_of_transformers(top_k: int | None, top_p: float | 
     scores = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
     kept = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     kept = TopPLogitsWarper(top_p)(None, kept) if top_p else kept
-    drawn = {
-        sampler(seed=seed, top_k=top_k, top_p=top_p).choose(scores[0].numpy())
-        for seed in range(3000)
-    }
+    pickers = [sampler(seed=seed, top_k=top_k, top_p=top_p) for seed in range(3000)]
+    drawn = set(tokens_of(scores[0].numpy(), pickers))
     assert drawn == set(kept[0].isfinite().nonzero()[:, 0].tolist())
 
 
@@ -91,7 +113,7 @@ def test_min_p_is_that_of_transformers(min_p: float, top_p: float) -> None:
     kept = TopPLogitsWarper(top_p)(None, MinPLogitsWarper(min_p)(None, scores / 0.8))
     rules = {"temperature": 0.8, "top_p": top_p, "min_p": min_p}
     row = scores[0].numpy()
-    drawn = {sampler(seed=seed, **rules).choose(row) for seed in range(3000)}
+    drawn = set(tokens_of(row, [sampler(seed=seed, **rules) for seed in range(3000)]))
     assert drawn == set(kept[0].isfinite().nonzero()[:, 0].tolist())
 
 
@@ -110,9 +132,9 @@ def test_no_run_of_tokens_is_repeated(size: int) -> None:
         expected = NoRepeatNGramLogitsProcessor(size)(torch.tensor([text]), row)
         if not expected.isfinite().any():
             with pytest.raises(EngineError, match="no token"):
-                picker.processed(ROW)
+                token_of(ROW, picker)
             continue
-        np.testing.assert_array_equal(picker.processed(ROW), expected[0].numpy())
+        np.testing.assert_array_equal(scores_of(ROW, picker), expected[0].numpy())
         barred += int((~expected.isfinite()).sum())
     assert barred
 
@@ -121,14 +143,14 @@ def test_top_p_decays_down_to_its_floor_and_is_reset() -> None:
     """Each token multiplies top-p, never below the floor; the reset token restores it."""
 
     def choices(*said: int) -> set[int]:
-        found = set()
+        pickers = []
         for seed in range(300):
             rules = {"top_p": 0.8, "top_p_decay": 0.5, "top_p_min": 0.45, "top_p_reset_id": 4}
             picker = sampler(seed=seed, **rules)
             for token in said:
                 picker.push(token)
-            found.add(picker.choose(ROW))
-        return found
+            pickers.append(picker)
+        return set(tokens_of(ROW, pickers))
 
     assert choices() == {1, 2, 3}
     assert choices(0) == {1, 2}  # 0.8 * 0.5, raised to 0.45
@@ -148,13 +170,13 @@ def test_penalties_count_prompt_and_generated_tokens_alike() -> None:
         value = row[token] * 1.3 if row[token] < 0 else row[token] / 1.3
         expected[token] = value - 0.4 - 0.2 * times
     for picker in (whole, split):
-        np.testing.assert_allclose(picker.processed(row), expected, rtol=1e-5)
+        np.testing.assert_allclose(scores_of(row, picker), expected, rtol=1e-5)
 
 
 def test_temperature_acts_before_penalties() -> None:
     """As in TensorRT-LLM, a presence penalty is not scaled by the temperature."""
     picker = sampler((1,), temperature=0.5, top_p=1.0, presence_penalty=1.0)
-    assert picker.processed(ROW)[1] == pytest.approx(ROW[1] / 0.5 - 1)
+    assert scores_of(ROW, picker)[1] == pytest.approx(ROW[1] / 0.5 - 1)
 
 
 def test_the_end_token_is_barred_until_enough_is_generated() -> None:
@@ -162,7 +184,7 @@ def test_the_end_token_is_barred_until_enough_is_generated() -> None:
     picker = sampler(end_id=1, min_tokens=2)
     said = []
     for _ in range(3):
-        said.append(picker.choose(ROW))
+        said.append(token_of(ROW, picker))
         picker.push(said[-1])
     assert said == [2, 2, 1]
 
@@ -170,33 +192,103 @@ def test_the_end_token_is_barred_until_enough_is_generated() -> None:
 def test_bad_sequences_are_never_completed() -> None:
     """One token is barred always, a longer sequence where its beginning stands, prompt included."""
     picker = sampler((3, 2), bad_sequences=((1,), (3, 2, 2)))
-    assert picker.choose(ROW) == 3
+    assert token_of(ROW, picker) == 3
     picker.push(3)
-    assert picker.choose(ROW) == 2
+    assert token_of(ROW, picker) == 2
 
 
 def test_embedding_bias_is_added_before_anything_else() -> None:
     """A bias moves the choice; its place is before the temperature."""
     picker = sampler(embedding_bias=((4, 5.0),), temperature=0.5, top_k=1)
-    assert picker.choose(ROW) == 4
-    assert picker.processed(ROW)[4] == pytest.approx((ROW[4] + 5) / 0.5)
+    assert token_of(ROW, picker) == 4
+    assert scores_of(ROW, picker)[4] == pytest.approx((ROW[4] + 5) / 0.5)
 
 
 def test_a_request_that_bars_every_token_is_an_error() -> None:
     """There is no token to choose, and none is made up."""
     with pytest.raises(EngineError, match="leave no token"):
-        sampler(bad_sequences=tuple((t,) for t in range(5)), temperature=1.0, top_p=1.0).choose(ROW)
+        token_of(
+            ROW,
+            sampler(bad_sequences=tuple((t,) for t in range(5)), temperature=1.0, top_p=1.0),
+        )
 
 
 def test_tokens_without_probability_are_never_drawn() -> None:
     """Rounding at the ends of the distribution does not reach barred tokens."""
     row = np.array([-np.inf, 0, 0, -np.inf, -np.inf], dtype=np.float32)
-    assert {sampler(seed=s, temperature=1.0, top_p=1.0).choose(row) for s in range(200)} == {1, 2}
+    pickers = [sampler(seed=seed, temperature=1.0, top_p=1.0) for seed in range(200)]
+    assert set(tokens_of(row, pickers)) == {1, 2}
 
 
 def test_log_prob_is_of_the_models_own_distribution() -> None:
     """Before temperature, penalties and limits, and stable for large logits."""
-    assert log_prob(ROW + 500, 1) == pytest.approx(np.log(0.4), abs=1e-4)
+    rules = sampler(temperature=0.3, bad_sequences=((2,),)).rows()
+    (choice,) = choose(torch.from_numpy(ROW + 500)[None], rules, log_probs=True)
+    assert choice.token == 1
+    assert choice.log_prob == pytest.approx(np.log(0.4), abs=1e-4)
+
+
+RULES = {
+    "temperature": st.sampled_from([None, 0.0, 0.7, 1.3]),
+    "top_k": st.sampled_from([None, 1, 3, 40]),
+    "top_p": st.sampled_from([None, 0.0, 0.6, 0.95, 1.0]),
+    "top_p_decay": st.sampled_from([None, 0.8]),
+    "min_p": st.sampled_from([None, 0.1]),
+    "repetition_penalty": st.sampled_from([None, 1.3]),
+    "presence_penalty": st.sampled_from([None, 0.5]),
+    "frequency_penalty": st.sampled_from([None, 0.3]),
+    "no_repeat_ngram_size": st.sampled_from([None, 2]),
+    "min_tokens": st.sampled_from([None, 2]),
+    "seed": st.integers(0, 99),
+}
+REQUESTS = st.builds(
+    EngineRequest,
+    request_id=st.just("r"),
+    max_tokens=st.just(9),
+    input_ids=st.lists(st.integers(0, 39), min_size=1, max_size=6).map(tuple),
+    sampling=st.builds(Sampling, **RULES),
+    end_id=st.sampled_from([None, -1, 3]),
+    bad_sequences=st.sampled_from([(), ((5,), (6, 7))]),
+    embedding_bias=st.sampled_from([(), ((2, 3.0), (4, -8.0))]),
+)
+
+
+@given(st.lists(REQUESTS, min_size=1, max_size=5), st.integers(0, 9), st.booleans())
+def test_rows_together_are_rows_one_by_one(
+    requests: list[EngineRequest], start: int, by_logits: bool
+) -> None:
+    """Drafts, penalties, limits and draws of a batch are those of the plain rules in numpy."""
+    chance = np.random.default_rng(start)
+    logits, rows, expected = [], [], []
+    for asked in requests:
+        size = int(chance.integers(0, 4))
+        raw = chance.normal(size=(size + 1, 40)).astype(np.float32) * 2
+        guesses = chance.normal(size=(size, 40)).astype(np.float32) * 2 if by_logits else None
+        ids = tuple(int(token) for token in chance.integers(0, 40, size))
+        drafted = replace(asked, draft=Draft(token_ids=ids, logits=guesses))
+        plain = TokenSampler(drafted, 0, 40)
+        logits.append(raw)
+        rows += TokenRules(drafted, 0, 40).rows(ids)
+        for place, token in enumerate([*ids, None]):
+            expected.append(plain.choose(raw[place], place))
+            if token is not None:
+                plain.push(token)
+    joined = torch.from_numpy(np.concatenate(logits))
+    choices = choose(joined, rows, log_probs=True)
+    assert [choice.token for choice in choices] == expected
+    for row, choice in zip(joined.numpy(), choices, strict=True):
+        assert choice.log_prob == pytest.approx(log_prob(row, choice.token), abs=1e-4)
+
+
+def test_a_nucleus_larger_than_the_sorted_candidates_is_whole() -> None:
+    """On a CPU a part of the vocabulary is sorted first, which must not limit a flat row."""
+    row = np.zeros(5000, dtype=np.float32)
+    row[0] = 1
+    sampling = Sampling(temperature=1.0, top_p=0.9)
+    asked = EngineRequest(request_id="r", input_ids=(1,), max_tokens=1, sampling=sampling)
+    (rules,) = TokenRules(asked, 0, len(row)).rows()
+    assert rules is not None
+    assert int((distribution(torch.from_numpy(row)[None], [rules]) > 0).sum()) == 5000
 
 
 # --- what a seed promises ---------------------------------------------------------------------

@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 from tests.helpers.embedded_steps import VOCAB, checkpoint
 from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.engines.embedded import EmbeddedEngine
+from trtllm_bls.engines.embedded.sampling import TokenRules, choose
 from trtllm_bls.engines.llm_api import LlmApiEngine
-from trtllm_bls.engines.sampling import TokenSampler
 from trtllm_bls.engines.triton_model import request_inputs
 from trtllm_bls.engines.trtllm_service.service_engine import service_request
 from trtllm_bls.errors import InvalidRequest
@@ -108,10 +108,10 @@ def by_embedded(sampling: Sampling) -> Any:
     asyncio.run(run())
     with recording() as (seen, kind):
         asked = kind(**vars(sampling))
-        sampler = TokenSampler(request(asked), 0, VOCAB)
+        rules = TokenRules(request(asked), 0, VOCAB)
         for token in (5, 6):
-            sampler.choose(np.arange(VOCAB, dtype=np.float32))
-            sampler.push(token)
+            choose(torch.arange(VOCAB, dtype=torch.float32)[None], rules.rows(), log_probs=False)
+            rules.push(token)
         StoppingCriteria(4, min_tokens=asked.min_tokens).feed((5,))
     return {name for name in seen if vars(sampling).get(name) is not None}
 

@@ -108,7 +108,7 @@ def by_embedded(request: EngineRequest, pieces: Sequence[TokenIds]) -> END:
     )
     for token in (token for piece in pieces for token in piece):
         if sequence.finish is None:
-            sequence._take(token, None)
+            sequence._take(token, 0.0)
     return tuple(sequence.tokens[len(request.input_ids) :]), sequence.finish
 
 

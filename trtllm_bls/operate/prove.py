@@ -436,7 +436,8 @@ async def _ends(target: Target) -> list[tuple[str, str]]:
         ways = (("gRPC call cancelled", cancelled), ("OpenAI client left", left))
         for way, end in (*ways, ("stop string", stopped)):
             if not await end():
-                rows.append((way, f"not seen: {_LONG} tokens ended within a second"))
+                seen = f"not seen: the engine's metric showed no request in {_FREED_SECONDS:g} s"
+                rows.append((way, seen))
                 continue
             began = time.monotonic()
             freed = await becomes(busy=False)

@@ -1,7 +1,12 @@
 """An in-flight-batching engine over a local Hugging Face checkpoint, in this process.
 
-    engine  sequences, steps, the thread      model  loading, KV slots, one forward pass
-    guides  grammars that an answer must follow
+    batching   sequences, the steps that compute them, the thread that runs steps
+    sampling   from a step's rows of logits to tokens, all rows at once
+    guides     grammars that an answer must follow
+    model      loading a checkpoint, and proving that it is computed as it means
+    runner     one step through the model: transformers' modules, llama or its graphs
+    llama      the Llama family's forward pass       graphs     its steps as CUDA graphs
+    attention  rows over the KV slots                slots      the KV slots
 
 Importing this package imports torch and transformers: only the engine's own process should.
 """

@@ -23,10 +23,12 @@ import numpy as np
 import torch
 
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
+from trtllm_bls.engines.embedded.attention import Segment
 from trtllm_bls.engines.embedded.guides import GrammarMatcher, Guides
-from trtllm_bls.engines.embedded.model import Runner, Segment, load
+from trtllm_bls.engines.embedded.model import load
+from trtllm_bls.engines.embedded.runner import Runner
+from trtllm_bls.engines.embedded.sampling import Choice, TokenRow, TokenRules, choose
 from trtllm_bls.engines.request_checks import check_request
-from trtllm_bls.engines.sampling import TokenSampler, log_prob
 from trtllm_bls.errors import (
     EngineError,
     EngineUnavailable,
@@ -91,13 +93,12 @@ class Sequence:
         self.computed = 0  # tokens whose keys and values the slot holds
         self.finish: FinishReason | None = None
         self._vocab_size, length = capacity.vocab_size, capacity.max_sequence_tokens
-        self._sampler = TokenSampler(request, index, self._vocab_size, guide)
+        self._rules = TokenRules(request, index, self._vocab_size, guide)
         room = length - len(self.tokens)
         self._criteria = StoppingCriteria.of(request, min(request.max_tokens, room))
         self._draft = request.draft.token_ids[:room] if request.draft else ()
         wants = request.wants
-        wanted = wants.log_probs or wants.generation_logits or wants.context_logits
-        self.needs_rows = wanted or self._sampler.needs_row  # beyond the best token of each
+        self.wants_logits = wants.generation_logits or wants.context_logits
         self._reported = len(self.tokens)
         self._cum_log_prob = 0.0
         self._log_probs: list[float] = []
@@ -136,28 +137,33 @@ class Sequence:
             keep = len(tokens)
         return Segment(self.slot, self.computed, tokens, keep)
 
-    def computed_to(self, end: int, best: list[int], rows: Array | None) -> None:
-        """Its tokens up to ``end`` are computed, and perhaps its draft: choose what comes next.
+    def token_rows(self, segment: Segment) -> list[TokenRow | None]:
+        """What holds for the tokens that follow the kept rows of its segment."""
+        if segment.end < len(self.tokens):
+            return [None] * segment.keep  # a piece of the prompt, after which none is chosen
+        rows = self._rules.rows(self._draft)
+        return [None] * (segment.keep - len(rows)) + rows
 
-        ``best`` and ``rows`` [kept, vocab] are of the last rows of what was computed; rows only
-        where ``needs_rows``. Raises ``EngineError`` where no token can be chosen.
+    def computed_to(self, end: int, choices: list[Choice], logits: Array | None) -> None:
+        """Its tokens up to ``end`` are computed, and perhaps its draft: take what comes next.
+
+        ``choices`` and ``logits`` [kept, vocab] are of the last rows of what was computed; logits
+        only where ``wants_logits``. Raises ``EngineError`` where no token can be chosen.
         """
-        if self.request.wants.context_logits and rows is not None and self.reads_prompt:
-            self._context.append(rows[: len(self.request.input_ids) - self.computed].copy())
+        if self.request.wants.context_logits and logits is not None and self.reads_prompt:
+            self._context.append(logits[: len(self.request.input_ids) - self.computed].copy())
         self.computed = end
         if end < len(self.tokens):
             return
-        if self._sampler.complete:
+        if self._rules.complete:
             self.finish = FinishReason.END_ID  # nothing may follow the prompt
             return
         for position, drafted in enumerate([*self._draft, None]):
-            row = None if rows is None else rows[position - len(self._draft) - 1]
-            token = best[position - len(self._draft) - 1]
-            if row is not None and self._sampler.needs_row:
-                token = self._sampler.choose(row, position)
-            self._metrics["total_accepted_draft_tokens"] += token == drafted
-            self._take(token, row)
-            if self.finish or token != drafted:
+            row = position - len(self._draft) - 1
+            choice = choices[row].checked()
+            self._metrics["total_accepted_draft_tokens"] += choice.token == drafted
+            self._take(choice.token, choice.log_prob, None if logits is None else logits[row])
+            if self.finish or choice.token != drafted:
                 break
         if self._draft:  # verified, and so finished, whatever it asked for
             self.finish = self.finish or FinishReason.LENGTH
@@ -193,7 +199,7 @@ class Sequence:
         self._log_probs, self._logits, self._context = [], [], []
         return chunk
 
-    def _take(self, token: int, row: Array | None) -> None:
+    def _take(self, token: int, log_prob: float, logits: Array | None = None) -> None:
         """Make the token part of the text, unless it is the end token, and see whether it ends."""
         self._metrics["last_token_time_ns"] = time.monotonic_ns()
         self._metrics.setdefault("first_token_time_ns", self._metrics["last_token_time_ns"])
@@ -201,13 +207,13 @@ class Sequence:
         if not kept:
             return
         self.tokens.append(token)
-        self._sampler.push(token)
-        if row is not None and self.request.wants.log_probs:
-            self._log_probs.append(log_prob(row, token))
-            self._cum_log_prob += self._log_probs[-1]
-        if row is not None and self.request.wants.generation_logits:
-            self._logits.append(row.copy())  # the row is part of the whole step's array
-        if self._sampler.complete and self.finish is not FinishReason.STOP:
+        self._rules.push(token)
+        if self.request.wants.log_probs:
+            self._log_probs.append(log_prob)
+            self._cum_log_prob += log_prob
+        if self.request.wants.generation_logits and logits is not None:
+            self._logits.append(logits.copy())  # the row is part of the whole step's array
+        if self._rules.complete and self.finish is not FinishReason.STOP:
             self.finish = FinishReason.END_ID
 
 
@@ -248,7 +254,10 @@ class Batcher:
         num_rows = sum(len(segment.tokens) for segment in segments)
         try:
             logits = self._runner.forward(segments)
-            highest, best = (part.tolist() for part in logits.max(dim=-1))
+            # On a GPU the rows are written down while it computes.
+            rows = [row for s, segment in planned for row in s.token_rows(segment)]
+            log_probs = any(sequence.request.wants.log_probs for sequence, _ in planned)
+            choices = choose(logits, rows, log_probs)
         except Exception as error:
             _log.exception("a step of %d rows failed", num_rows)
             for sequence, _ in planned:
@@ -256,22 +265,21 @@ class Batcher:
                 self._fail(sequence, EngineError(problem))
             return
         self.num_computed_tokens += num_rows
-        host = logits.cpu().numpy() if any(s.needs_rows for s, _ in planned) else None
         kept = slice(0, 0)
         for sequence, segment in planned:
             kept = slice(kept.stop, kept.stop + segment.keep)
-            if not all(map(math.isfinite, highest[kept])):
+            if not all(math.isfinite(choice.highest) for choice in choices[kept]):
                 self._slots.scrub(segment.slot)  # its keys and values are no better
                 self._fail(sequence, EngineError("the model gave logits that are not finite"))
                 continue
-            rows = host[kept] if host is not None and sequence.needs_rows else None
+            wanted = logits[kept].cpu().numpy() if sequence.wants_logits else None
             try:
-                sequence.computed_to(segment.end, best[kept], rows)
+                sequence.computed_to(segment.end, choices[kept], wanted)
             except (EngineError, InvalidRequest) as error:
                 self._fail(sequence, error)
             except Exception as error:
-                _log.exception("choosing a token failed")
-                problem = f"choosing a token failed: {type(error).__name__}"
+                _log.exception("taking a token failed")
+                problem = f"taking a token failed: {type(error).__name__}"
                 self._fail(sequence, EngineError(problem))
             else:
                 self._report(sequence)

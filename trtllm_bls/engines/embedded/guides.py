@@ -47,7 +47,8 @@ _MOST_WAITING = 64  # grammars that wait to be compiled; more are refused
 class GrammarMatcher:
     """One sequence's place in its grammar; ``ends``: tokens that may end a complete text.
 
-    ``other``: the token that the library would let end it.
+    ``other``: the token that the library would let end it. ``allowed`` [vocab], bool: the tokens
+    that may come next, which is never changed in place.
     """
 
     def __init__(
@@ -67,10 +68,6 @@ class GrammarMatcher:
         clone._bits = self._bits.copy()
         return clone
 
-    def mask(self, row: Array) -> None:
-        """Bar, in ``row`` [vocab], every token that the grammar does not allow next."""
-        row[~self._allowed] = -np.inf
-
     def push(self, token: int) -> None:
         """The token now belongs to the text. Raises ``InvalidRequest`` where no text can follow."""
         self._matcher.consume_token(token)
@@ -87,15 +84,15 @@ class GrammarMatcher:
             problem = f"cannot be enforced: {first_line(matcher.get_error())}"
             raise InvalidRequest(GUIDE_TEXT_INPUT, problem)
         unpacked = np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little")
-        self._allowed = unpacked.astype(np.bool_)
-        self._allowed[self._barred] = False
-        if not self._allowed.any():
+        self.allowed: Array = unpacked.astype(np.bool_)
+        self.allowed[self._barred] = False
+        if not self.allowed.any():
             if not complete:
                 raise InvalidRequest(
                     GUIDE_TEXT_INPUT, "no token of the vocabulary continues what it allows"
                 )
             self.ended = True
-        self._allowed[self._ends] = complete
+        self.allowed[self._ends] = complete
 
 
 class Guides:

@@ -1,4 +1,7 @@
-"""From one row of logits to one token, under one request's sampling settings.
+"""From one row of logits to one token, under one request's sampling settings, in numpy alone.
+
+The scripted engine samples with it, which must not need torch. The embedded engine has the same
+rules as tensors over all rows; a test compares the two, token by token.
 
 The rules, in the order in which they act on a row:
 

@@ -1,0 +1,189 @@
+"""Attention of one step: its rows' keys and values are stored in the slots, and its rows attend.
+
+The rows of a step are parted into groups, each over the slots that its rows may see. The query
+heads that share a key-value head become further rows of it, so that keys are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from trtllm_bls.engines.embedded.slots import Slots
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of one slot, from position ``start``; logits of the last ``keep``."""
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    keep: int
+
+    @property
+    def end(self) -> int:
+        """How many tokens the slot holds after this step."""
+        return self.start + len(self.tokens)
+
+
+class AttentionKind(NamedTuple):
+    """What a layer's attention has beside plain causal attention; ``sinks`` is [heads]."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> AttentionKind:
+        """Read the arguments that transformers' modules pass to an attention function."""
+        names = ("scaling", "sliding_window", "softcap", "s_aux")
+        return cls(*(arguments.get(name) for name in names))
+
+
+class RowGroup:
+    """Rows that attend together: as many of each slot.
+
+    ``rows``: their places in the step, slot by slot; -1 where a slot has no row and one is due.
+    ``slots``: a slice where they are neighbours, which saves a copy of their keys. ``length``:
+    the places of a slot that are seen. ``positions`` [slots, rows per slot].
+    """
+
+    def __init__(
+        self, rows: slice | Tensor, slots: slice | Tensor, length: int, positions: Tensor
+    ) -> None:
+        self.rows = rows
+        self._slots = slots
+        self._length = length
+        self._positions = positions
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
+        """Query [T, heads, size] over a layer's slots to [rows of the group, heads, value size]."""
+        slots, count = self._positions.shape
+        heads, kv_heads = query.shape[1], keys.shape[1]
+        shared = heads // kv_heads
+        rows = query[self.rows].reshape(slots, count, kv_heads, shared, -1)
+        packed = rows.permute(0, 2, 3, 1, 4).reshape(slots, kv_heads, shared * count, -1)
+        seen_keys = keys[:, :, : self._length][self._slots]
+        seen_values = values[:, :, : self._length][self._slots]
+        out = _attention(packed, seen_keys, seen_values, self._mask(shared, kind, query), kind)
+        rows = out.reshape(slots, kv_heads, shared, count, -1).permute(0, 3, 1, 2, 4)
+        return rows.reshape(slots * count, heads, -1)
+
+    def _mask(self, shared: int, kind: AttentionKind, query: Tensor) -> Tensor:
+        """Additive [slots, 1, shared * rows per slot, length], made once for all layers."""
+        key = (kind.window, shared)
+        if key not in self._masks:
+            places = torch.arange(self._length, device=query.device)
+            own = self._positions[:, :, None]
+            hidden = places > own
+            if kind.window is not None:
+                hidden |= places <= own - kind.window
+            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+            mask.masked_fill_(hidden, -torch.inf)
+            self._masks[key] = mask[:, None].repeat(1, 1, shared, 1)
+        return self._masks[key]
+
+
+class StepAttention:
+    """Stores the rows' keys and values, and attends. ``places``: slot and position of each row."""
+
+    def __init__(
+        self, slots: Slots, places: tuple[Tensor, Tensor], groups: Sequence[RowGroup]
+    ) -> None:
+        self._slots = slots
+        self._places = places
+        self._groups = groups
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind
+    ) -> Tensor:
+        """Query [T, heads, size], key and value [T, kv heads, size] to [T, heads, value size]."""
+        keys, values = self._slots.layer(layer, key, value)
+        slots, positions = self._places
+        keys[slots, :, positions] = key
+        values[slots, :, positions] = value
+        if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
+            return self._groups[0].attend(query, keys, values, kind)
+        # One row more, for what a padded group computes without need.
+        out = query.new_empty(len(query) + 1, query.shape[1], value.shape[-1])
+        for group in self._groups:
+            out[group.rows] = group.attend(query, keys, values, kind)
+        return out[:-1]
+
+
+def flat_step(
+    slots: Slots, segments: Sequence[Segment], device: torch.device
+) -> tuple[Tensor, Tensor, StepAttention]:
+    """Tokens and positions [T] of a step of these segments, one after the other; its attention."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    row_slots: list[int] = []
+    for segment in segments:
+        tokens += segment.tokens
+        positions += range(segment.start, segment.end)
+        row_slots += [segment.slot] * len(segment.tokens)
+    inputs = torch.tensor([tokens, positions, row_slots], device=device)
+    attend = StepAttention(slots, (inputs[2], inputs[1]), _grouped(segments, device))
+    return inputs[0], inputs[1], attend
+
+
+def _grouped(segments: Sequence[Segment], device: torch.device) -> list[RowGroup]:
+    """One group for all one-row segments where that pays, and one for each other segment."""
+    singles: list[tuple[int, Segment]] = []  # each with its first row in the step
+    others: list[tuple[int, Segment]] = []
+    first = 0
+    for segment in segments:
+        kin = singles if len(segment.tokens) == 1 else others
+        kin.append((first, segment))
+        first += len(segment.tokens)
+    together = [[part] for part in (*singles, *others)]
+    slots = [segment.slot for _, segment in singles]
+    ends = [segment.end for _, segment in singles]
+    # One padded view of the slots, unless it reads several times what the rows need.
+    if len(singles) > 1 and (max(slots) + 1 - min(slots)) * max(ends) <= 4 * sum(ends):
+        together = [singles, *([part] for part in others)]
+    return [_group(parts, device) for parts in together]
+
+
+def _group(parts: list[tuple[int, Segment]], device: torch.device) -> RowGroup:
+    """Segments of equally many tokens, each with its first row, as one group."""
+    low = min(segment.slot for _, segment in parts)
+    high = max(segment.slot for _, segment in parts) + 1
+    count = len(parts[0][1].tokens)
+    rows = np.full((high - low, count), -1)
+    positions = np.zeros((high - low, count), np.int64)
+    for first, segment in parts:
+        rows[segment.slot - low] = np.arange(first, first + count)
+        positions[segment.slot - low] = np.arange(segment.start, segment.end)
+    flat = rows.ravel()
+    where: slice | Tensor = torch.from_numpy(flat).to(device)
+    if bool((np.diff(flat) == 1).all()):  # then a view does, instead of a copy
+        where = slice(int(flat[0]), int(flat[-1]) + 1)
+    length = max(segment.end for _, segment in parts)
+    return RowGroup(where, slice(low, high), length, torch.from_numpy(positions).to(device))
+
+
+def _attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: AttentionKind
+) -> Tensor:
+    """Attention of [slots, kv heads, rows, size] over [slots, kv heads, places, size]."""
+    if kind.softcap is None and kind.sinks is None:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=kind.scale)
+    scores = torch.matmul(query, keys.transpose(2, 3)) * (kind.scale or query.shape[-1] ** -0.5)
+    if kind.softcap is not None:
+        scores = torch.tanh(scores / kind.softcap) * kind.softcap
+    scores = (scores + mask).float()
+    if kind.sinks is not None:  # one more place to look at, which holds no value
+        slots, kv_heads, rows, _ = scores.shape
+        sinks = kind.sinks.to(scores).view(1, kv_heads, -1, 1)
+        sinks = sinks.repeat_interleave(rows // sinks.shape[2], dim=2)
+        scores = torch.cat([scores, sinks.expand(slots, -1, -1, -1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
+    return torch.matmul(weights.to(values.dtype), values)

@@ -1,0 +1,167 @@
+"""CUDA graphs of steps: a step's operations are recorded once, and replayed by one call.
+
+A small model spends its step on starting some hundred operations from Python. A graph starts them
+all at once, but has the shapes it was recorded with. So the segments of a step are sorted into
+batches of a few shapes: ``sequences`` of ``rows`` tokens each, which see ``length`` places, each
+rounded up to a power of two. What only fills a batch up stores its keys in a place of its slot that
+nobody sees. Longer pieces of prompts run without a graph, since they keep the GPU busy anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trtllm_bls.engines.embedded.attention import (
+    RowGroup,
+    Segment,
+    StepAttention,
+    flat_step,
+)
+from trtllm_bls.engines.embedded.llama import Llama
+from trtllm_bls.engines.embedded.slots import Slots
+
+_LONGEST_ROWS = 64  # of a segment in a graph
+_MOST_ROWS = 512  # of a graph
+_SHORTEST_LENGTH = 256  # places
+
+
+class Shape(NamedTuple):
+    """What a graph was recorded for: sequences, rows of each, places seen in each slot."""
+
+    sequences: int
+    rows: int
+    length: int
+
+
+class _Recording(NamedTuple):
+    """``inputs`` [sequences, 2 * rows + 1]: tokens, positions, slot; ``hidden`` [T, H].
+
+    ``replay`` computes the one from the other.
+    """
+
+    inputs: Tensor
+    hidden: Tensor
+    replay: Callable[[], object]
+
+
+class Graphs:
+    """Runs the steps of ``llama`` over ``slots``; graphs are recorded when first needed."""
+
+    def __init__(self, llama: Llama, slots: Slots, device: torch.device) -> None:
+        self._llama = llama
+        self._slots = slots
+        self._device = device
+        self._pool: tuple[int, int] | None = None
+        self._recordings: dict[Shape, _Recording] = {}
+
+    def logits(self, segments: Sequence[Segment]) -> Tensor:
+        """Logits [sum of ``keep``, vocab] of the last rows of each segment, in order."""
+        hidden: list[Tensor] = []
+        rows: dict[int, int] = {}  # by segment: its first row in ``hidden``
+        num_rows = 0
+        for batch in self._batches(segments):
+            output, firsts = self._run([segments[index] for index in batch])
+            hidden.append(output.clone())  # the next batch may replay the same graph
+            for index, first in zip(batch, firsts, strict=True):
+                rows[index] = num_rows + first
+            num_rows += len(output)
+        kept: list[int] = []
+        for index, segment in enumerate(segments):
+            end = rows[index] + len(segment.tokens)
+            kept += range(end - segment.keep, end)
+        joined = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+        return self._llama.logits(joined[torch.tensor(kept, device=self._device)])
+
+    def _batches(self, segments: Sequence[Segment]) -> list[list[int]]:
+        """Part segments, by index, into those that run together."""
+        batches: list[list[int]] = []
+        for index in sorted(range(len(segments)), key=lambda index: len(segments[index].tokens)):
+            rows = _power(len(segments[index].tokens))
+            if batches:
+                first = _power(len(segments[batches[-1][0]].tokens))
+                room = _power(len(batches[-1]) + 1) * rows <= _MOST_ROWS
+                if (first == 1) == (rows == 1) and room:
+                    batches[-1].append(index)
+                    continue
+            batches.append([index])
+        return batches
+
+    def _run(self, segments: list[Segment]) -> tuple[Tensor, list[int]]:
+        """The hidden rows of segments, and the first row of each."""
+        longest = max(len(segment.tokens) for segment in segments)
+        if longest > _LONGEST_ROWS:
+            return self._eager(segments)
+        whole = self._slots.count
+        count = min(_power(len(segments)), whole)
+        length = _power(max(_SHORTEST_LENGTH, *(segment.end for segment in segments)))
+        shape = Shape(count, _power(longest), min(length, self._slots.length))
+        inputs = np.zeros((count, 2 * shape.rows + 1), np.int64)
+        inputs[:, shape.rows : -1] = self._slots.length  # the place that nobody sees
+        firsts = []
+        for place, segment in enumerate(segments):
+            row = segment.slot if count == whole else place
+            used = len(segment.tokens)
+            inputs[row, :used] = segment.tokens
+            inputs[row, shape.rows : shape.rows + used] = range(segment.start, segment.end)
+            inputs[row, -1] = segment.slot
+            firsts.append(row * shape.rows)
+        if shape not in self._recordings:
+            self._recordings[shape] = self._recording(shape)
+        recording = self._recordings[shape]
+        recording.inputs.copy_(torch.from_numpy(inputs))
+        recording.replay()
+        return recording.hidden, firsts
+
+    def _eager(self, segments: list[Segment]) -> tuple[Tensor, list[int]]:
+        counts = [len(segment.tokens) for segment in segments]
+        firsts = [0, *itertools.accumulate(counts[:-1])]
+        tokens, positions, attend = flat_step(self._slots, segments, self._device)
+        return self._llama.hidden(tokens, positions, attend), firsts
+
+    def _recording(self, shape: Shape) -> _Recording:
+        """Record a step of that shape."""
+        rows = shape.rows
+        inputs = torch.zeros(
+            (shape.sequences, 2 * rows + 1), dtype=torch.int64, device=self._device
+        )
+        inputs[:, rows:-1] = self._slots.length
+
+        def step() -> Tensor:
+            positions = inputs[:, rows:-1]
+            own = inputs[:, -1]
+            whole = shape.sequences == self._slots.count  # then a batch's place is its slot
+            slots = slice(None) if whole else own
+            if whole:
+                own = torch.arange(shape.sequences, device=self._device)
+            group = RowGroup(slice(None), slots, shape.length, positions)
+            places = (own.repeat_interleave(rows), positions.flatten())
+            attend = StepAttention(self._slots, places, [group])
+            return self._llama.hidden(inputs[:, :rows].flatten(), places[1], attend)
+
+        return _Recording(inputs, *self._record(step))
+
+    def _record(self, step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        """The output of a step, and what computes it again."""
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()  # libraries prepare themselves in their first call, which cannot be recorded
+        torch.cuda.current_stream().wait_stream(side)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden = step()
+        return hidden, graph.replay
+
+
+def _power(count: int) -> int:
+    """The least power of two that is at least ``count``."""
+    return 1 << (count - 1).bit_length()
