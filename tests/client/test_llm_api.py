@@ -324,6 +324,30 @@ async def test_a_file_with_a_backend_for_guides_is_judged_by_the_llm_api(
             pass
 
 
+@pytest.mark.parametrize("sampler", ["", "auto", "TRTLLMSampler"])
+async def test_a_release_whose_sampler_ignores_fields_is_warned_about(
+    api: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    sampler: str,
+) -> None:
+    """At load, with the argument that chooses the other sampler; not where that is chosen."""
+    file = tmp_path / "model.yaml"
+    key = "sampler_type"
+    value = sampler
+    if api.__version__ == "1.0.0":
+        key = "enable_trtllm_sampler"
+        value = str(sampler == "TRTLLMSampler")
+    file.write_text(f"{key}: {value}\n" if sampler else "")
+    async with opened(api, monkeypatch, more={"model_yaml": file}):
+        pass
+    is_old = api.__version__ in ("1.0.0", "1.2.1")
+    is_warned = f"TensorRT-LLM {api.__version__} may ignore penalties" in caplog.text
+    assert is_warned is (is_old and sampler != "TRTLLMSampler")
+    assert ("sampler_type: TRTLLMSampler" in caplog.text) is is_warned
+
+
 async def test_model_yaml_is_read_as_upstreams(
     api: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -131,7 +131,8 @@ def test_doctor_finds_nothing_in_it_and_names_what_is_spoilt(
     file.write_text("tensor_parallel: 2")
     monkeypatch.syspath_prepend(LLM_API)
     there = {"tensorrt-llm": "1.2.1"}.get
-    (unknown,) = findings("llm_api", repository=new.out, packages=there)
+    ignored, unknown = findings("llm_api", repository=new.out, packages=there)
+    assert "1.2.1 may ignore penalties" in ignored.what and ignored.level == "warn"
     assert "has no argument tensor_parallel" in unknown.what and "did you mean" in unknown.mend
     config = new.config("tensorrt_llm_engine")
     config.instance_group[0].count = 2

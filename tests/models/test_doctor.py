@@ -344,6 +344,28 @@ def test_transformers_beside_tensorrt_llms_own_package(
     assert (findings("pins", packages=installed.get) == []) is sound
 
 
+@pytest.mark.parametrize(
+    ("release", "stubs", "words"),
+    [
+        ("1.2.1", None, None),  # which has no such service
+        ("1.3.0rc22", "0.4.28", "trtllm-serve --grpc of TensorRT-LLM 1.3.0rc22 does not start"),
+        ("1.3.0rc24", None, None),  # pip installs the stubs with it
+        ("1.3.0rc25", None, "no smg-grpc-proto"),
+        ("1.3.0rc25", "0.4.28", None),
+        ("1.4.0", None, "no smg-grpc-proto"),
+    ],
+)
+def test_a_release_whose_grpc_service_does_not_start_is_a_warning(
+    release: str, stubs: str | None, words: str | None
+) -> None:
+    """One has a defect, later ones need a package that they do not bring."""
+    present = {"tensorrt-llm": release, "smg-grpc-proto": stubs}
+    told = findings("service", packages=present.get)
+    assert bool(told) == bool(words)
+    if words:
+        assert only(told).level == "warn" and words in only(told).what
+
+
 def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:
     """Its stub would not start; named before the models do not load."""
     for name in ("bin", "backends", "python_backend_stubs/3.1"):

@@ -74,6 +74,10 @@ _UNGUIDED = "the server's model.yaml sets no guided_decoding_backend; set it to 
 _EDITED = "with drafts, the LLM API lets a processor edit the rows of other requests"
 # What the LLM API raises about a request, beside its own RequestError.
 _REFUSALS = (TypeError, ValueError, NotImplementedError)
+IGNORED_MEND = (
+    "set sampler_type: TRTLLMSampler in model.yaml (1.0: enable_trtllm_sampler: true), or take "
+    "1.3.0rc29 or later"
+)
 _GUIDES = {"json_schema": "json", "ebnf_grammar": "grammar"}  # others have one name
 # Triton's own MPI job, where there is one, is not that of the workers which the LLM API starts.
 _MPI_JOB = (
@@ -116,6 +120,8 @@ def open_llm(
         llm = api.LLM(**arguments)
     except (TypeError, ValueError) as error:  # pydantic's is a ValueError
         raise SetupError(f"engine llm_api: {printable(str(error))}") from error
+    if warning := ignored_fields(getattr(api, "__version__", ""), arguments):
+        log.warning("%s: %s; %s", name, warning, IGNORED_MEND)
     capacity = EngineCapacity(
         vocab_size=vocab_size(),  # not before: a tokenizer that is loaded first hides torch
         max_sequence_tokens=arguments.get("max_seq_len"),
@@ -129,6 +135,15 @@ def open_llm(
     if capacity.speculates:
         refused["logits_post_processor_name"] = _EDITED
     return LlmApiEngine(name, api, llm, capacity, config.adapters, processors, refused)
+
+
+def ignored_fields(release: str, arguments: Mapping[str, Any]) -> str:
+    """A warning of what a release's LLM API may ignore with these arguments; else empty."""
+    # The sampler in C++, which releases before 1.3.0rc26 have beside the default one, honours all.
+    is_chosen = str(arguments.get("sampler_type")) == "TRTLLMSampler"
+    if is_chosen or arguments.get("enable_trtllm_sampler"):  # as 1.0 calls it
+        return ""
+    return trtllm.ignored_fields(release)
 
 
 # --- the engine ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from packaging.version import InvalidVersion, Version
 
 from trtllm_bls.engines.request_checks import HONOURED, check_request
 from trtllm_bls.errors import InvalidRequest, Unsupported
@@ -34,6 +35,9 @@ from trtllm_bls.types import (
 )
 from trtllm_bls.wire.request_fields import required_inputs
 
+# The first release whose source was read and honours every field. The sampler of earlier ones took
+# some fields and did nothing (NVIDIA/TensorRT-LLM#9442, mended by #16485, #16594, #17172).
+_HONOURS_ALL = Version("1.3.0rc29")
 # Why a sequence ended; a stop of the request's own is seen in the ids.
 REASONS = {
     "length": FinishReason.LENGTH,
@@ -55,6 +59,17 @@ _NEUTRAL = {
     "min_p": 0.0,
     "no_repeat_ngram_size": 0,
 }
+
+
+def ignored_fields(release: str) -> str:
+    """A warning of what a release of TensorRT-LLM may ignore without a word; empty where it honours
+    every field."""
+    try:
+        if Version(release) >= _HONOURS_ALL:
+            return ""
+    except InvalidVersion:
+        release = release or "of an unknown version"
+    return f"TensorRT-LLM {release} may ignore penalties, bad words, n-grams and seeds"
 
 
 def check(

@@ -23,6 +23,7 @@ import click
 import grpc
 import psutil
 from packaging.requirements import Requirement
+from packaging.version import Version
 from rich.console import Console
 from rich.text import Text
 from tritonclient.grpc import InferenceServerClient
@@ -30,6 +31,7 @@ from tritonclient.utils import InferenceServerException
 
 from trtllm_bls.client.client import Tls
 from trtllm_bls.configure import engine_dir as cpp
+from trtllm_bls.engines.llm_api import IGNORED_MEND, ignored_fields
 from trtllm_bls.engines.own_port import listening_processes
 from trtllm_bls.engines.trtllm_service import service_messages as messages
 from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
@@ -138,6 +140,30 @@ def pins(subject: Subject) -> Findings:
         yield warn(what, f"pip install transformers=={pinned} before building engines here")
 
 
+_BROKEN_SERVICE = Version("1.3.0rc22")
+_STUBS_ARE_AN_EXTRA = Version("1.3.0rc25")
+_SERVICE_STUBS = "smg-grpc-proto"
+
+
+def _has_service(subject: Subject) -> bool:
+    """True where the installed TensorRT-LLM is one whose gRPC service may not start."""
+    release = subject.packages("tensorrt-llm")
+    return bool(release and Version(release) >= _BROKEN_SERVICE)
+
+
+@check("the installed TensorRT-LLM can start its gRPC service", _has_service)
+def service(subject: Subject) -> Findings:
+    """For an engine `trtllm://`; other engines do not need it."""
+    release = Version(subject.packages("tensorrt-llm") or "0")
+    if release == _BROKEN_SERVICE:
+        what = f"trtllm-serve --grpc of TensorRT-LLM {release} does not start"
+        yield warn(what, "for an engine trtllm:// take 1.3.0rc21, or a later release")
+    elif release >= _STUBS_ARE_AN_EXTRA and not subject.packages(_SERVICE_STUBS):
+        what = f"no {_SERVICE_STUBS}, which trtllm-serve --grpc of TensorRT-LLM {release} needs"
+        mend = "for an engine trtllm:// run `pip install 'smg-grpc-proto>=0.4.5'`"
+        yield warn(what, mend)
+
+
 # --- parameters and engines: what TensorRT-LLM would ignore or refuse later -------------------
 
 
@@ -194,6 +220,9 @@ def llm_api(subject: Subject) -> Findings:
         except SettingsError as error:
             yield Finding.of(error)
             continue
+        release_here = subject.packages("tensorrt-llm")
+        if release_here and (warning := ignored_fields(release_here, config.arguments)):
+            yield warn(f"{model}: {warning}", IGNORED_MEND)
         ours = config.arguments.get("backend") in (None, "pytorch")  # another has others
         if subject.packages("tensorrt-llm") and ours:
             release = importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
@@ -563,7 +592,9 @@ def _engines_elsewhere(subject: Subject) -> list[tuple[str, EngineKind]]:
 def engine_addresses(subject: Subject) -> Findings:
     for address, kind in _engines_elsewhere(subject):
         if problem := _unreachable(address):
-            mend = "start it (trtllm-serve MODEL --grpc), or mend the address"
+            mend = (
+                "start it (trtllm-serve MODEL --grpc, which 1.3.0rc22 cannot), or mend the address"
+            )
             yield fault(f"engine at {address}: {problem}", mend)
         elif kind is EngineKind.TRTLLM and (problem := _service_problem(address)):
             yield fault(f"engine at {address}: {problem}", "see its own log")

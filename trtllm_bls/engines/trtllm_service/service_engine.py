@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from packaging.version import InvalidVersion, Version
 
 from trtllm_bls.engines import trtllm_fields as trtllm
 from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls, wire_id
@@ -56,7 +55,6 @@ _AGAIN_SECONDS = 0.2  # until a request that may not have begun is aborted again
 _CLOSE_SECONDS = 1.0  # for aborts under way
 _HEALTH_SECONDS = 1.0  # between questions for its health
 _LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
-_READ = Version("1.3.0rc29")  # whose source was read; earlier ones ignore some fields
 
 _TOO_LONG = re.compile(
     r"maximum context length|default_max_tokens.{0,200}must be greater than 0|max_num_tokens"
@@ -374,16 +372,8 @@ class TrtllmServiceEngine:
         except GrpcError as error:
             raise EngineUnavailable(f"{self.name}: {error.details}") from error
         log.info("%s: TensorRT-LLM %s, %s", self.name, server.version, model.model_id)
-        try:
-            is_read = Version(server.version) >= _READ
-        except InvalidVersion:
-            is_read = False
-        if not is_read:
-            log.warning(
-                "%s: TensorRT-LLM %s may ignore penalties, bad words, n-grams and seeds",
-                self.name,
-                server.version or "of an unknown version",
-            )
+        if warning := trtllm.ignored_fields(server.version):
+            log.warning("%s: %s", self.name, warning)
         # Repeating max_input_len, it is a default that nothing enforces.
         longest = model.max_seq_len if model.max_seq_len != model.max_input_len else 0
         return EngineCapacity(

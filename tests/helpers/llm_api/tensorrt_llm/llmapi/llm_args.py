@@ -13,7 +13,7 @@ _ALWAYS = (
     *("scheduler_config", "cuda_graph_config", "disable_overlap_scheduler", "stream_interval"),
 )
 _SINCE = {
-    "1.0.0": ("enable_mixed_sampler", "kv_cache_dtype"),
+    "1.0.0": ("enable_trtllm_sampler", "enable_mixed_sampler", "kv_cache_dtype"),
     "1.2.1": ("sampler_type", "return_perf_metrics", "orchestrator_type"),
     "1.4.0rc1": ("sampler_type", "return_perf_metrics", "telemetry_config", "hf_revision"),
 }
