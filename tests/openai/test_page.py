@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import urllib.request
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -343,25 +343,25 @@ def test_a_setting_that_cannot_be_read_is_shown(
     for wrong in ("warm", "1,000", "Infinity", "9007199254740993"):
         page.set("temperature", wrong)
         page.type(Keys.ESCAPE)
-        page.act("Try again")
+        page.act("Send again")
         page.until(lambda: page.find("#settings").is_displayed())
         assert f"“{wrong}” is not a number" in page.texts(".error")[-1]
     page.set("temperature", "")
     page.set("other", "[1]")
     page.type(Keys.ESCAPE)
-    page.act("Try again")
+    page.act("Send again")
     page.until(lambda: page.find("#settings").is_displayed())
     assert "not a JSON object" in page.texts(".error")[-1]
     page.set("other", "")
     assert not engine.requests
     page.set("temperature", "3")
     page.type(Keys.ESCAPE)
-    page.act("Try again")
+    page.act("Send again")
     page.ends("failed")
     assert "temperature" in page.texts(".error")[-1] and "2" in page.texts(".error")[-1]
     page.set("temperature", "1")
     page.set("max_tokens", "3")
-    page.act("Try again")
+    page.act("Send again")
     page.ends("has ended: length")
     assert len(page.turns()) == 2 and len(engine.requests) == 1
 
@@ -399,7 +399,7 @@ def test_conversations_are_kept(
     page.find("#notice button").click()
     assert len(page.texts("#chats .open")) == 2 and page.turns() == said
     for _ in range(2):
-        page.act("Delete", "#chats li:first-child")
+        page.act("Delete", "#chats li:not(.period)")
     browser.refresh()
     page.starts()
     assert page.texts("#chats .open") == []
@@ -701,9 +701,11 @@ def test_text_files_go_with_a_message(
         (tmp_path / name).write_bytes(data)
         page.find("#attach-files").send_keys(str(tmp_path / name))
         page.until(lambda: page.texts("#files button") == ["notes.txt"])
-    page.until(lambda: "image.png is not a text" in page.find("#notice").text)
+    page.until(
+        lambda: "image.png is a picture. The model reads text only." in page.find("#notice").text
+    )
     page.ask("What is the word?")
-    assert page.texts("article.user summary") == ["notes.txt"]
+    assert page.texts("article.user .file summary") == ["notes.txt"]
     assert "The word is plum." in engine.prompts[0] and page.texts("#files button") == []
 
 
@@ -916,3 +918,214 @@ def test_the_page_loads_nothing_else(connect: Connect) -> None:
         text = text.replace(source, "")
     assert not re.findall(r"https?:|//[a-z]|src=|@import|url\(", text.replace("data:,", ""))
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+
+
+def test_a_refused_question_is_not_sent_again_with_the_next(
+    browser: webdriver.Chrome, connect: Connect
+) -> None:
+    """It stays on the page with "Send again", and the conversation goes on without it."""
+    engine = speaking(lambda prompt: "Yes")
+    api, _ = connect(engine, max_body_bytes=4000)
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("one")
+    page.script("document.getElementById('message').value = 'large '.repeat(1000)")
+    page.find("#send").click()
+    page.ends("failed")
+    assert "4000 bytes" in page.texts(".error")[-1] or "4000" in page.texts(".error")[-1]
+    page.ask("two")
+    assert page.turns()[-2:] == ["two", "Yes"]
+    assert "one" in engine.prompts[-1] and "large" not in engine.prompts[-1]
+    assert "refused" in page.find("article:nth-child(3)").get_dom_attribute("class")
+
+
+def test_a_question_without_an_answer_has_the_button_for_it(
+    browser: webdriver.Chrome, connect: Connect
+) -> None:
+    """As after its answer was deleted, or where it was edited while another answer came."""
+    engine = speaking(lambda prompt: f"Answer {len(engine.prompts)}")
+    api, _ = connect(engine)
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("one")
+    page.act("Delete")
+    assert page.turns() == ["one"]
+    page.act("Answer")
+    page.rests()
+    assert page.turns() == ["one", "Answer 2"]
+
+
+def test_the_question_that_waited_for_the_key_is_answered_with_it(
+    browser: webdriver.Chrome, connect: Connect
+) -> None:
+    """Nobody types it again."""
+    engine = speaking(lambda prompt: "Yes")
+    api, _ = connect(engine, keys=(sha256(b"secret").digest(),))
+    page = Page(browser, api.url)
+    page.until(lambda: page.find("#key").is_displayed())
+    page.find("#message").send_keys("Hi", Keys.ENTER)
+    page.ends("failed")
+    page.find("#key").send_keys("secret", Keys.TAB)
+    page.until(lambda: page.turns() == ["Hi", "Yes"])
+
+
+def test_a_long_answer_prints_on_several_pages(browser: webdriver.Chrome, connect: Connect) -> None:
+    """All of it, without the list of conversations and the buttons."""
+    api, _ = connect(speaking(lambda prompt: "A line of the answer.\n\n" * 200))
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("Hi")
+    printed = b64decode(browser.execute_cdp_cmd("Page.printToPDF", {})["data"])
+    assert printed.count(b"/Type /Page\n") >= 3
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert not page.find("#side").is_displayed() and not page.find("#ask").is_displayed()
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_escape_clears_the_search_and_leaves_a_composition_alone(
+    browser: webdriver.Chrome, connect: Connect
+) -> None:
+    """It stops the answer only where the person means the answer."""
+    engine = speaking(lambda prompt: "one more word " * 3000, 0.02)
+    api, _ = connect(engine)
+    page = Page(browser, api.url)
+    page.starts()
+    page.find("#message").send_keys("Hi", Keys.ENTER)
+    page.until(lambda: len("".join(page.texts(ANSWER))) > 20)
+    page.find("#search").send_keys("Hi", Keys.ESCAPE)
+    assert page.find("#search").get_property("value") == ""
+    page.script(
+        "document.getElementById('message').dispatchEvent(new KeyboardEvent('keydown',"
+        " { key: 'Escape', isComposing: true, bubbles: true }))"
+    )
+    assert page.script("return state.runs.size") == 1
+    page.find("#message").send_keys(Keys.ESCAPE)
+    page.ends("has ended: stopped")
+
+
+def test_a_title_in_any_script_names_its_file(
+    browser: webdriver.Chrome, connect: Connect, tmp_path: Path
+) -> None:
+    """Letters of all alphabets stay, signs that paths use do not."""
+    api, _ = connect(speaking(lambda prompt: "Yes"))
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("你好/नमस्ते")
+    folder = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", folder)
+    page.act("Export", "#chats .current")
+    until(lambda: [file.name for file in tmp_path.iterdir()] == ["你好 नमस्ते.json"])
+
+
+CHATGPT = [
+    {
+        "title": "From ChatGPT",
+        "create_time": 1760000000.5,
+        "update_time": 1760000001.5,
+        "mapping": {
+            "b": {
+                "id": "b",
+                "parent": "s",
+                "children": ["c"],
+                "message": {
+                    "author": {"role": "user"},
+                    "content": {"content_type": "text", "parts": ["Why?"]},
+                },
+            },
+            "c": {
+                "id": "c",
+                "parent": "b",
+                "children": [],
+                "message": {
+                    "author": {"role": "assistant"},
+                    "content": {"content_type": "text", "parts": ["Because."]},
+                },
+            },
+            "r": {"id": "r", "parent": None, "children": ["s"], "message": None},
+            "s": {
+                "id": "s",
+                "parent": "r",
+                "children": ["b"],
+                "message": {
+                    "author": {"role": "system"},
+                    "content": {"content_type": "text", "parts": [""]},
+                },
+            },
+        },
+        "current_node": "c",
+    }
+]
+OPEN_WEBUI = [
+    {
+        "id": "1",
+        "title": "From Open WebUI",
+        "updated_at": 1760000000,
+        "chat": {
+            "history": {
+                "currentId": "2",
+                "messages": {
+                    "2": {"id": "2", "parentId": "1", "role": "assistant", "content": "Because."},
+                    "1": {"id": "1", "parentId": None, "role": "user", "content": "Why?"},
+                },
+            }
+        },
+    }
+]
+
+
+@pytest.mark.parametrize("export", [CHATGPT, OPEN_WEBUI], ids=["chatgpt", "open-webui"])
+def test_exports_of_other_pages_are_imported(
+    browser: webdriver.Chrome, connect: Connect, tmp_path: Path, export: list[dict[str, Any]]
+) -> None:
+    """In the form that ChatGPT and Open WebUI write."""
+    api, _ = connect(speaking(lambda prompt: "Yes"))
+    page = Page(browser, api.url)
+    page.starts()
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps(export))
+    page.find("#import-file").send_keys(str(file))
+    page.until(lambda: page.texts("#chats .open") == [export[0]["title"]])
+    page.act(export[0]["title"], "#chats")
+    assert page.turns() == ["Why?", "Because."]
+
+
+def test_the_keyboard_keeps_its_place(browser: webdriver.Chrome, connect: Connect) -> None:
+    """After an action the focus is on the element, or on the message where the element has gone."""
+    api, _ = connect(speaking(lambda prompt: "Yes"))
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("one")
+    focused = "return document.activeElement === document.body"
+    for label, place in (
+        ("Copy", "article:last-child"),
+        ("As written", "article:last-child"),
+        ("Pin", "#chats .current"),
+        ("Rename", "#chats .current"),
+        ("Answer again", "article:last-child"),
+        ("Earlier version", "article:last-child"),
+        ("New chat from here", "article:last-child"),
+        ("Delete", "article:last-child"),
+        ("Delete", "#chats .current"),
+    ):
+        page.script(
+            "const name = (made) => made.getAttribute('aria-label') ?? made.textContent;"
+            "const made = [...document.querySelectorAll(`${arguments[0]} button`)]"
+            ".find((made) => name(made).startsWith(arguments[1]));"
+            "made.closest('details')?.setAttribute('open', ''); made.focus(); made.click()",
+            place,
+            label,
+        )
+        page.rests()
+        assert not page.script(focused), label
+        if label == "Rename":
+            page.type("A name", Keys.ENTER)
+            assert not page.script(focused), "the new name"
+
+
+def test_a_price_is_no_formula(browser: webdriver.Chrome, connect: Connect) -> None:
+    """Dollars around a number and words are money; around mathematics they are a formula."""
+    api, _ = connect(speaking(lambda prompt: "It is $5, or 7$, and $5 + x$."))
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("Hi")
+    assert page.texts(".formatted math mrow") and "$5, or 7$" in page.find(".formatted").text

@@ -179,7 +179,7 @@ def test_without_its_library_the_path_takes_requests_alone(
 
 
 def test_connections_are_limited(speak: Speak, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_MOST_SOCKETS", 1)
+    monkeypatch.setattr(sockets, "SOCKETS", 1)
     model = speak()
     with dial(model):
         with pytest.raises(exceptions.InvalidStatus) as refused:
@@ -195,7 +195,7 @@ def test_connections_are_limited(speak: Speak, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_hour_ends_a_connection(speak: Speak, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_MOST_S", 0.05)
+    monkeypatch.setattr(sockets, "SOCKET_S", 0.05)
     with dial(speak()) as socket:
         (told,) = rest(socket)
         assert told["error"]["code"] == "websocket_connection_limit_reached"
@@ -370,7 +370,7 @@ def test_one_client_leaves_sockets_for_others() -> None:
     async def run() -> None:
         closed: list[tuple[str, int]] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sockets, "_MOST_SOCKETS", 4)
+            patch.setattr(sockets, "SOCKETS", 4)
             program = sockets.ResponsesSocket(answer, refuse, sockets.LastResponses(9), ())
 
         def connect(owner: str) -> asyncio.Task[None]:

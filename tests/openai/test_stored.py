@@ -211,7 +211,7 @@ def test_nothing_is_stored_unless_that_was_told(
     speak: Speak, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ``store: false``, in a server without a store, and for inputs above the bound."""
-    monkeypatch.setattr(responses, "MOST_STORED_BYTES", 1000)
+    monkeypatch.setattr(responses, "STORED_RESPONSE_BYTES", 1000)
     for body, settings in (
         ({"store": False}, {}),
         ({}, {"store_bytes": 0}),
@@ -231,7 +231,7 @@ def test_a_response_that_grew_too_large_says_at_its_end_that_it_is_not_stored(
     speak: Speak, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """The output counts, and what is repeated of the request."""
-    monkeypatch.setattr(responses, "MOST_STORED_BYTES", 1500)
+    monkeypatch.setattr(responses, "STORED_RESPONSE_BYTES", 1500)
     large, small = speak("word " * 800), speak()
     _, told = large.post("/v1/responses", {"input": "Hi", "stream": True})
     assert events(told)[0]["response"]["store"] is True
@@ -483,7 +483,7 @@ def test_bounds_of_age_and_of_chains(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert names(store, "a", "d") == ["a", "d"]
         now = 1200
         assert names(store, "a", "long", "d") == ["a", "long"]
-    monkeypatch.setattr(stored, "_LONGEST_CHAIN", 3)
+    monkeypatch.setattr(stored, "STORED_CHAIN", 3)
     with closing(store_in(tmp_path / "other")) as store:
         for number in range(5):
             store.save("", row(str(number), str(number - 1) if number else None))
@@ -526,6 +526,30 @@ def test_all_workers_see_all_rows(tmp_path: Path) -> None:
         each.close()
     with closing(store_in(tmp_path)) as again:
         assert again.conversation("", "0-24")
+
+
+def test_workers_may_make_the_file_at_the_same_time(tmp_path: Path) -> None:
+    """None of them is told that it is locked."""
+    errors: list[Exception] = []
+
+    def save(store: StoredResponses, at_once: threading.Barrier) -> None:
+        at_once.wait(30)
+        try:
+            store.save("", row("x"))
+        except ApiError as error:
+            errors.append(error)
+
+    for number in range(20):
+        stores = [store_in(tmp_path / f"{number}") for _ in range(4)]
+        at_once = threading.Barrier(len(stores))
+        threads = [threading.Thread(target=save, args=(store, at_once)) for store in stores]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for store in stores:
+            store.close()
+    assert errors == []
 
 
 def test_the_files_are_private(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def expected(text: bytes) -> str | None:
 def test_lists_and_objects_are_counted_as_a_parser_reads_them(text: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_values, "MAX_DEPTH", 3)
-        patch.setattr(json_values, "_MAX_CONTAINERS", 9)
+        patch.setattr(json_values, "MAX_CONTAINERS", 9)
         problem = json_values.structure_problem(text)
     kind = expected(text)
     assert problem is None if kind is None else kind in str(problem)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.random_cases import CASES, cut_anywhere, run_cases
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.text import stopping
 from trtllm_bls.text.stopping import MAX_STOP_CHARS, MAX_STOPS, Cut, StopMatcher, StoppingCriteria
 from trtllm_bls.types import FinishReason
 
@@ -249,3 +250,13 @@ def test_stop_sequences_equal_the_reference(
     criteria = StoppingCriteria(100, stop_sequences=sequences)
     for length, token_id in enumerate(token_ids, start=1):
         assert stops(criteria, token_id) == ends_with_one(token_ids[:length], sequences)
+
+
+def test_beginnings_of_long_stops_are_not_kept() -> None:
+    """They take the square of a stop's length: 100 stops of 256 characters, 15 MB."""
+    stopping._cached_beginnings.cache_clear()
+    StopMatcher(("x" * 200, "y" * 57))
+    assert stopping._cached_beginnings.cache_info().currsize == 0
+    for _ in range(2):
+        StopMatcher(("x" * 200, "y" * 56))
+    assert stopping._cached_beginnings.cache_info()[:1] == (1,)

@@ -342,7 +342,7 @@ def test_a_body_that_is_forwarded_has_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Told before it is read where its length says so; also of a body that Triton would ignore."""
-    monkeypatch.setattr(triton, "_MOST_OTHER_BYTES", 90)
+    monkeypatch.setattr(triton, "TENSOR_BYTES", 90)
     told = asyncio.run(Triton().ask("POST", INFER, list(headers.items()), *parts))
     assert told.get("status") == status
     if status is not None:

@@ -15,6 +15,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls import __version__
+from trtllm_bls.http.budgets import table
 from trtllm_bls.settings.parameters import (
     FORMAT_VERSION,
     WRITTEN_BY,
@@ -157,8 +158,12 @@ own `config.json`. The backend does not read them; `tensorrt_llm_bls` does.
 """
 
 
-def generated() -> dict[str, str]:
-    """The text of every generated file, by its path."""
+_BUDGETS_BEGIN = "<!-- `make generate` writes this table from trtllm_bls/http/budgets.py -->\n"
+_BUDGETS_END = "<!-- end of the table -->\n"
+
+
+def generated(root: Path = Path()) -> dict[str, str]:
+    """The text of every generated file below ``root``, by its path."""
     files = {}
     for model in MODELS:
         config = model_config(model, PARAMETERS[model.name])
@@ -168,7 +173,17 @@ def generated() -> dict[str, str]:
         about = " (the embedded engine)" if name == "tensorrt_llm" else ""
         parts.append(f"## `{name}`{about}\n\n{_table(parameters_of(name))}")
     parts.append(f"{_FACTS_INTRODUCTION}\n{_table(parameters_in(EngineFacts))}")
-    return files | {"docs/parameters.md": "\n".join(parts)}
+    files["docs/parameters.md"] = "\n".join(parts)
+    files["docs/security.md"] = _with_budgets(root / "docs" / "security.md")
+    return files
+
+
+def _with_budgets(page: Path) -> str:
+    """The page with today's table of budgets; of the page, nothing else is generated."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else _BUDGETS_BEGIN + _BUDGETS_END
+    before, _, rest = text.partition(_BUDGETS_BEGIN)
+    _, _, after = rest.partition(_BUDGETS_END)
+    return f"{before}{_BUDGETS_BEGIN}\n{table()}\n{_BUDGETS_END}{after}"
 
 
 def _table(parameters: Mapping[str, Parameter]) -> str:
@@ -184,7 +199,7 @@ def _table(parameters: Mapping[str, Parameter]) -> str:
 def main(root: Path) -> list[str]:
     """Write what is stale below ``root``; the paths of these files."""
     stale = []
-    for path, text in generated().items():
+    for path, text in generated(root).items():
         file = root / path
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,8 @@ from trtllm_bls.errors import (
     to_wire,
     unexpected,
 )
-from trtllm_bls.http.infer import MAX_MEMBERS, Forwarded, read_infer, read_settings
+from trtllm_bls.http.budgets import HELD_TENSOR_BYTES, MAX_MEMBERS, TENSOR_BYTES
+from trtllm_bls.http.infer import Forwarded, read_infer, read_settings
 from trtllm_bls.http.limits import (
     BODY_WRITE,
     JSON,
@@ -56,7 +57,6 @@ from trtllm_bls.wire.streams import ResponseStream, close_or_cancel
 
 _METADATA_SECONDS = 10.0  # a model may be loaded again with other tensors
 _TIMEOUT_SECONDS = 30.0
-_MOST_OTHER_BYTES = 64 * 2**20  # of a body that is forwarded
 _ONLY_ONE = (
     "generate expects model to produce exactly 1 response, "
     "use generate stream for model that generates various number of responses"
@@ -111,7 +111,7 @@ class TritonHttp:
         self._opens_control = opens_control
         self._grpc = GrpcChannel(grpc, tls=tls) if grpc else None
         self._bodies = bodies or BodyReader()
-        self._tensors = BodyReader(_MOST_OTHER_BYTES, 2 * _MOST_OTHER_BYTES, set_by="")
+        self._tensors = BodyReader(TENSOR_BYTES, HELD_TENSOR_BYTES, set_by="")
         self._is_allowed = is_allowed
         self._http = httpx.AsyncClient(
             base_url=http,

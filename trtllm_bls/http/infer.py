@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from trtllm_bls.errors import printable
+from trtllm_bls.http.budgets import MAX_DIMENSIONS, MAX_ELEMENTS, MAX_MEMBERS, MAX_TEXTS
 from trtllm_bls.http.limits import Refused, check_json
 from trtllm_bls.http.values import (
     ELEMENT_BYTES,
@@ -27,10 +28,6 @@ from trtllm_bls.http.values import (
     wrong,
 )
 
-MAX_MEMBERS = 1000  # parameters, inputs or outputs; Triton's time grows with their square
-MAX_DIMENSIONS = 32  # of a shape
-MAX_ELEMENTS = 64 * 2**20  # of a tensor, each of which takes a byte of the body or more
-MAX_TEXTS = 2**20  # of a BYTES tensor, whose lengths are walked through one by one
 _INT64 = 2**63
 _UINT64 = 2**64
 

@@ -29,7 +29,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from trtllm_bls.http.browsers import browser_problem
-from trtllm_bls.http.shares import NoShare, Share, Shares, expire, owner_of, timeout
+from trtllm_bls.http.budgets import (
+    BODY_BYTES,
+    BODY_S,
+    CONNECTION_REQUESTS,
+    HEAD_BYTES,
+    HEADER_S,
+    HELD_BODY_BYTES,
+    IDLE_S,
+    LONG_JSON_BYTES,
+    PARSED_AT_ONCE,
+    SMALL_BODY_BYTES,
+    URL_BYTES,
+)
+from trtllm_bls.http.shares import NoShare, Share, Shares, expire, holder_of, timeout
 from trtllm_bls.text.json_values import structure_problem
 
 # Of a scope: writes a part of a response that has begun; false where ``send`` has to be awaited.
@@ -44,12 +57,9 @@ _PACKINGS = {
     b"x-gzip": ("gzip", 31),
     b"deflate": ("deflate", 15),  # with zlib's header (RFC 9110), as tritonclient sends it
 }
-_SMALL_BODY = 64 * 1024  # bytes; a quarter of the room is for bodies up to this
-LONG_BODY = 256 * 1024  # bytes; a longer one is looked through in a thread
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _HEADER_BYTES = 32  # of a header beside its name and value, as HTTP/2 counts
 _Result = TypeVar("_Result")
-_PARSED_AT_ONCE = 4096  # bytes, which hold 200 requests or fewer
 _ACCEPTED_AT_ONCE = 32  # connections in one iteration of the event loop
 KEPT_DESCRIPTORS = 256  # for connections to the engine, files, and refused connections
 _DISCARD_S = 5.0  # a refused client has this long to read its answer
@@ -103,12 +113,12 @@ class ConnectionLimits:
     ``error_body``: the JSON of a refusal, by its status, its message and the port.
     """
 
-    header_s: float = 10
-    body_s: float = 30
-    idle_s: float = 75  # clients and proxies close idle connections earlier, so no request is lost
-    url_bytes: int = 8 * 1024
-    header_bytes: int = 64 * 1024
-    requests: int = 1000
+    header_s: float = HEADER_S
+    body_s: float = BODY_S
+    idle_s: float = IDLE_S
+    url_bytes: int = URL_BYTES
+    header_bytes: int = HEAD_BYTES
+    requests: int = CONNECTION_REQUESTS
     connections: int = 0
     socket_path: bytes = b""
     error_body: Callable[[int, str, int], bytes] = json_error
@@ -177,8 +187,8 @@ class GuardedProtocol(HttpToolsProtocol):
         One read may hold thousands of requests, and parsing them all would hold up every stream.
         """
         while self._unread and not (self._discards or self.pipeline or self.parser is None):
-            part = bytes(self._unread[:_PARSED_AT_ONCE])
-            del self._unread[:_PARSED_AT_ONCE]
+            part = bytes(self._unread[:PARSED_AT_ONCE])
+            del self._unread[:PARSED_AT_ONCE]
             self._parse(part)
         if self._discards or self.transport.is_closing():
             self._unread.clear()
@@ -351,14 +361,14 @@ class BodyReader:
 
     def __init__(
         self,
-        max_bytes: int = 4 * 2**20,
-        max_held_bytes: int = 64 * 2**20,
-        seconds: float = ConnectionLimits.body_s,
+        max_bytes: int = BODY_BYTES,
+        max_held_bytes: int = HELD_BODY_BYTES,
+        seconds: float = BODY_S,
         set_by: str = "--max-body-bytes",
     ) -> None:
         self.max_bytes = max_bytes
         self.set_by = set_by
-        self._held = Shares(max_held_bytes, small=min(_SMALL_BODY, max_held_bytes // 4))
+        self._held = Shares(max_held_bytes, small=min(SMALL_BODY_BYTES, max_held_bytes // 4))
         self._seconds = seconds
         self._turn = asyncio.Semaphore(1)
 
@@ -367,7 +377,7 @@ class BodyReader:
 
         Reading one holds the GIL, so two at once would take no less time and more memory.
         """
-        if size <= LONG_BODY:
+        if size <= LONG_JSON_BYTES:
             return work(*values)
         async with self._turn:
             return await asyncio.to_thread(work, *values)
@@ -385,7 +395,7 @@ class BodyReader:
         length = header(scope, b"content-length")
         if length.isdigit() and int(length) > self.max_bytes:
             raise self._too_large(scope)
-        share = self._held.take(owner_of(scope))
+        share = self._held.take(holder_of(scope))
         try:
             body = await self._received(scope, receive, share)
             if packing in _PACKINGS:

@@ -2,8 +2,8 @@
 
 Whoever asks first could take all of it and hold it. So it is counted whose a share is:
 
-- An owner may hold all while nobody else asks, and half while others do.
-- Where nothing is left, the largest owner's unfinished shares make room for a smaller owner.
+- A holder may hold all while nobody else asks, and half while others do.
+- Where nothing is left, the largest holder's unfinished shares make room for a smaller holder.
 - The last quarter is for small shares alone.
 
 One event loop uses a ``Shares``; nothing here waits.
@@ -26,19 +26,19 @@ if sys.version_info >= (3, 11):
 else:
     from async_timeout import timeout
 
-OWNER = "tenant"  # of a scope: whose request it is, where clients have keys
-_ASKING_S = 60.0  # for this long after its last request an owner counts as one that asks
+TENANT = "tenant"  # of a scope: whose request it is, where clients have keys
+_ASKING_S = 60.0  # for this long after its last request a holder counts as one that asks
 _IPV6_PREFIX = 64  # one client has all addresses of such a network
 
 
 class NoShare(Exception):
-    """Nothing is left for this owner now."""
+    """Nothing is left for this holder now."""
 
 
-def owner_of(scope: Scope) -> str:
+def holder_of(scope: Scope) -> str:
     """The key that a request came with, or else the address of its client."""
-    if owner := scope.get(OWNER):
-        return str(owner)
+    if holder := scope.get(TENANT):
+        return str(holder)
     client = scope.get("client")
     if not client:
         return ""
@@ -62,13 +62,13 @@ def expire(limit: Any) -> None:
 class Share:
     """What one request holds; ``release`` it.
 
-    ``on_revoke``: ends the request where another owner needs the room; ``None`` while it must not.
+    ``on_revoke``: ends the request where another holder needs the room; ``None`` while it must not.
     """
 
-    def __init__(self, shares: Shares, owner: str) -> None:
+    def __init__(self, shares: Shares, holder: str) -> None:
         self.amount = 0
         self.on_revoke: Callable[[], None] | None = None
-        self.owner = owner
+        self.holder = holder
         self._shares = shares
 
     def grow(self, amount: int) -> None:
@@ -81,75 +81,75 @@ class Share:
 
 
 class Shares:
-    """A total that owners share. ``small``: up to this amount a share is small."""
+    """A total that holders share. ``small``: up to this amount a share is small."""
 
     def __init__(self, total: int, small: int = 0) -> None:
         self.total = total
         self.held = 0
         self._small = small
         self._large_limit = total - total // 4 if small else total
-        self._shares: dict[str, dict[Share, None]] = {}  # by owner, the oldest first
+        self._shares: dict[str, dict[Share, None]] = {}  # by holder, the oldest first
         self._held_by: dict[str, int] = {}
-        # The last two owners that asked, and when. Nobody else has to be remembered to know of any
-        # owner whether another one asks.
+        # The last two holders that asked, and when. Nobody else has to be remembered to know of any
+        # holder whether another one asks.
         self._last = ("", -_ASKING_S)
         self._last_other = ("", -_ASKING_S)
 
-    def take(self, owner: str, amount: int = 0) -> Share:
-        """Hold so much for ``owner``. Raises ``NoShare``."""
-        share = Share(self, owner)
+    def take(self, holder: str, amount: int = 0) -> Share:
+        """Hold so much for ``holder``. Raises ``NoShare``."""
+        share = Share(self, holder)
         share.grow(amount)
         return share
 
-    def held_by(self, owner: str) -> int:
-        """The amount that an owner holds."""
-        return self._held_by.get(owner, 0)
+    def held_by(self, holder: str) -> int:
+        """The amount that a holder holds."""
+        return self._held_by.get(holder, 0)
 
     def _grow(self, share: Share, amount: int) -> None:
-        owner = share.owner
-        self._note(owner)
-        own = self.held_by(owner) + amount
-        if own > self.total // 2 and self._others_ask(owner):
+        holder = share.holder
+        self._note(holder)
+        own = self.held_by(holder) + amount
+        if own > self.total // 2 and self._others_ask(holder):
             raise NoShare
         limit = self.total if share.amount + amount <= self._small else self._large_limit
         if self.held + amount > limit:
-            self._make_room(owner, own, self.held + amount - limit)
+            self._make_room(holder, own, self.held + amount - limit)
             if self.held + amount > limit:
                 raise NoShare
         share.amount += amount
         self.held += amount
-        self._held_by[owner] = own
-        self._shares.setdefault(owner, {})[share] = None
+        self._held_by[holder] = own
+        self._shares.setdefault(holder, {})[share] = None
 
     def _release(self, share: Share) -> None:
         share.on_revoke = None
-        shares = self._shares.get(share.owner, {})
+        shares = self._shares.get(share.holder, {})
         if share not in shares:
             return
         del shares[share]
         self.held -= share.amount
-        self._held_by[share.owner] -= share.amount
+        self._held_by[share.holder] -= share.amount
         share.amount = 0
         if not shares:
-            del self._shares[share.owner]
-            del self._held_by[share.owner]
+            del self._shares[share.holder]
+            del self._held_by[share.holder]
 
-    def _note(self, owner: str) -> None:
+    def _note(self, holder: str) -> None:
         now = time.monotonic()
-        if owner != self._last[0]:
+        if holder != self._last[0]:
             self._last_other = self._last
-        self._last = (owner, now)
+        self._last = (holder, now)
 
-    def _others_ask(self, owner: str) -> bool:
-        if any(other != owner for other in self._shares):
+    def _others_ask(self, holder: str) -> bool:
+        if any(other != holder for other in self._shares):
             return True
-        _, at = self._last_other if self._last[0] == owner else self._last
+        _, at = self._last_other if self._last[0] == holder else self._last
         return time.monotonic() - at < _ASKING_S
 
-    def _make_room(self, owner: str, own: int, amount: int) -> None:
-        """Revoke shares of the owner that holds most, if that is more than ``own``."""
-        largest = max(self._held_by, key=self.held_by, default=owner)
-        if largest == owner or self.held_by(largest) <= own:
+    def _make_room(self, holder: str, own: int, amount: int) -> None:
+        """Revoke shares of the holder that holds most, if that is more than ``own``."""
+        largest = max(self._held_by, key=self.held_by, default=holder)
+        if largest == holder or self.held_by(largest) <= own:
             return
         until = self.held - amount
         for share in reversed(list(self._shares[largest])):
@@ -179,4 +179,4 @@ class PerMinute:
         return self._count > self._limit
 
 
-__all__ = ["OWNER", "NoShare", "PerMinute", "Share", "Shares", "expire", "owner_of", "timeout"]
+__all__ = ["TENANT", "NoShare", "PerMinute", "Share", "Shares", "expire", "holder_of", "timeout"]

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from trtllm_bls.http.budgets import MAX_PROMPTS, MAX_TOKENS
 from trtllm_bls.openai.api_errors import invalid
 from trtllm_bls.openai.builder import (
     ChoicesBuilder,
@@ -23,12 +24,12 @@ from trtllm_bls.types import TextChunk, TextRequest, Wants
 _DEFAULT_TOKENS = 16  # as OpenAI's
 _MOST_CHOICES = 1024
 # What a list of prompts is, by its first item.
-_TEXTS: Any = Annotated[list[str], msgspec.Meta(max_length=256)]
-_IDS: Any = Annotated[list[int], msgspec.Meta(max_length=2**20)]
+_TEXTS: Any = Annotated[list[str], msgspec.Meta(max_length=MAX_PROMPTS)]
+_IDS: Any = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)]
 _KINDS: dict[type, Any] = {
     str: _TEXTS,
     int: _IDS,
-    list: Annotated[list[_IDS], msgspec.Meta(max_length=256)],
+    list: Annotated[list[_IDS], msgspec.Meta(max_length=MAX_PROMPTS)],
 }
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from trtllm_bls.errors import printable
+from trtllm_bls.http.budgets import MAX_NOTE, MAX_NOTES
 from trtllm_bls.openai.api_errors import ApiError, invalid
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,6 @@ _KINDS = ("image", "file", "document", "audio", "video")  # that are counted by 
 _AFFIXES = re.compile(r"^(input|output)_|_url$")
 _DATA_URL = re.compile(r"data:([^;,]*)(?:;[^,]*)?,(.*)", re.DOTALL)
 _NAMES = ("filename", "title", "name", "image_url", "file_url", "url", "file_id")
-MAX_NOTES = 100  # of a process
-MAX_NOTE = 160  # characters; a client may send a type or a name of megabytes
 _notes: set[str] = set()
 
 

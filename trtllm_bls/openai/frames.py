@@ -16,13 +16,14 @@ from wsproto import ConnectionType, WSConnection
 from wsproto.events import CloseConnection, Event, Message, Ping, Pong
 from wsproto.frame_protocol import CloseReason
 
+from trtllm_bls.http.budgets import (
+    CONTROL_FRAMES,
+    FRAMES_A_MESSAGE,
+    FRAMES_A_TURN,
+    TURNS_AFTER_CLOSE,
+)
 from trtllm_bls.http.shares import PerMinute
 from trtllm_bls.openai.sockets import SHUTDOWN
-
-FRAMES_A_TURN = 64  # about 2 ms
-FRAMES_A_MESSAGE = 1024  # 4 kB each for a message of 4 MiB
-CONTROL_FRAMES = 240  # pings and pongs in a minute
-TURNS_AFTER_CLOSE = 16  # for the client's own close frame, behind what it has sent already
 
 
 class TooManyFrames(Exception):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from trtllm_bls.http.budgets import MAX_ITEMS, MAX_TOOLS
 from trtllm_bls.openai.api_errors import ApiError, invalid
 from trtllm_bls.openai.builder import Opening, PartsBuilder, sse
 from trtllm_bls.openai.content import Content, ContentReader, note_once
@@ -131,11 +132,11 @@ class CountTokensRequest(Generation, kw_only=True):
         **dict.fromkeys(("compaction", _THREAD), ()),
     }
 
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=8192)]
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
     system: str | list[dict[str, Any]] | None = None
     max_tokens: Count | None = None
     stop_sequences: Annotated[list[Word], msgspec.Meta(max_length=1024)] | None = None
-    tools: Annotated[list[ClientTool], msgspec.Meta(max_length=512)] | None = None
+    tools: Annotated[list[ClientTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

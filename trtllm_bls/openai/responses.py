@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from trtllm_bls.http.budgets import MAX_ITEMS, MAX_TOOLS, STORED_RESPONSE_BYTES
 from trtllm_bls.openai.api_errors import DONE, ApiError, invalid
 from trtllm_bls.openai.builder import Opening, PartsBuilder, TokenScores, chat_logprobs, sse
 from trtllm_bls.openai.content import ContentReader, note_once
@@ -44,9 +45,6 @@ from trtllm_bls.orchestrator.chat_turn import Conversation
 from trtllm_bls.text.chat_parser import Content, Reasoning, Refusal, ToolCall
 from trtllm_bls.text.json_values import json_value
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
-
-MAX_ITEMS = 8192  # of a conversation, with those that references stand for
-MOST_STORED_BYTES = 4 * 2**20  # of one response: of its input, and of the rest
 
 _SCORES = "message.output_text.logprobs"  # what ``include`` says for log-probabilities
 # The fields that an item of each type has to have. Items of other types belong to tools that
@@ -151,7 +149,7 @@ class ResponsesRequest(Generation, kw_only=True):
     store: bool | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=512)] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -288,9 +286,9 @@ class ResponsesResponse(PartsBuilder):
         if referred.can_store and request.store is not False:
             self._input = msgspec.json.encode(list(map(_as_stored, own_items(request))))
         # A client that is told so sends the whole conversation.
-        self._is_stored = 0 < len(self._input) <= MOST_STORED_BYTES
+        self._is_stored = 0 < len(self._input) <= STORED_RESPONSE_BYTES
         self._echoed = {**_echoed(request), "store": self._is_stored}
-        self._room = MOST_STORED_BYTES - len(msgspec.json.encode(self._echoed))
+        self._room = STORED_RESPONSE_BYTES - len(msgspec.json.encode(self._echoed))
 
     @property
     def conversation(self) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from trtllm_bls.http.budgets import MAX_FIELDS, MAX_ITEMS, MAX_TEXT_TOKENS, MAX_TOOLS
 from trtllm_bls.openai.api_errors import ApiError, invalid
 from trtllm_bls.openai.content import note_once
 
@@ -189,11 +190,11 @@ class TextFormat(msgspec.Struct, kw_only=True):
 class ChatRequest(Common, kw_only=True):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=8192)]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=512)] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -219,7 +220,7 @@ class TokenizeRequest(ChatRequest, kw_only=True):
     """``POST /tokenize``, as vLLM has it: of ``prompt``, or else of ``messages``."""
 
     model: str = ""  # the server's first
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=8192)] = []
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_ITEMS)] = []
     prompt: str | None = None
     return_token_strs: bool | None = None
 
@@ -228,10 +229,9 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """``POST /detokenize``, as vLLM has it."""
 
     model: str = ""
-    tokens: list[Natural]
+    tokens: Annotated[list[Natural], msgspec.Meta(max_length=MAX_TEXT_TOKENS)]
 
 
-_MOST_FIELDS = 256
 # An escape of a whole character, or else of half of one, which msgspec refuses.
 _HALVES = re.compile(
     rb"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)|\\.", re.DOTALL
@@ -269,8 +269,8 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
         raise ApiError(400, f"the body is not JSON that can be read: {error}") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
-    if len(fields) > _MOST_FIELDS:
-        problem = f"the body has {len(fields)} fields; at most {_MOST_FIELDS} are allowed"
+    if len(fields) > MAX_FIELDS:
+        problem = f"the body has {len(fields)} fields; at most {MAX_FIELDS} are allowed"
         raise ApiError(400, problem)
     refused, no_effect = getattr(kind, "refused", {}), getattr(kind, "no_effect", ())
     known = kind.__struct_fields__

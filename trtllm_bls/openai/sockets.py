@@ -18,16 +18,20 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trtllm_bls.http.browsers import browser_problem
-from trtllm_bls.http.limits import LONG_BODY, RETRY, Refused, header
-from trtllm_bls.http.shares import NoShare, PerMinute, Share, Shares, expire, owner_of, timeout
+from trtllm_bls.http.budgets import (
+    CONTINUED_BYTES,
+    LONG_JSON_BYTES,
+    SOCKET_REFUSALS,
+    SOCKET_S,
+    SOCKETS,
+)
+from trtllm_bls.http.limits import RETRY, Refused, header
+from trtllm_bls.http.shares import NoShare, PerMinute, Share, Shares, expire, holder_of, timeout
 from trtllm_bls.openai.api_errors import DONE, ApiError
 
 PATH = "/v1/responses"
 SOCKET = "trtllm_bls.socket"  # of a scope: which connection the request came over
-_MOST_S = 3600.0  # of one connection, as OpenAI has it
-_MOST_SOCKETS = 256  # of one process; each may hold two messages
 _TRY_LATER = 1013  # closes a connection whose place another client needs
-_MOST_REFUSALS = 60  # messages of one connection that are refused in a minute
 SHUTDOWN = "websocket.shutdown"  # an event that the server's protocol adds to those of ASGI
 
 
@@ -64,7 +68,10 @@ class LastResponses:
         self.forget(socket)
         if len(data) <= self._max_bytes:
             self._kept[socket] = (response_id, data)
-        while sum(len(kept) for _, kept in list(self._kept.values())) > 16 * self._max_bytes:
+        while (
+            sum(len(kept) for _, kept in list(self._kept.values()))
+            > CONTINUED_BYTES * self._max_bytes
+        ):
             self.forget(next(iter(self._kept)))
 
     def take(self, socket: str, response_id: str) -> list[dict[str, Any]] | None:
@@ -94,7 +101,7 @@ class ResponsesSocket:
         self._refuse = refuse
         self._last = last
         self._origins = tuple(origins)
-        self._places = Shares(_MOST_SOCKETS)
+        self._places = Shares(SOCKETS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -118,7 +125,7 @@ class ResponsesSocket:
         if problem := browser_problem("", origin, (), self._origins):
             raise Refused(*problem)
         try:
-            return self._places.take(owner_of(scope), 1)
+            return self._places.take(holder_of(scope), 1)
         except NoShare:
             raise Refused(503, "too many WebSockets; send HTTP requests", RETRY) from None
 
@@ -130,7 +137,7 @@ class _Connection:
     _send: Send
     _share: Share  # may be revoked while the connection waits for a message
     _waiting: deque[Any] = field(default_factory=deque)  # messages
-    _refusals: PerMinute = field(default_factory=lambda: PerMinute(_MOST_REFUSALS))
+    _refusals: PerMinute = field(default_factory=lambda: PerMinute(SOCKET_REFUSALS))
     _gone: bool = False
     _ends: bool = False  # the server shuts down
     _close_code: int = 1000
@@ -139,7 +146,7 @@ class _Connection:
     async def serve(self, answer: ASGIApp) -> None:
         """Answer one message after another."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + _MOST_S
+        end = loop.time() + SOCKET_S
         while not (self._gone or (self._ends and not self._waiting)):
             if self._waiting:
                 await self._turn(answer, self._waiting.popleft())
@@ -175,7 +182,7 @@ class _Connection:
 
     async def _turn(self, answer: ASGIApp, message: Any) -> None:
         body: bytes | None
-        if len(message) > LONG_BODY:
+        if len(message) > LONG_JSON_BYTES:
             body = await asyncio.to_thread(_request_body, message)
         else:
             body = _request_body(message)

@@ -29,15 +29,12 @@ from typing import Any
 import msgspec
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.http.budgets import REFERENCE_BYTES, STORED_CHAIN
 from trtllm_bls.http.limits import RETRY
 from trtllm_bls.openai.api_errors import ApiError, invalid
 
 _FILE = "responses-1.sqlite3"  # the number is that of this schema
 _PREFIX = "trtllm-bls-responses-"
-_LONGEST_CHAIN = 1000
-_READ_BYTES = (
-    16  # times ``max_chain_bytes``: bodies that references of one request are looked up in
-)
 _SCHEMA = """
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;
 PRAGMA secure_delete = ON; PRAGMA journal_size_limit = 16777216;
@@ -67,7 +64,6 @@ CREATE TRIGGER IF NOT EXISTS owner_added AFTER INSERT ON responses BEGIN
 CREATE TRIGGER IF NOT EXISTS owner_removed AFTER DELETE ON responses BEGIN
     UPDATE owners SET bytes = bytes - old.size WHERE owner = old.owner;
     DELETE FROM owners WHERE owner = old.owner AND bytes <= 0; END;
-CREATE INDEX IF NOT EXISTS by_owner_use ON responses (owner, used, number DESC);
 COMMIT;
 """
 
@@ -222,7 +218,7 @@ class StoredResponses:
                 row = rows.execute("SELECT body FROM responses WHERE number = ?", (number,))
                 body = row.fetchone()[0].encode()
                 read_bytes += len(body)
-                if read_bytes > _READ_BYTES * self.max_chain_bytes:
+                if read_bytes > REFERENCE_BYTES * self.max_chain_bytes:
                     raise self.too_large()
                 output = msgspec.json.decode(body, type=_Output).output
                 for item_id, place in own_places.items():
@@ -258,7 +254,7 @@ class StoredResponses:
         numbers: list[int] = []
         seen = set() if seen is None else seen
         size = 0
-        while response_id is not None and len(seen) < _LONGEST_CHAIN:
+        while response_id is not None and len(seen) < STORED_CHAIN:
             row = rows.execute(
                 "SELECT number, parent, size FROM responses WHERE owner = ? AND id = ?",
                 (owner, response_id),
@@ -290,7 +286,13 @@ class StoredResponses:
 
     def _open(self) -> sqlite3.Connection:
         rows = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
-        rows.executescript(_SCHEMA)
+        # SQLite does not wait where two processes switch a new file to its write-ahead log.
+        directory = os.open(self._file.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            rows.executescript(_SCHEMA)
+        finally:
+            os.close(directory)
         # Space beyond the rows' own bytes; what does not fit is refused as on a full disk.
         rows.execute(f"PRAGMA max_page_count = {2 * self._max_bytes // 4096 + 4096}")
         return rows

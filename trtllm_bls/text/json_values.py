@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 MAX_DEPTH = 100  # of lists and objects within each other, in all JSON that is walked
-_MAX_CONTAINERS = 100_000
+MAX_CONTAINERS = 100_000
 _QUOTE = 2
 _BACKSLASH = 3
 
@@ -57,8 +57,8 @@ def structure_problem(text: bytes) -> str | None:
     steps = np.where(in_strings | (kinds == _QUOTE), 0, kinds)  # 1 into a list or object, -1 out
     if np.cumsum(steps).max(initial=0) > MAX_DEPTH:
         return f"more than {MAX_DEPTH} lists and objects within each other; send flatter JSON"
-    if np.count_nonzero(steps == 1) > _MAX_CONTAINERS:
-        return f"more than {_MAX_CONTAINERS} lists and objects"
+    if np.count_nonzero(steps == 1) > MAX_CONTAINERS:
+        return f"more than {MAX_CONTAINERS} lists and objects"
     return None
 
 

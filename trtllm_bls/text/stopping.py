@@ -38,10 +38,14 @@ def checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
-@lru_cache(maxsize=32)
 def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
-    """Whatever could still grow into a stop; shared by requests with the same stops."""
+    """Every text that could still grow into a stop."""
     return frozenset(stop[:end] for stop in stops for end in range(1, len(stop)))
+
+
+# Requests with the same stops share them. Those of long stops take megabytes and are not kept.
+_CACHED_CHARS = 256
+_cached_beginnings = lru_cache(maxsize=32)(_beginnings)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = checked_stops(stops)
-        self._beginnings = _beginnings(self._stops)
+        is_short = sum(map(len, self._stops)) <= _CACHED_CHARS
+        self._beginnings = (_cached_beginnings if is_short else _beginnings)(self._stops)
         self._first_characters = frozenset(stop[0] for stop in self._stops)
         self._longest = max(map(len, self._stops), default=0)
         self._include = include
