@@ -366,6 +366,26 @@ class ChatOptions:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnswerMarkup:
+    """How the text of a chat's answer is marked.
+
+    ``reasoning_begin`` and ``reasoning_end`` are around reasoning, empty where none may come;
+    ``is_opened``: the prompt ended with the first. ``header_end``: what ends a message's header,
+    where all text is in messages. ``markers``: a text that holds all markers of the format; special
+    tokens in it stay in the answer where others are left out.
+    """
+
+    reasoning_begin: str = ""
+    reasoning_end: str = ""
+    is_opened: bool = False
+    header_end: str = ""
+    markers: str = ""
+
+
+NO_MARKUP = AnswerMarkup()
+
+
 @dataclass(kw_only=True)
 class TextRequest(BaseRequest):
     """One prompt with everything asked of it.
@@ -378,6 +398,8 @@ class TextRequest(BaseRequest):
     ``stop_token_ids`` end a sequence as the model's own end ids do, beside them.
     ``token_bias``: ``(token id, added logit)`` pairs. ``return_tokens`` and ``return_drafted`` ask
     for ``tokens`` and ``drafted`` of each chunk.
+    ``markup``: of a chat's answer; ``None``: as the chat template has it. Stops apply to the answer
+    alone, not to the reasoning before it.
     ``prediction``: a text that the answer is expected to resemble, to draft from.
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a chunk of a stream has so many tokens, but for the first and the last.
@@ -390,6 +412,7 @@ class TextRequest(BaseRequest):
     prompt_ids: TokenIds | None = None
     messages: Sequence[Message] | None = None
     chat: ChatOptions = ChatOptions()
+    markup: AnswerMarkup | None = None
     max_tokens: int | None
     fits_max_tokens: bool = False
     stream: bool = False
@@ -423,7 +446,8 @@ class Ending:
     ``completion_tokens`` counts every generated token up to and including the one that completed
     a stop; the end token itself is not counted. ``seed`` is what sampling really used.
     ``cached_tokens`` of the prompt were in the KV cache already; ``None`` where the engine does not
-    say or ``expose_kv_cache_metrics`` is off.
+    say or ``expose_kv_cache_metrics`` is off. ``reasoning_tokens`` of the completion are reasoning,
+    with the tags around it; ``None`` where none may come.
     """
 
     finish_reason: FinishReason
@@ -433,6 +457,7 @@ class Ending:
     seed: int | None = None
     speculation: SpeculationStats | None = None  # None: the request ran without it
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 class TokenText(NamedTuple):

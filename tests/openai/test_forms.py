@@ -273,19 +273,23 @@ def test_an_enforced_form_comes_behind_the_reasoning() -> None:
 
 
 def test_markers_that_are_special_tokens_are_kept() -> None:
-    """Where they are looked for, and the request does not say otherwise."""
+    """Where they are looked for; other special tokens are left out as ever."""
     special, plain = (ChatFormats(TOOL_FORMATS[name]) for name in ("mistral", "hermes"))
     thinks = ChatFormats(reasoning=REASONING_TAGS["mistral"])
     harmony = ChatFormats(TOOL_FORMATS["harmony"], REASONING_TAGS["harmony"])
-    for formats, more, skipped in (
-        (special, {"tools": [PING]}, False),
+    for formats, more, marker in (
+        (special, {"tools": [PING]}, "[TOOL_CALLS]"),
         (special, {}, None),
-        (special, {"tools": [PING], "skip_special_tokens": True}, True),
-        (plain, {"tools": [PING]}, None),
-        (thinks, {}, False),
-        (harmony, {}, False),
+        (special, {"tools": [PING], "skip_special_tokens": True}, "[TOOL_CALLS]"),
+        (plain, {"tools": [PING]}, "<tool_call>"),
+        (thinks, {}, "[THINK]"),
+        (harmony, {}, "<|channel|>"),
     ):
-        assert response_to(formats, **more).requests[0].skip_special_tokens is skipped
+        request = response_to(formats, **more).requests[0]
+        assert request.skip_special_tokens is more.get("skip_special_tokens")
+        assert request.markup is not None
+        assert (marker or "") in request.markup.markers
+        assert bool(request.markup.markers) is bool(marker)
 
 
 def text_request(**asked: Any) -> TextRequest:

@@ -22,13 +22,14 @@ from trtllm_bls.text.chat_formats import (
     TOOL_FORMATS,
     ReasoningTags,
     ToolFormat,
+    answer_markup,
     formats_of,
 )
 from trtllm_bls.text.chat_guides import calls_guide, form_guide, form_or_calls_guide, is_json
 from trtllm_bls.text.chat_parser import ChatParser, EventParser
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.text.turn_order import ANY_ORDER, TurnOrder
-from trtllm_bls.types import ChatOptions, Guide, Message, TextRequest
+from trtllm_bls.types import NO_MARKUP, AnswerMarkup, ChatOptions, Guide, Message, TextRequest
 
 
 def _ignore_call(tool_format: str, outcome: str) -> None:
@@ -91,20 +92,24 @@ class AnswerSyntax:
 
     ``tools``: the format of its calls; ``None``: none may come. ``schemas``: the parameters of the
     tools that may be called, by name. ``reasoning``: the tags around reasoning, if the model has
-    any; ``opened``: the prompt ended with the first. ``most_calls``: calls beyond are left out.
+    any; ``opened``: the prompt ended with the first; ``is_reasoning_over``: with the second.
+    ``most_calls``: calls beyond are left out.
     """
 
     tools: ToolFormat | None = None
     schemas: Mapping[str, Any] = field(default_factory=dict)
     reasoning: ReasoningTags | None = None
     opened: bool = False
+    is_reasoning_over: bool = False
     most_calls: int | None = None
 
     @property
-    def has_special_markers(self) -> bool:
-        """True where markers are special tokens, which the text has to keep then."""
-        markups = (self.tools, self.reasoning)
-        return any(markup is not None and markup.special for markup in markups)
+    def markup(self) -> AnswerMarkup:
+        """What the text layer has to know: by it, stops apply to the answer alone."""
+        markup = answer_markup(self.tools, self.reasoning, opened=self.opened)
+        if self.is_reasoning_over:
+            return replace(markup, reasoning_begin="", reasoning_end="")
+        return markup
 
     @property
     def tool_format_name(self) -> str:
@@ -144,10 +149,14 @@ class ChatTurn:
 
     def request(self, **fields: Any) -> TextRequest:
         """Return the request for the turn; ``fields`` are further ones of the ``TextRequest``."""
-        keeps_markers = self.syntax is not None and self.syntax.has_special_markers
-        if keeps_markers and fields.get("skip_special_tokens") is None:
-            fields["skip_special_tokens"] = False
-        return TextRequest(messages=self.messages, chat=self.options, guide=self.guide, **fields)
+        markup = NO_MARKUP if self.syntax is None else self.syntax.markup
+        return TextRequest(
+            messages=self.messages,
+            chat=self.options,
+            guide=self.guide,
+            markup=markup,
+            **fields,
+        )
 
     def parser(
         self, count_call: Callable[[str, str], None] = _ignore_call
@@ -218,6 +227,7 @@ class ChatTurns:
                 schemas=schemas,
                 reasoning=tags,
                 opened=opened,
+                is_reasoning_over=before is None and tags is not None,
                 most_calls=None if parallel else 1,
             ),
         )

@@ -426,17 +426,20 @@ class Orchestrator:
             prompt_tokens=len(engine_request.input_ids),
             max_tokens=max_tokens,
             end_ids=prompt.end_ids,
+            kept_ids=prompt.kept_ids,
             stop_sequences=prompt.stop_sequences,
+            markup=prompt.markup,
             echo_ids=engine_request.input_ids if with_prompt else (),
             accumulate=defaults.accumulate,
             max_sequence_tokens=capacity.max_sequence_tokens,
             expose_kv_cache_metrics=defaults.expose_kv_cache_metrics,
         )
         skip = request.skip_special_tokens
-        new = self.prompts.tokenizer.detokenizer
+        skip = defaults.skip_special_tokens if skip is None else skip
+        markers = request.markup.markers if request.markup is not None else ""
+        tokenizer = self.prompts.tokenizer
         detokenizers = [
-            new(skip_special_tokens=defaults.skip_special_tokens if skip is None else skip)
-            for _ in range(request.num_return_sequences)
+            tokenizer.detokenizer(skip, markers) for _ in range(request.num_return_sequences)
         ]
         return engine_request, Answer(request, rules, detokenizers)
 

@@ -15,8 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trtllm_bls.text.detokenizer import Detokenizer
+from trtllm_bls.text.reasoning import ReasoningState, TextPiece
 from trtllm_bls.text.stopping import StopMatcher, StoppingCriteria
 from trtllm_bls.types import (
+    NO_MARKUP,
+    AnswerMarkup,
     Array,
     Ending,
     EngineChunk,
@@ -35,7 +38,8 @@ class TextRules:
     """What prompt, engine and deployment add to a request's own fields.
 
     ``max_tokens``: of each sequence, also where the request names none. ``end_ids``: all that end a
-    sequence, whether the engine knows them or not. ``stop_sequences``: see ``Prompt``.
+    sequence, whether the engine knows them or not. ``stop_sequences``, ``kept_ids`` and ``markup``:
+    see ``Prompt``.
     ``echo_ids``: the prompt, if it is to come in front of the completion. ``accumulate``: each
     chunk has all text so far. ``max_sequence_tokens``: the engine's limit on prompt and completion
     together, if known. ``expose_kv_cache_metrics``: tell how much of the prompt was in the KV cache
@@ -45,7 +49,9 @@ class TextRules:
     prompt_tokens: int
     max_tokens: int
     end_ids: TokenIds = ()
+    kept_ids: TokenIds = ()
     stop_sequences: tuple[TokenIds, ...] = ()
+    markup: AnswerMarkup = NO_MARKUP
     echo_ids: PromptIds = ()
     accumulate: bool = False
     max_sequence_tokens: int | None = None
@@ -127,11 +133,18 @@ class SequenceText:
             rules.max_tokens,
             min_tokens=request.sampling.min_tokens,
             end_ids=rules.end_ids,
+            kept_ids=rules.kept_ids,
             stop_sequences=rules.stop_sequences,
         )
         self._matcher: StopMatcher | None = None
         if request.stop_words:
             self._matcher = StopMatcher(request.stop_words, include=request.include_stop)
+        self._reasoning: ReasoningState | None = None
+        if rules.markup.reasoning_end:
+            self._reasoning = ReasoningState(rules.markup)
+        self._is_reasoning = rules.markup.is_opened
+        self._reasoning_tokens = 0
+        self._undecided_tokens = 0  # at a beginning, which may become a tag
         self._scores = _Scores()
         # What the engine told beside the tokens is on each chunk from the first that has it.
         self._next = TextChunk("", index)
@@ -161,13 +174,15 @@ class SequenceText:
             return
         stop = None
         self._new_tokens += len(chunk.token_ids)
-        if self._by_token or chunk.log_probs is not None or chunk.generation_logits is not None:
+        reasoning = self._reasoning
+        tells_apart = reasoning is not None and reasoning.may_change and len(chunk.token_ids) > 1
+        has_scores = chunk.log_probs is not None or chunk.generation_logits is not None
+        if self._by_token or has_scores or tells_apart:
             stop, reason = self._feed_by_token(chunk)
         else:
             ids, reason = self.criteria.feed(chunk.token_ids)
-            text = self._detokenizer.feed(ids)
-            self._released += len(text)
-            self._text.append(text)
+            self._cut(self._detokenizer.feed(ids))
+            self._count_reasoning(len(ids))
         if chunk.context_logits is not None and self._next.context_logits is None:
             self._next.context_logits, self._new_context = chunk.context_logits, True
         exposed = self._rules.expose_kv_cache_metrics
@@ -186,10 +201,7 @@ class SequenceText:
                     full = longest is not None and total >= longest
                     reason = FinishReason.LENGTH if full else FinishReason.END_ID
             if reason is not None:
-                # What was held back leaves, up to a stop that completes in it.
-                stop = self._cut(self._detokenizer.flush())
-                if stop is None and self._matcher is not None:
-                    self._release(self._matcher.flush())
+                stop = self._flush()
         if stop is not None:
             reason = FinishReason.STOP
         if self._scores.waiting:
@@ -209,6 +221,7 @@ class SequenceText:
             seed=request.sampling.seed if self._speculation is None else None,
             speculation=self._speculation,
             cached_tokens=self._cached_tokens,
+            reasoning_tokens=None if self._reasoning is None else self._reasoning_tokens,
         )
 
     def emit(self, least_tokens: int = 0) -> TextChunk | None:
@@ -267,9 +280,10 @@ class SequenceText:
                 token_text = TokenText(token, data, log_prob, best)
             else:
                 text = self._detokenizer.feed(kept)
-            begin = self._released + (self._matcher.held if self._matcher is not None else 0)
+            begin = self._released + self._held
             end = begin + len(text)
             stop = self._cut(text)
+            self._count_reasoning(1)
             if position < accepted and text:
                 self._drafted.append((begin, end))
             logits = chunk.generation_logits
@@ -283,12 +297,57 @@ class SequenceText:
         return None, None
 
     def _cut(self, text: str) -> str | None:
-        """Add text, up to a stop that completes in it; that stop."""
-        stop = None
-        if self._matcher is not None:
-            cut = self._matcher.feed(text, armed=self.criteria.may_end)
-            text, stop = cut.text, cut.stop
-        self._release(text)
+        """Add text, up to a stop that completes in it; return that stop."""
+        pieces = [TextPiece(text, True)]
+        if self._reasoning is not None:
+            pieces = self._reasoning.feed(text)
+        if self._matcher is None:
+            self._release(text)
+            return None
+        return self._cut_pieces(self._matcher, pieces)
+
+    def _count_reasoning(self, num_tokens: int) -> None:
+        """Count tokens whose text has been added, if they are of the reasoning."""
+        reasoning = self._reasoning
+        if reasoning is None:
+            return
+        if self._is_reasoning or reasoning.is_reasoning:
+            self._reasoning_tokens += num_tokens + self._undecided_tokens
+            self._undecided_tokens = 0
+        elif reasoning.held:
+            self._undecided_tokens += num_tokens
+        else:
+            self._undecided_tokens = 0
+        self._is_reasoning = reasoning.is_reasoning
+
+    def _cut_pieces(self, matcher: StopMatcher, pieces: Iterable[TextPiece]) -> str | None:
+        """Add pieces of text, up to a stop that completes in the answer; return that stop."""
+        for text, is_answer in pieces:
+            if not is_answer:
+                self._release(matcher.flush() + text)
+            else:
+                cut = matcher.feed(text, armed=self.criteria.may_stop)
+                self._release(cut.text)
+                if cut.stop is not None:
+                    return cut.stop
+        return None
+
+    @property
+    def _held(self) -> int:
+        """How many characters have come and may not leave yet."""
+        if self._matcher is None:
+            return 0
+        return self._matcher.held + (self._reasoning.held if self._reasoning is not None else 0)
+
+    def _flush(self) -> str | None:
+        """Release what was held back, up to a stop that completes in it; return that stop."""
+        stop = self._cut(self._detokenizer.flush())
+        matcher = self._matcher
+        if stop is None and matcher is not None:
+            if self._reasoning is not None:
+                stop = self._cut_pieces(matcher, self._reasoning.flush())
+            if stop is None:
+                self._release(matcher.flush())
         return stop
 
     def _release(self, text: str) -> None:

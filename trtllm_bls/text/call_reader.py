@@ -25,8 +25,9 @@ ReadingText: TypeAlias = Generator[None, None, str]
 ReadingMatch: TypeAlias = Generator[None, None, Any]
 
 # A call of more tokens than that is unreadable, so that no call keeps the event loop for long.
-MAX_TOKENS = 50_000
+MAX_TOKENS = 25_000
 GAP = r"\s{0,64}+"  # white space
+_MAX_MATCH = 8192  # characters that a pattern matches at most
 _BLANKS = re.compile(r"\s*")
 
 
@@ -68,9 +69,18 @@ class Unread:
         self.at = end
         return self.text[begin:end]
 
-    def match(self, pattern: str) -> Any:
-        """Match the pattern here; a partial match is the beginning of one."""
-        return compiled(pattern).match(self.text, self.at, partial=not self.complete)
+    def match(self, pattern: str, *, partial: bool | None = None) -> Any:
+        """Match the pattern here; a partial match is the beginning of one.
+
+        ``partial``: there may be one; by default, unless the answer is complete.
+        """
+        partial = not self.complete if partial is None else partial
+        # ``regex`` looks through all of the text for what a pattern has at its end.
+        end = self.at + _MAX_MATCH
+        match = compiled(pattern).match(self.text, self.at, end, partial=partial)
+        if match is not None and match.partial and end < len(self.text):
+            return None
+        return match
 
     def find(self, pattern: str, begin: int | None = None) -> Any:
         """Find the first match of the pattern; a partial match is the beginning of one."""

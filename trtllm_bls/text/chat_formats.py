@@ -12,8 +12,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
+
+from trtllm_bls.types import AnswerMarkup
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,14 @@ class ToolFormat:
         """Texts that are in no call's arguments but within a string, the longest first."""
         texts = {text for text in (*self.begin, *self.noise, *self.ends) if len(text) > 2}
         return tuple(sorted(texts, key=len, reverse=True))
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """Texts that hold all markers of the format."""
+        patterns = (self.header, self.key, self.closer)
+        written = (re.sub(r"\\(.)", r"\1", pattern) for pattern in patterns)
+        quotes = ('<|"|>',) if self.language == "gemma" else ()
+        return (*self.begin, *self.noise, *self.ends, *quotes, *written)
 
     @cached_property
     def closers(self) -> tuple[str, ...]:
@@ -262,6 +272,7 @@ REASONING_TAGS = {
 }
 
 
+@lru_cache(maxsize=8)
 def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
     """The names of the tool format and the reasoning tags that a chat template has."""
     template = chat_template or ""
@@ -269,6 +280,25 @@ def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
     tools = (name for name, format in formats if re.search(format.mark, template, re.S))
     reasoning = (name for name, tags in families if (tags.mark or tags.end) in template)
     return next(tools, None), next(reasoning, None)
+
+
+def answer_markup(
+    tools: ToolFormat | None, reasoning: ReasoningTags | None, *, opened: bool = False
+) -> AnswerMarkup:
+    """Return how an answer in these formats is marked; ``opened``: the prompt began reasoning."""
+    texts = list(tools.texts) if tools is not None else []
+    if reasoning is None:
+        return AnswerMarkup(markers="\n".join(texts))
+    texts += (reasoning.begin, reasoning.end)
+    if reasoning.messages is not None:
+        texts += reasoning.messages.texts
+    return AnswerMarkup(
+        reasoning_begin=reasoning.begin,
+        reasoning_end=reasoning.end,
+        is_opened=opened,
+        header_end="<|message|>" if reasoning.messages is not None else "",
+        markers="\n".join(texts),
+    )
 
 
 def forced_calls(

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from trtllm_bls.errors import TrtllmBlsError, half_character
-from trtllm_bls.text.call_reader import CallReader, CutCall, Reading, Unread, compiled
+from trtllm_bls.text.call_reader import CallReader, CutCall, Reading, Unread
 from trtllm_bls.text.call_readers import reading_of
 from trtllm_bls.text.chat_formats import ReasoningTags, ToolFormat
 from trtllm_bls.text.json_values import json_value
@@ -382,7 +382,7 @@ class ChatParser:
         self._hold(unread.skip_blanks(_CLOSED) if is_behind else unread.skip_blanks())
         if not unread:
             return False
-        header = compiled(tools.header).match(unread.text, unread.at, partial=True)
+        header = unread.match(tools.header, partial=True)
         if header is None or header.partial:
             markers = (*tools.begin, *tools.noise, *(tools.inner if self._is_inside else ()))
             text = unread.text[unread.at : unread.at + max(map(len, markers), default=0)]

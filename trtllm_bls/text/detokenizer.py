@@ -45,6 +45,25 @@ class Vocabulary(Protocol):
         """The text of all ids at once: what every detokenizer must agree with."""
 
 
+class KeepingVocabulary:
+    """A vocabulary of which some special tokens are never left out of the text."""
+
+    def __init__(self, vocabulary: Vocabulary, kept_ids: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self.vocab_size = vocabulary.vocab_size
+        self.added_ids = vocabulary.added_ids
+        self.special_ids = vocabulary.special_ids - kept_ids
+        self.decoder = vocabulary.decoder
+        self.token = vocabulary.token
+        self.encode_word = vocabulary.encode_word
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Return the text of all ids at once."""
+        if skip_special_tokens:
+            token_ids = [token_id for token_id in token_ids if token_id not in self.special_ids]
+        return self._vocabulary.decode(token_ids, False)
+
+
 class Detokenizer(Protocol):
     """Turns one sequence's ids into text as they come. One object per sequence.
 

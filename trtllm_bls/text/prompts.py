@@ -13,10 +13,18 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from trtllm_bls.errors import InvalidRequest, PromptTooLong
+from trtllm_bls.text.chat_formats import REASONING_TAGS, answer_markup, formats_of
 from trtllm_bls.text.json_values import json_size
 from trtllm_bls.text.stopping import check_words, checked_stops
 from trtllm_bls.text.tokenizer import Tokenizer
-from trtllm_bls.types import EngineRequest, PromptIds, TextRequest, TokenIds
+from trtllm_bls.types import (
+    NO_MARKUP,
+    AnswerMarkup,
+    EngineRequest,
+    PromptIds,
+    TextRequest,
+    TokenIds,
+)
 
 MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words; stop_words: stopping.MAX_STOPS
 MAX_WORD_CHARS = 256
@@ -35,12 +43,23 @@ class Prompt(NamedTuple):
     engine takes one end id alone; -1 if there is none. ``end_ids``: all of them.
     ``stop_sequences``: one entry per stop word, the ids at which the engine can stop; empty for a
     word that only the text can show. With ``min_tokens`` there are none, because TensorRT-LLM would
-    stop at them before the minimum.
+    stop at them before the minimum, and none where the answer may reason first, to which stops do
+    not apply. ``markup``: of a chat's answer. ``kept_ids``: end ids that are part of the output.
     """
 
     asked: EngineRequest
     end_ids: TokenIds
     stop_sequences: tuple[TokenIds, ...]
+    markup: AnswerMarkup = NO_MARKUP
+    kept_ids: TokenIds = ()
+
+
+class _EndIds(NamedTuple):
+    """Ids that end an answer; the one that the engine is told; those that the answer shows."""
+
+    all: TokenIds
+    of_engine: int
+    kept: TokenIds
 
 
 @dataclass(frozen=True)
@@ -93,11 +112,7 @@ class PromptMaker:
                 yield word
                 give_way()
 
-        end_ids = tokenizer.end_ids  # the model's, unless the request names one; -1: none
-        if request.end_id is not None:
-            end_ids = () if request.end_id < 0 else (request.end_id,)
-        if request.stop_token_ids:
-            end_ids = tuple(dict.fromkeys((*end_ids, *request.stop_token_ids)))
+        ends = self._ends(request)
         if request.stop_words:
             checked_stops(request.stop_words)
         biased = [word for word, _ in request.embedding_bias]
@@ -108,7 +123,8 @@ class PromptMaker:
         engine_stops: tuple[TokenIds, ...] = ()
         bad_sequences: tuple[TokenIds, ...] = ()
         bias = request.token_bias
-        if request.stop_words and not min_tokens:
+        markup = self._markup(request)
+        if request.stop_words and not min_tokens and not markup.reasoning_end:
             stops = tuple(map(tokenizer.stop_ids, giving_way(request.stop_words)))
         if request.bad_words:
             variants = map(tokenizer.word_variants, giving_way(dict.fromkeys(request.bad_words)))
@@ -117,9 +133,9 @@ class PromptMaker:
             pairs = giving_way(request.embedding_bias)
             by_word = [(token, by) for word, by in pairs for token in tokenizer.word_ids(word)]
             bias = (*by_word, *bias)
-        if (stops or len(end_ids) > 1) and not min_tokens:
-            sequences = (*filter(None, stops), *((token,) for token in end_ids[1:]))
-            engine_stops = tuple(dict.fromkeys(sequences))
+        if not min_tokens:
+            further = ((token,) for token in ends.all if token != ends.of_engine)
+            engine_stops = tuple(dict.fromkeys((*filter(None, stops), *further)))
         ids = self._ids(request, max_prompt_tokens)
         extras = request.extras
         if request.prompt_table_extra_id is not None:
@@ -146,7 +162,7 @@ class PromptMaker:
             max_tokens=request.max_tokens or 0,
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,
-            end_id=end_ids[0] if end_ids else -1,
+            end_id=ends.of_engine,
             pad_id=tokenizer.pad_id if request.pad_id is None else request.pad_id,
             stop_sequences=engine_stops,
             bad_sequences=bad_sequences,
@@ -160,7 +176,36 @@ class PromptMaker:
             traceparent=request.traceparent,
             extras=extras,
         )
-        return Prompt(asked, end_ids, stops)
+        return Prompt(asked, ends.all, stops, markup, ends.kept)
+
+    def _ends(self, request: TextRequest) -> _EndIds:
+        """Return what ends an answer: the model's own ids, unless the request names one (-1: none),
+        and those of the request."""
+        own = self.tokenizer.end_ids
+        if request.end_id is not None:
+            own = () if request.end_id < 0 else (request.end_id,)
+        further = request.stop_token_ids
+        # An engine does not show the end id that it is told.
+        kept = further if request.include_stop else ()
+        of_engine = next(iter(own if kept else (*own, *further)), -1)
+        return _EndIds(tuple(dict.fromkeys((*own, *further))), of_engine, kept)
+
+    def _markup(self, request: TextRequest) -> AnswerMarkup:
+        """Return how the answer is marked, by default as the chat template of a chat has it."""
+        if request.markup is not None:
+            return request.markup
+        if request.messages is None or not request.stop_words:
+            return NO_MARKUP
+        tokenizer = self.tokenizer
+        tags = REASONING_TAGS.get(formats_of(tokenizer.chat_template)[1] or "")
+        # Where the text leaves the tags out, nothing tells reasoning from the answer.
+        is_hidden = tags is not None and request.skip_special_tokens is not False and tags.special
+        if tags is None or is_hidden:
+            return NO_MARKUP
+        prompt_end = tokenizer.prompt_end(request.chat)
+        if prompt_end.endswith(tags.end):
+            return NO_MARKUP
+        return answer_markup(None, tags, opened=prompt_end.endswith(tags.begin))
 
     def _adds_special(self, request: TextRequest) -> bool:
         adds = request.add_special_tokens

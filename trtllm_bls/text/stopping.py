@@ -105,7 +105,8 @@ class StopMatcher:
 class StoppingCriteria:
     """Decides where one sequence ends, from its token ids.
 
-    An end id ends the sequence and is no part of the output: it is neither shown nor counted. A
+    An end id ends the sequence and is no part of the output, unless it is in ``kept_ids``: it is
+    neither shown nor counted. A
     stop sequence ends it with its last id, which is part of the output. Both count only once the
     output has ``min_tokens`` tokens, the last id of the stop sequence included. Before that, an end
     id is a token like any other. TensorRT-LLM bars its one end id until then, so only further end
@@ -121,6 +122,7 @@ class StoppingCriteria:
         *,
         min_tokens: int | None = None,
         end_ids: Iterable[int | None] = (),
+        kept_ids: Iterable[int] = (),
         stop_sequences: Iterable[TokenIds] = (),
     ) -> None:
         self.generated = 0
@@ -128,6 +130,7 @@ class StoppingCriteria:
         self.max_tokens = max_tokens
         self._min_tokens = min_tokens or 0
         self._end_ids = frozenset(end_ids)
+        self._kept_ids = frozenset(kept_ids)
         self._stops = frozenset(filter(None, stop_sequences))
         # By last id: how long the stop sequences are that end with it, the longest first.
         self._lengths: dict[int, dict[int, None]] = {}
@@ -147,8 +150,16 @@ class StoppingCriteria:
 
     @property
     def may_end(self) -> bool:
-        """Whether an end id would end the sequence now."""
+        """True where an end id would end the sequence now."""
         return self.generated >= self._min_tokens
+
+    @property
+    def may_stop(self) -> bool:
+        """True where a stop string may complete in the text of the last token.
+
+        As in vLLM, that is in text after ``min_tokens`` tokens.
+        """
+        return not self._min_tokens or self.generated > self._min_tokens
 
     def feed(self, ids: TokenIds) -> tuple[TokenIds, FinishReason | None]:
         """The leading ``ids`` that belong to the output, and why the sequence ends with them.
@@ -163,7 +174,9 @@ class StoppingCriteria:
             if not self.max_tokens:
                 return (), FinishReason.LENGTH
             if token in self._end_ids and self.may_end:
-                return ids[:position], FinishReason.END_ID
+                is_kept = token in self._kept_ids
+                self.generated += is_kept
+                return ids[: position + is_kept], FinishReason.END_ID
             self.generated += 1
             if self._stops:
                 self._ids.append(token)

@@ -42,7 +42,7 @@ from trtllm_bls.text.checkpoint_dir import (
     generation_eos,
     one_line,
 )
-from trtllm_bls.text.detokenizer import Detokenizer, choose_detokenizer
+from trtllm_bls.text.detokenizer import Detokenizer, KeepingVocabulary, choose_detokenizer
 from trtllm_bls.text.json_values import MAX_DEPTH
 from trtllm_bls.types import ChatOptions, PromptIds
 
@@ -486,6 +486,7 @@ class Tokenizer:
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys(own_eos + generation_eos))
         self.eos_id = self.end_ids[0] if self.end_ids else None
         self.pad_id: int | None = self.eos_id if hf.pad_token_id is None else int(hf.pad_token_id)
+        self._make_keeping: dict[str, Callable[[], Detokenizer]] = {}  # by markers of formats
         self._make = {skip: choose_detokenizer(self, skip) for skip in (True, False)}
         word = self.encode_word("a")
         # These stand for all texts that may come before a word.
@@ -779,9 +780,22 @@ class Tokenizer:
         )
         return str(text)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new detokenizer, for one sequence."""
-        return self._make[skip_special_tokens]()
+    def detokenizer(self, skip_special_tokens: bool = True, markers: str = "") -> Detokenizer:
+        """Make a detokenizer for one sequence.
+
+        Special tokens whose text is in ``markers`` are in the text, also where others are not.
+        """
+        if not skip_special_tokens or not markers:
+            return self._make[skip_special_tokens]()
+        if markers not in self._make_keeping:
+            kept = frozenset(
+                token_id
+                for token_id in self.special_ids
+                if (text := self.token(token_id)) is not None and text in markers
+            )
+            keeping = choose_detokenizer(KeepingVocabulary(self, kept), True)
+            self._make_keeping[markers] = keeping if kept else self._make[True]
+        return self._make_keeping[markers]()
 
     # --- the table ---
 

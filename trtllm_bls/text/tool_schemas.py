@@ -23,6 +23,7 @@ from trtllm_bls.text.json_values import dumped
 NO_VALUE = (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError)
 _MAX_STEPS = 256  # schemas that one argument's kinds may be spread over
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_MAX_LITERAL = 1 << 16  # characters of a Python literal, which costs a microsecond each
 _MAX_DIGITS = 4000  # Python and other readers of JSON refuse longer integers
 
 
@@ -216,6 +217,8 @@ def parsed_python(text: str) -> ast.expr:
 
 def python_literal(text: str) -> Any:
     """Return the value of a Python literal. Raises what ``NO_VALUE`` has."""
+    if len(text) > _MAX_LITERAL:
+        raise ValueError("too long to be read at once")
     return literal_value(parsed_python(text))
 
 

@@ -1,0 +1,140 @@
+"""Where an answer reasons: a state of its sequence, known where tokens become text.
+
+Stops apply to the answer alone, so the matcher of stops reads this state, and the sequence's ending
+counts the tokens of the reasoning by it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from trtllm_bls.types import AnswerMarkup
+
+_MAX_START = 256  # characters of white space in front of a tag
+# Where all text is in messages, a header is before each, and these end one or begin the next.
+_HEADER_BEGINS = ("<|channel|>", "<|start|>", "to=")
+_MESSAGE_ENDS = ("<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>")
+_THOUGHTS = "<|channel|>analysis"
+_LONGEST_END = max(map(len, _MESSAGE_ENDS))
+
+
+class TextPiece(NamedTuple):
+    """Text of a sequence; ``is_answer``: neither reasoning nor the tags around it."""
+
+    text: str
+    is_answer: bool
+
+
+class _Stage(Enum):
+    """Where a sequence is."""
+
+    START = "start"  # of the answer, or of a message: reasoning or a header may begin
+    HEADER = "header"
+    REASONING = "reasoning"
+    ANSWER = "answer"
+
+
+class ReasoningState:
+    """Divides the text of one sequence into reasoning and answer.
+
+    Reasoning is begun by the prompt or by the model, and ended by its tag. Without tags all text is
+    the answer. ``held``: characters that have come and are in no piece yet.
+    """
+
+    def __init__(self, markup: AnswerMarkup) -> None:
+        self._markup = markup
+        self._stage = _Stage.ANSWER
+        if markup.reasoning_end:
+            self._stage = _Stage.REASONING if markup.is_opened else _Stage.START
+        self._held = ""  # the beginning of a text, which may become a tag
+        self._tail = ""  # what came last, which may be the beginning of a tag
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True while the text is reasoning."""
+        return self._stage is _Stage.REASONING
+
+    @property
+    def may_change(self) -> bool:
+        """True where a tag may still come."""
+        return self._stage is not _Stage.ANSWER or bool(self._markup.header_end)
+
+    @property
+    def held(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
+
+    def feed(self, text: str) -> list[TextPiece]:
+        """Return the next text in pieces, as far as it is known what they are."""
+        pieces = []
+        while text:
+            if self._stage is _Stage.START:
+                piece, text = self._read_start(text)
+            elif self._stage is _Stage.REASONING:
+                piece, text = self._read_to((self._markup.reasoning_end,), text, _Stage.START)
+            elif self._stage is _Stage.HEADER:
+                piece, text = self._read_header(text)
+            elif self._markup.header_end:
+                piece, text = self._read_to(_MESSAGE_ENDS, text, _Stage.START)
+            else:
+                piece = TextPiece(text, True)
+                text = ""
+            if piece.text:
+                pieces.append(piece)
+        return pieces
+
+    def flush(self) -> list[TextPiece]:
+        """Return the text held back."""
+        held = self._held
+        self._held = ""
+        return [TextPiece(held, True)] if held else []
+
+    def _read_start(self, text: str) -> tuple[TextPiece, str]:
+        self._held += text
+        solid = self._held.lstrip()
+        is_short = len(self._held) < _MAX_START
+        headers = _HEADER_BEGINS if self._markup.header_end else ()
+        tag = self._markup.reasoning_begin
+        if is_short and not solid:
+            return TextPiece("", False), ""
+        if not headers and solid.startswith(tag):
+            self._stage = _Stage.REASONING
+        elif solid.startswith(headers or ("\0",)):
+            self._stage = _Stage.HEADER
+        elif is_short and any(begin.startswith(solid) for begin in headers or (tag,)):
+            return TextPiece("", False), ""
+        else:
+            self._stage = _Stage.ANSWER
+        held = self._held
+        self._held = ""
+        return TextPiece("", False), held
+
+    def _read_header(self, text: str) -> tuple[TextPiece, str]:
+        known = self._tail + text
+        end = known.find(self._markup.header_end)
+        if end < 0:
+            self._tail = known[-4096:]
+            return TextPiece(text, False), ""
+        end += len(self._markup.header_end)
+        self._stage = _Stage.REASONING if _THOUGHTS in known[:end] else _Stage.ANSWER
+        end -= len(self._tail)
+        self._tail = ""
+        return TextPiece(text[:end], False), text[end:]
+
+    def _read_to(
+        self, ends: tuple[str, ...], text: str, following: _Stage
+    ) -> tuple[TextPiece, str]:
+        """Read up to the first of these texts, which is part of the piece."""
+        is_answer = self._stage is _Stage.ANSWER
+        known = self._tail + text
+        places = [(known.find(end), end) for end in ends if end in known]
+        if not places:
+            self._tail = known[-max(map(len, ends)) + 1 :]
+            return TextPiece(text, is_answer), ""
+        begin, found = min(places)
+        begins_header = found in _HEADER_BEGINS and self._markup.header_end
+        self._stage = _Stage.HEADER if begins_header else following
+        end = begin + len(found) - len(self._tail)
+        self._tail = found if begins_header else ""
+        return TextPiece(text[:end], is_answer), text[end:]
