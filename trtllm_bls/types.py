@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -542,3 +542,20 @@ class RequestStats:
     api: str | None = None
     # At most MOST_CHARACTERS, for the request log.
     prompt: str | None = field(default=None, repr=False)
+
+
+# --- waiting --------------------------------------------------------------------------------
+
+Amount = TypeVar("Amount", int, float)
+
+
+@dataclass(frozen=True)
+class Backoff(Generic[Amount]):
+    """Pauses between tries, each twice as long as the one before: from ``first`` to ``longest``."""
+
+    first: Amount
+    longest: Amount
+
+    def after(self, pause: Amount) -> Amount:
+        """Return the pause that follows ``pause``; ``first`` follows 0."""
+        return min(max(2 * pause, self.first), self.longest)

@@ -110,6 +110,7 @@ def watch(
         metrics_url=metrics_url,
         settings=SimpleNamespace(stall_timeout=stall_s),
         fail=failed.append,
+        wake_guard=lambda: None,
         **{"process": me, "stop_requested": False, "unloaded": set()}
         | {"models": ("tensorrt_llm",) * engine_here + ("tensorrt_llm_bls",), **more},
     )

@@ -23,6 +23,7 @@ from trtllm_bls.errors import (
     Overloaded,
     SettingsError,
 )
+from trtllm_bls.types import Backoff
 
 ASK: dict[str, Any] = {"text_input": "Hi", "max_tokens": 4}
 UNAVAILABLE = [Abort(grpc.StatusCode.UNAVAILABLE, "going away")]
@@ -95,8 +96,7 @@ async def test_a_pause_that_would_outlast_the_deadline_is_not_begun(
 ) -> None:
     """The caller is told at once, and what was wrong rather than that time is over."""
     monkeypatch.setattr(random, "uniform", lambda _, longest: longest)
-    for name in ("FIRST_RETRY_S", "LONGEST_RETRY_S"):
-        monkeypatch.setattr(f"trtllm_bls.client.client.{name}", 20)
+    monkeypatch.setattr("trtllm_bls.client.client.RETRY_S", Backoff(20.0, 20.0))
     async with FakeGrpcServer(FULL) as server, Client(server.url, retries=2) as client:
         with pytest.raises(Overloaded):
             await client.generate(**ASK, deadline_s=15)

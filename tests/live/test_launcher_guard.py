@@ -176,6 +176,16 @@ def test_what_the_server_leaves_behind_is_killed(tmp_path: Path) -> None:
     end_of(process)
 
 
+def test_a_launcher_that_reads_nothing_holds_up_no_server_that_logs(tmp_path: Path) -> None:
+    """It may be stopped (SIGSTOP). It reads all of it later; this test has buffered a part."""
+    script = "echo up; head -c 3000000 /dev/zero | tr '\\0' 'x' | fold -w 99; touch done; sleep 60"
+    process = guarded(tmp_path, f"cd {tmp_path}; {script}")
+    until((tmp_path / "done").exists)
+    code, output = end_of(process, "k")
+    assert code == 128 + signal.SIGKILL
+    assert output.count("x") > 2_900_000 and "dropped" not in output
+
+
 def test_a_temporary_directory_of_another_server_stays(tmp_path: Path) -> None:
     """Triton's Python backend names them all alike, and a server whose directory has gone aborts at
     its end."""

@@ -135,14 +135,60 @@ def test_what_is_served_is_what_is_asked_for() -> None:
     ]
     assert metrics
     assert set(metrics) <= {metric.name for metric in SERVER_METRICS}
-    # They are on the health port, which is scraped and open to whoever scrapes it.
-    for document in (d for m in OVERLAYS for d in documents(m)):
-        if document["kind"] == "Deployment" and document["metadata"]["name"] != ROUTER:
-            annotations = document["spec"]["template"]["metadata"]["annotations"]
-            assert int(annotations["prometheus.io/port"]) == settings.health_port
-        if document["kind"] == "NetworkPolicy":
-            free = [rule for rule in document["spec"]["ingress"] if "from" not in rule]
-            assert {"port": "health"} in [port for rule in free for port in rule["ports"]]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_what_an_autoscaler_scales_has_no_number_of_replicas(overlay: Path) -> None:
+    """Else each ``kubectl apply`` would set a busy service back to that number."""
+    found = documents(overlay)
+    scaled = [
+        scaler["spec"]["scaleTargetRef"]["name"]
+        for scaler in found
+        if scaler["kind"] == "HorizontalPodAutoscaler"
+    ]
+    assert "trtllm-bls" in scaled
+    for document in found:
+        if document["kind"] == "Deployment" and document["metadata"]["name"] in scaled:
+            assert "replicas" not in document["spec"]
+
+
+METRICS_PORTS = {"health", "metrics", "openai"}
+
+
+def test_all_ports_with_metrics_are_scraped() -> None:
+    """By both ways that are shipped; tests/live/test_alerts.py asks a server for what is there."""
+    monitor, *_ = yaml.safe_load_all(
+        (DEPLOY / "kubernetes/components/prometheus-operator/monitor.yaml").read_text()
+    )
+    assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} == METRICS_PORTS
+    (job,) = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"]
+    kept = [rule["regex"] for rule in job["relabel_configs"] if rule.get("action") == "keep"]
+    assert kept == ["trtllm-bls", "|".join(sorted(METRICS_PORTS))]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_prometheus_of_another_namespace_is_admitted(overlay: Path) -> None:
+    """To each port with metrics, by the label that its operator and its chart give it."""
+    (policy,) = [each for each in documents(overlay) if each["kind"] == "NetworkPolicy"]
+    labels = {"app.kubernetes.io/name": "prometheus"}
+    admitted = set()
+    for rule in policy["spec"]["ingress"]:
+        everybody = [{"namespaceSelector": {}, "podSelector": {"matchLabels": labels}}]
+        if rule.get("from", everybody) == everybody:
+            admitted |= {port["port"] for port in rule["ports"]}
+    assert admitted == METRICS_PORTS
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="comes with Prometheus")
+def test_prometheus_accepts_the_scrape_job(tmp_path: Path) -> None:
+    """By its own check, the alerts too; Debian's Prometheus does not know Kubernetes."""
+    config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
+    assert config["scrape_configs"][0].pop("kubernetes_sd_configs") == [{"role": "pod"}]
+    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    shutil.copy(DEPLOY / "alerts.yaml", tmp_path)
+    order = ["promtool", "check", "config", str(tmp_path / "prometheus.yaml")]
+    done = subprocess.run(order, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_container_has_privileges_and_serve_is_not_root() -> None:

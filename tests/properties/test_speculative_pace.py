@@ -20,8 +20,7 @@ from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.speculative.learned import (
     EARLY_INTERVAL,
     EARLY_PAUSE,
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
+    PAUSE_TOKENS,
     PROBE,
     DraftLength,
     RunningTimes,
@@ -178,7 +177,13 @@ def test_a_rest_is_ended_by_a_probe_and_doubles_while_it_fails() -> None:
         generated = one.paused_until
         assert one.length(generated, 99) == PROBE
         one.add_round(PROBE, 0, generated)
-    assert rests == [EARLY_PAUSE, FIRST_PAUSE, 128, LONGEST_PAUSE, LONGEST_PAUSE]
+    assert rests == [
+        EARLY_PAUSE,
+        PAUSE_TOKENS.first,
+        128,
+        PAUSE_TOKENS.longest,
+        PAUSE_TOKENS.longest,
+    ]
 
 
 def test_the_first_rest_is_short_for_one_request_in_so_many() -> None:
@@ -188,7 +193,7 @@ def test_the_first_rest_is_short_for_one_request_in_so_many() -> None:
         one = pacer(shared)
         assert one.length(5, 99) == 0
         rests.append(one.paused_until - 5)
-    assert rests == [EARLY_PAUSE, *[FIRST_PAUSE] * (EARLY_INTERVAL - 1), EARLY_PAUSE]
+    assert rests == [EARLY_PAUSE, *[PAUSE_TOKENS.first] * (EARLY_INTERVAL - 1), EARLY_PAUSE]
 
 
 @pytest.mark.parametrize("streams", [2, 128])

@@ -416,6 +416,21 @@ def test_a_server_that_has_died_meanwhile_did_not_fail_for_its_silence(
 # --- stopped and killed ---------------------------------------------------------------------
 
 
+def test_a_guard_that_is_stopped_is_continued() -> None:
+    """The server's output goes through it."""
+    process = GuardedProcess(Scratch(), 30, lambda _: None)
+    process.run(["sleep", "1000"], os.environ)
+    guard = until(lambda: process.server).parent()
+    assert guard
+    guard.suspend()
+    until(lambda: guard.status() == psutil.STATUS_STOPPED)
+    process.wake()
+    until(lambda: guard.status() != psutil.STATUS_STOPPED)
+    process.kill()
+    assert process.wait(20) == 128 + signal.SIGKILL
+    process.close()
+
+
 def test_a_guard_that_is_stopped_can_be_told_to_kill() -> None:
     """It would not hear it otherwise."""
     process = GuardedProcess(Scratch(), 30, lambda _: None)

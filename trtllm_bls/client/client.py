@@ -43,6 +43,7 @@ from trtllm_bls.errors import (
     half_character,
 )
 from trtllm_bls.settings.parameters import nearest
+from trtllm_bls.types import Backoff
 from trtllm_bls.wire.contract import BLS, ENGINE, MODELS, Model, Tensor
 from trtllm_bls.wire.kserve import is_final, output_arrays, packed_infer_message
 from trtllm_bls.wire.streams import MOST_WAITING, MOST_WAITING_BYTES, Arrivals
@@ -240,7 +241,7 @@ def _misfit(tensor: Tensor, value: Any) -> InvalidRequest:
 END_OF_STREAM_S = 5.0
 # The longest pause before the first retry, and before any; each is drawn from 0 to its longest, so
 # that clients which failed together do not come back together.
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.4, 5.0
+RETRY_S = Backoff(0.4, 5.0)
 
 
 class Reader(Arrivals[Event]):
@@ -376,7 +377,7 @@ class Stream:
         """Send the request, retrying as configured; the first event of its answer."""
         self.started_at = time.perf_counter()
         over_at = self.started_at + (math.inf if self._deadline_s is None else self._deadline_s)
-        longest = FIRST_RETRY_S
+        longest = RETRY_S.first
         while True:
             left = None if self._deadline_s is None else over_at - time.perf_counter()
             self._reader = self._begin(left)
@@ -389,7 +390,7 @@ class Stream:
                     pause += error.retry_after_s
                 if not self._tries_left or time.perf_counter() + pause >= over_at:
                     raise
-            longest = min(2 * longest, LONGEST_RETRY_S)
+            longest = RETRY_S.after(longest)
             self._tries_left -= 1
             self._reader = None  # it is over; there is nothing to cancel on the server
             with suppress(asyncio.TimeoutError):

@@ -21,9 +21,9 @@ from dataclasses import replace
 from trtllm_bls.engines.base import ChunkStream, Engine, QueuedChunks
 from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Overloaded
 from trtllm_bls.text.stopping import StoppingCriteria
-from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest, PromptIds, Wants
+from trtllm_bls.types import Backoff, EngineCapacity, EngineChunk, EngineRequest, PromptIds, Wants
 
-_ASK_AGAIN_S, _LONGEST_PAUSE_S = 1.0, 30.0  # the pause doubles while an engine does not answer
+_ASK_AGAIN_S = Backoff(1.0, 30.0)  # The pause grows while an engine does not answer.
 _LOST = (EngineUnavailable, EngineStalled)
 # Engines keep the KV cache in blocks of this many tokens or more.
 _BLOCK_TOKENS, _REMEMBERED_BLOCKS = 32, 200_000
@@ -79,12 +79,12 @@ class _Replica:
             self.capacity = capacity
 
     async def _watch(self) -> None:
-        pause = _ASK_AGAIN_S
+        pause = _ASK_AGAIN_S.first
         while True:
             await asyncio.sleep(pause)
             await asyncio.wait({self.ask()})
             closed = self.capacity is not None
-            pause = _ASK_AGAIN_S if closed else min(2 * pause, _LONGEST_PAUSE_S)
+            pause = _ASK_AGAIN_S.first if closed else _ASK_AGAIN_S.after(pause)
 
     async def close(self) -> None:
         for pending in (self._asking, self._watching):

@@ -34,6 +34,7 @@ from trtllm_bls.speculative.rounds import (
     Verify,
 )
 from trtllm_bls.types import (
+    Backoff,
     Draft,
     EngineCapacity,
     EngineChunk,
@@ -46,7 +47,8 @@ from trtllm_bls.types import (
 _NOT_ASKED = SpeculationRequest()
 _PLAIN = SpeculationOptions(num_draft_tokens=0)
 # A full queue in the middle of an answer is waited for: seconds, doubled each time.
-_FIRST_RETRY_S, _LONGEST_RETRY_S, _RETRIES = 0.02, 1.0, 40
+_RETRY_S = Backoff(0.02, 1.0)
+_RETRIES = 40
 
 log = logging.getLogger("trtllm_bls.speculation")
 
@@ -256,7 +258,8 @@ class SpeculativeRun:
         not end it.
         """
         begun = len(request.input_ids) > self._prompt_tokens
-        for retry in range(_RETRIES if begun else 0):
+        pause = 0.0
+        for _ in range(_RETRIES if begun else 0):
             stream = self._target.generate(request)
             try:
                 await stream.wait()
@@ -264,7 +267,8 @@ class SpeculativeRun:
                 await stream.aclose()
                 if not isinstance(error, Overloaded):
                     raise
-                await asyncio.sleep(min(_FIRST_RETRY_S * 2**retry, _LONGEST_RETRY_S))
+                pause = _RETRY_S.after(pause)
+                await asyncio.sleep(pause)
             else:
                 return stream
         return self._target.generate(request)

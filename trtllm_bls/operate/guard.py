@@ -16,8 +16,9 @@ more, then they are killed, and the working directory is removed. The exit code 
 (128 + n for signal n).
 
 The guard is there before the working directory is, so that a launcher may die while it prepares the
-server. It is a process of its own for three reasons: the launcher may be killed at any moment; the
-kernel's parent-death signal reaches only direct children, and comes also when just the *thread*
+server. It also passes on the server's output, so that a launcher that is stopped holds up no server
+that logs. It is a process of its own for three reasons: the launcher may be killed at any moment;
+the kernel's parent-death signal reaches only direct children, and comes also when just the *thread*
 that started them ends; and a stub that hangs does not notice that its server has died.
 """
 
@@ -32,12 +33,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trtllm_bls.orchestrator.output import QueuedStream
+    from trtllm_bls.orchestrator.status import StatusDirectory
 
 POLL_SECONDS = 0.05
+_WAITING_OUTPUT = 8 << 20  # bytes that the launcher has not read
+_LAST_LINES_S = 5.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOP, KILL = b"s", b"k"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,25 +68,41 @@ def main(workdir: str, shared_memory: str, mark: str, drain: float, grace: float
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     control = os.dup(0)
-    with open(control, "rb", buffering=0, closefd=False) as reading:  # no byte after the line
-        order = reading.readline()
+    with open(control, "rb", buffering=0, closefd=False) as pipe:  # no byte after the line
+        order = pipe.readline()
     if not order.endswith(b"\n"):  # the launcher has died, or needs no server
         remove_traces(Path(workdir), shared_memory)
         return 0
     job = json.loads(order)
     devnull = os.open(os.devnull, os.O_RDWR)
+    # The launcher may be stopped, and the server must not wait for it when it logs. So the guard
+    # reads the server's output. It ends when the server and its stubs have, which alone hold it.
+    reading, writing = os.pipe()
     server = subprocess.Popen(
         job["command"],
         env=job["environment"],
         stdin=devnull,
+        stdout=writing,
+        stderr=writing,
         start_new_session=True,
         preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
     )
-    # Only the server and its stubs may hold the log pipe: its end is how the launcher knows.
+    os.close(writing)
+    launcher_output = os.dup(1)
     for descriptor in (0, 1, 2):
         os.dup2(devnull, descriptor)
-    code = _watch(server, control, wake, job["status"], drain, grace)
+    # An isolated interpreter does not find this package by itself.
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from trtllm_bls.orchestrator.output import QueuedStream
+    from trtllm_bls.orchestrator.status import StatusDirectory
+
+    output = QueuedStream(launcher_output, encoding="latin-1", limit=_WAITING_OUTPUT)
+    passing_on = threading.Thread(target=_pass_on, args=(reading, output))
+    passing_on.start()
+    status = StatusDirectory(job["status"])
+    code = _watch(server, control, wake, status, drain, grace)
     _kill_children()
+    passing_on.join()
     launcher = select.poll()
     launcher.register(control, 0)  # reports the end of file alone
     launcher_died = bool(launcher.poll(0))
@@ -94,7 +119,7 @@ def _watch(
     server: subprocess.Popen[bytes],
     control: int,
     wake: int,
-    status: str,
+    files: StatusDirectory,
     drain: float,
     grace: float,
 ) -> int:
@@ -103,11 +128,6 @@ def _watch(
     In an orderly end the models hand over first. Once a server has been told to stop, its models
     cannot send it requests any more, which those that speculate do all the time.
     """
-    # An isolated interpreter does not find this package by itself.
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
-    from trtllm_bls.orchestrator.status import StatusDirectory
-
-    files = StatusDirectory(status)
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
@@ -139,6 +159,14 @@ def _watch(
             with suppress(OSError):
                 files.ask_to_drain(begun + max(drain / 2, drain - 1.0))
     return server.returncode
+
+
+def _pass_on(reading: int, output: QueuedStream) -> None:
+    """Pass the server's lines on to its end. Lines that the launcher does not read are dropped."""
+    with open(reading, "rb") as lines:
+        for line in lines:
+            output.write(line.decode("latin-1"))  # Each byte stays what it is.
+    output.drain(_LAST_LINES_S)
 
 
 def _kill_children() -> None:

@@ -41,6 +41,7 @@ from trtllm_bls.operate.preparation import BLS, TMPDIR, Scratch
 from trtllm_bls.orchestrator.status import CANARY_ID
 from trtllm_bls.settings.command_options import ServeSettings
 from trtllm_bls.settings.parameters import DRAFT_MODEL_DIR, ENGINE_TRANSPORT, MODEL_DIR, STATUS_DIR
+from trtllm_bls.types import Backoff
 
 # Another program may take a port between its choice and the server's start, seconds later, and
 # Triton's Python backend now and then dies of a race between its stubs.
@@ -55,6 +56,10 @@ GRACE_MARGIN = 10.0
 # The longest wait for killed processes to disappear, and for the log to end.
 _LAST_LINES_S = 5.0
 _FOREVER_S = 1e9
+
+# Pauses before a process is started again, and how long a run lasts after which they begin anew.
+_RESTART_S = Backoff(1.0, 30.0)
+_GOOD_RUN_S = 60.0
 
 
 class ServerFailed(SetupError):
@@ -217,6 +222,11 @@ class TritonServer:
             if process and server and server.status() != psutil.STATUS_ZOMBIE:
                 self._failure = problem  # otherwise it has ended by itself
                 process.kill()
+
+    def wake_guard(self) -> None:
+        """Continue a guard that was stopped (SIGSTOP), which passes on the server's output."""
+        if self._process is not None:
+            self._process.wake()
 
     def end_unloading(self) -> None:
         """Kill a server that is stopping and has no requests left; ``wait`` then returns."""
@@ -514,6 +524,12 @@ class GuardedProcess:
         self.wait()
         self._scratch.remove()
 
+    def wake(self) -> None:
+        """Continue the guard if it was stopped (SIGSTOP)."""
+        with suppress(psutil.Error, OSError):
+            if psutil.Process(self._guard.pid).status() == psutil.STATUS_STOPPED:
+                self._guard.send_signal(signal.SIGCONT)
+
     def _say(self, word: bytes) -> None:
         if self._guard.stdin and not self._guard.stdin.closed:
             with suppress(OSError):  # over already
@@ -527,7 +543,7 @@ def next_delay(last: float, up_s: float) -> float:
 
     ``last``: the delay before, 0 for none; ``up_s``: for how many seconds the process was up.
     """
-    return 1.0 if up_s >= 60.0 else min(max(1.0, 2 * last), 30.0)
+    return _RESTART_S.first if up_s >= _GOOD_RUN_S else _RESTART_S.after(last)
 
 
 def describe_exit(code: int) -> str:

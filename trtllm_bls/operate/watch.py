@@ -167,6 +167,7 @@ class Watch:
             asking_http = asyncio.create_task(self._ask_http(http) if http else asyncio.sleep(0))
             while not self._closing.is_set():
                 self.looked_at = now = time.monotonic()
+                server.wake_guard()
                 statuses = self._files.read()
                 self._look(statuses, now)
                 # A stopping server ends its processes one by one, within ``--exit-timeout``.

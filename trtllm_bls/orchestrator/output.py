@@ -66,10 +66,12 @@ class QueuedStream(io.TextIOBase):
         self,
         descriptor: int,
         *,
+        encoding: str = "utf-8",
         limit: int = _LIMIT,
         on_failure: Callable[[OSError], object] = lambda error: None,
     ) -> None:
         super().__init__()
+        self.encoding = encoding
         self.gap_text = gap_text
         self.dropped = 0
         self._descriptor = descriptor

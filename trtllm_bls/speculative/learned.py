@@ -21,7 +21,7 @@ from statistics import median
 
 from trtllm_bls.speculative.ngrams import Acceptance, DraftMemories, NgramAcceptance
 from trtllm_bls.speculative.options import SpeculationOptions
-from trtllm_bls.types import EngineCapacity
+from trtllm_bls.types import Backoff, EngineCapacity
 
 # In-flight requests -> longest draft, read as "up to so many requests"; none above the last row.
 # The shape of TensorRT-LLM's draft_len_schedule and vLLM's table, at the small end of both:
@@ -32,8 +32,8 @@ FIRST_LENGTH = 2  # of a draft, before any cost is known
 # Of a round over plain decoding, for n-grams, which nearly always match somewhere. Asking for less
 # makes twice as many rounds, each with CPU of its own, for 1 % in all.
 NGRAM_GAIN = 1.1
-FIRST_PAUSE = 64  # plain tokens before drafting is tried again; doubles while it does not pay
-LONGEST_PAUSE = 256
+# Plain tokens before drafting is tried again; more while it does not pay.
+PAUSE_TOKENS = Backoff(64, 256)
 # One pausing request in 8 drafts again after 16 tokens. Otherwise answers shorter than the pause
 # would never show that drafting has begun to pay.
 EARLY_INTERVAL, EARLY_PAUSE = 8, 16
@@ -226,7 +226,7 @@ class DraftLength:
         if best == 0 and self._pause == 0:
             early = self._shared.pauses % EARLY_INTERVAL == 0
             self._shared.pauses += 1
-            self._begin_pause(generated, EARLY_PAUSE if early else FIRST_PAUSE)
+            self._begin_pause(generated, EARLY_PAUSE if early else PAUSE_TOKENS.first)
         elif best == 0:
             return min(PROBE, most)
         return best
@@ -257,7 +257,7 @@ class DraftLength:
         if self._best(max(1, self.most())):
             self._pause = 0
         else:
-            self._begin_pause(generated, min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE))
+            self._begin_pause(generated, PAUSE_TOKENS.after(self._pause))
 
     def _best(self, most: int) -> int:
         rates = repeat(self._acceptance.rate)

@@ -54,6 +54,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.orchestrator.garbage import collect_rarely
 from trtllm_bls.triton.one_core import OneCore
+from trtllm_bls.types import Backoff
 
 # Each question whether a caller has left costs a round trip to the server. The watcher asks for at
 # most so many calls per look: for each call every 50 ms up to 60 calls, every 250 ms at 300.
@@ -72,7 +73,7 @@ _FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # enough unless the machine keeps that thread from a core for longer.
 STATUS_ASKED, ERROR_AS_STATUS_SECONDS = '"triton_grpc_error"', 1.0
 # Waiting time before an end that Triton did not accept is sent again; it doubles each time.
-_FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 5.0
+_RETRY_SECONDS = Backoff(0.2, 5.0)
 _UNSENDABLE = EngineUnavailable("a response could not be sent; the server's log tells why")
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
@@ -304,7 +305,7 @@ class Outbox:
     kept: collections.deque[_Response] = field(default_factory=collections.deque)
     state: Sending = Sending.IDLE
     begun: bool = False  # a response has been handed over
-    retry_seconds: float = _FIRST_RETRY_SECONDS
+    retry_seconds: float = _RETRY_SECONDS.first
 
     def put(self, response: _Response, ends: int) -> Send | Delay | None:
         """A response, which is the last of ``ends`` sequences. Not for a call that has ended."""
@@ -320,7 +321,7 @@ class Outbox:
             self.kept.append(_UNSENDABLE)
             self.state = Sending.DELAYED
             delay = Delay(self.retry_seconds)
-            self.retry_seconds = min(2 * self.retry_seconds, _LONGEST_RETRY_SECONDS)
+            self.retry_seconds = _RETRY_SECONDS.after(self.retry_seconds)
             return delay
         if self.kept:
             return self.due()

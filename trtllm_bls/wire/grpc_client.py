@@ -41,12 +41,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
+from trtllm_bls.types import Backoff
 from trtllm_bls.wire.http2 import GrpcError, Http2Client, Received, State, packed_headers
 
 _CONNECT_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0  # for the server to close its side of the socket
 _REFUSED_SECONDS = 10.0  # for which a call is sent again whose stream the server refuses unseen
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.1  # before it is sent again; doubled
+_PAUSE_SECONDS = Backoff(0.001, 0.1)  # before it is sent again
 _MOST_UNREAD = 2**22  # bytes that a server has to be told, and does not read
 _TRIES = 3  # of a call that servers leave unprocessed by their GOAWAY
 _COALESCE_CALLS, _COALESCE_SECONDS = 16, 0.002  # from so many calls on, reads are so far apart
@@ -267,7 +268,7 @@ class _Connection(asyncio.Protocol):
         self.calls: dict[int, GrpcCall] = {}  # by stream
         # Until the timer is due no stream is opened, as the server has refused some.
         self._pause: asyncio.TimerHandle | None = None
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._pause_seconds = _PAUSE_SECONDS.first
         self._flush_scheduled = self._writing_paused = False
         self._unread = 0  # bytes that were written since writing was paused
 
@@ -393,7 +394,7 @@ class _Connection(asyncio.Protocol):
         received = self.protocol.receive(data)
         for stream_id in received.answered:
             self.calls[stream_id].unanswered = None
-            self._pause_seconds = _FIRST_PAUSE_SECONDS
+            self._pause_seconds = _PAUSE_SECONDS.first
         for stream_id, messages in received.messages.items():
             if (call := self.calls.get(stream_id)) is None:  # a callback has just cancelled it
                 continue
@@ -452,7 +453,7 @@ class _Connection(asyncio.Protocol):
                     call.end(GrpcError("UNAVAILABLE", reason))
         elif again and self._pause is None:
             self._pause = self._loop.call_later(self._pause_seconds, self._end_pause)
-            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+            self._pause_seconds = _PAUSE_SECONDS.after(self._pause_seconds)
         self.flush_soon()
 
     def _end_pause(self) -> None:
