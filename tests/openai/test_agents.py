@@ -635,6 +635,36 @@ def test_logs_and_metrics_tell_the_api(speak: Any, caplog: pytest.LogCaptureFixt
         assert f"trtllm_bls_api_requests_total{{{labels}}} 1\n" in told
 
 
+@pytest.mark.parametrize(
+    ("path", "api"),
+    [
+        ("/v1/chat/completions", "chat.completion"),
+        ("/v1/completions", "text_completion"),
+        ("/v1/responses", "response"),
+        ("/v1/responses/compact", "response.compaction"),
+        ("/v1/messages", "message"),
+    ],
+)
+@pytest.mark.parametrize("body", [b"{", b'{"model": "unknown"}'])
+def test_metrics_tell_the_api_of_a_refused_request(
+    speak: Any, path: str, api: str, body: bytes
+) -> None:
+    """Also where nobody could read what it asks for: it is over, too."""
+    model = speak("Done.")
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{model.api.url}{path}", body, headers)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    refused.value.close()
+
+    def is_counted() -> bool:
+        with urllib.request.urlopen(f"{model.api.url}/metrics") as answer:
+            labels = f'api="{api}",outcome="refused",model="{MODEL}"'
+            return f"trtllm_bls_api_requests_total{{{labels}}} 1\n" in answer.read().decode()
+
+    until(is_counted)
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_one_call_where_the_agent_wants_one_at_a_time(speak: Any, parallel: bool) -> None:
     """Each API says so in its own way."""

@@ -59,7 +59,14 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
     orchestrator = backend.orchestrator
     models = ServedModels(backend, settings)
     references = References(settings)
-    refusals = Refusals(orchestrator)
+    kinds = {
+        "/v1/chat/completions": ChatResponse.object,
+        "/v1/completions": CompletionResponse.object,
+        PATH: ResponsesResponse.object,
+        "/v1/responses/compact": CompactResponse.object,
+        "/v1/messages": MessagesResponse.object,
+    }
+    refusals = Refusals(orchestrator, kinds)
     running = RunningRequests()
     bodies = BodyReader(settings.max_body_bytes, seconds=settings.body_s)
     health = Health(orchestrator, next(iter(backend.tokenizer.end_ids), 0))

@@ -52,7 +52,8 @@ class Reply:
             self.request_id = uuid.uuid4().hex.encode()
         self.begun = False
         self.num_puts = 0
-        self._for_anthropic = scope["path"].startswith(PATH)
+        self.path: str = scope["path"]
+        self._for_anthropic = self.path.startswith(PATH)
         self._send = send
         # Removed from the scope because it refers to it: the cycle of references would keep the
         # request alive until a garbage collection.

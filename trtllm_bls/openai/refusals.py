@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.types import Scope, Send
 
 from trtllm_bls.errors import InvalidRequest, Overloaded
@@ -15,10 +17,14 @@ _HEADERS = {401: "authorization", 403: "origin", 415: "content-type", 421: "host
 
 
 class Refusals:
-    """Reports refused requests as the orchestrator reports those that it refuses itself."""
+    """Reports refused requests as the orchestrator reports those that it refuses itself.
 
-    def __init__(self, orchestrator: Orchestrator) -> None:
+    ``kinds``: the kind of answer that a path has, by which requests are counted.
+    """
+
+    def __init__(self, orchestrator: Orchestrator, kinds: Mapping[str, str]) -> None:
         self._orchestrator = orchestrator
+        self._kinds = kinds
 
     async def answer(self, scope: Scope, send: Send, cause: Refused) -> None:
         """Answer a request that did not get as far as its route."""
@@ -32,5 +38,6 @@ class Refusals:
             field = error.param or _HEADERS.get(error.status, "body")
             limit = "max_body_bytes" if error.status == 413 else None
             cause = InvalidRequest(field, error.problem, limit)
-        self._orchestrator.refused(reply.request_id.decode(), cause)
+        kind = self._kinds.get(reply.path)
+        self._orchestrator.refused(reply.request_id.decode(), cause, kind)
         return error

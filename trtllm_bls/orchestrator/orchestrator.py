@@ -282,9 +282,9 @@ class Orchestrator:
         self._check(request)
         return self.prompts.make(request, None, _give_way).asked.input_ids
 
-    def refused(self, request_id: str, error: Exception) -> None:
-        """A request was refused before it could be run: it counts as one that was."""
-        self._on_end(stats_of(request_id, error))
+    def refused(self, request_id: str, error: Exception, api: str | None = None) -> None:
+        """Count a request that was refused before it could run, by the ``api`` that it was for."""
+        self._on_end(stats_of(request_id, error, api=api))
 
     async def run(
         self,
