@@ -48,6 +48,10 @@ TEMPLATES = {
         "m.role in ('user', 'assistant') and not calls and"
         " (m.role == 'user') != (ns.turns % 2 == 0)"
     ),
+    "text beside calls": "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}"
+    "{% for call in m.tool_calls %}"
+    "[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}",
     "tools": "{% for m in messages %}{% if m.role == 'tool' or m.tool_calls %}"
     "{{ raise_exception('tools') }}{% endif %}{% endfor %}" + LOOP,
     "all but pairs": refusing(
@@ -128,7 +132,7 @@ def test_a_conversation_that_a_template_accepts_stays_as_it_is(template: str) ->
     plain = [user("q1"), answer("t1"), user("q2")]
     loop = [user("q1"), answer("t0", "ls"), result("ls", "r1"), answer("t1"), user("q2")]
     assert order.fitted(plain) == plain
-    if order.tools:
+    if order.tools and order.text_beside_calls:
         assert order.fitted(loop) == loop
 
 
@@ -154,5 +158,13 @@ def test_published_templates_accept_what_agents_send(
     """All conversations with all templates of two collections."""
     published = dict(templates(tmp_path_factory.mktemp("npm")))
     published |= templates_of_llama_cpp(tmp_path_factory.mktemp("llama-cpp"))
-    refused = {name: CONVERSATIONS.keys() - accepted(text) for name, text in published.items()}
-    assert {name: sorted(lost) for name, lost in refused.items() if lost} == {}
+    lost = {name: CONVERSATIONS.keys() - accepted(text) for name, text in published.items()}
+    names = {name for name, conversations in lost.items() if conversations}
+    # Judges of one text, and templates that want variables of their own, are no chats.
+    no_chats = ("firefunction", "guardian", "llama-guard", "shieldgemma", "README", "tool_use")
+    assert {name for name in names if not any(word in name for word in no_chats)} <= {
+        # Neither a second answer nor the text beside a call has a place in them.
+        *("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407"),
+        # The text before a call of an answer that another call precedes is left out.
+        *("openai-gpt-oss-120b", "library/r1-1776:671b", "NVIDIA-Nemotron-Nano-v2"),
+    }

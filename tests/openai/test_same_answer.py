@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import tracemalloc
 from dataclasses import asdict
 from typing import Any
@@ -27,7 +28,7 @@ from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.text.json_values import json_value
 from trtllm_bls.text.turn_order import TurnOrder
-from trtllm_bls.types import Ending, FinishReason, TextChunk
+from trtllm_bls.types import Ending, FinishReason, TextChunk, TokenText
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "1"}}\n</tool_call>'
@@ -287,3 +288,33 @@ def test_texts_of_many_turns_are_copied_once(turns: int) -> None:
     assert joined["content"] == "\n\n".join(texts)
     assert (message["content"], message["reasoning"]) == ("\n".join(texts), "".join(texts))
     assert message["reasoning_content"] == message["reasoning"] and copied < 14_000_000
+
+
+THOUGHT = "<think>Two and two are four"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("text", "is_cut"), [(THOUGHT, True), (f"{THOUGHT}</think>4", False)])
+def test_where_an_answer_ended_is_told_alike(stream: bool, text: str, is_cut: bool) -> None:
+    """Inside the reasoning, by the limit of tokens, or behind it, by itself."""
+    formats = ChatFormats(reasoning=REASONING_TAGS["think"])
+    reason = FinishReason.LENGTH if is_cut else FinishReason.END_ID
+    ids = tokenizer().encode(text, False)
+    detokenizer = tokenizer().detokenizer(skip_special_tokens=False)
+    pieces = [detokenizer.feed_one(token) for token in ids]
+    tokens = [TokenText(token, data, None) for token, (_, data) in zip(ids, pieces, strict=True)]
+    said = "".join(piece for piece, _ in pieces)
+    ending = Ending(finish_reason=reason, prompt_tokens=1, completion_tokens=9)
+    told = {}
+    for builder in builders(stream, formats):
+        events = builder.add(0, TextChunk(said, 0, ending, tokens=tuple(tokens)))
+        events += builder.last_events() if stream else builder.whole()
+        told[type(builder)] = events.decode()
+    assert ('"finish_reason":"length"' in told[ChatResponse]) is is_cut
+    assert ('"status":"incomplete"' in told[ResponsesResponse]) is is_cut
+    assert ('"stop_reason":"max_tokens"' in told[MessagesResponse]) is is_cut
+    counts = re.findall(r'"reasoning_tokens":(\d+)', told[ResponsesResponse])
+    inside = tokenizer().encode(" and two are four", False)
+    assert len(inside) <= int(counts[-1]) < len(ids)
+    if not stream:  # a stream of a chat tells usage where it is asked to
+        assert re.findall(r'"reasoning_tokens":(\d+)', told[ChatResponse]) == counts

@@ -24,6 +24,7 @@ from trtllm_bls.orchestrator.chat_turn import Conversation
 from trtllm_bls.text.chat_parser import (
     Annotation,
     Arguments,
+    ChatEvent,
     Content,
     Reasoning,
     Refusal,
@@ -237,12 +238,18 @@ class ChoicesBuilder(ResponseBuilder):
         }
         if self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
-        if any(request.prediction for request in self.requests):
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self._accepted,
-                "rejected_prediction_tokens": self._predicted - self._accepted,
-            }
+        details = self._completion_details()
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
+
+    def _completion_details(self) -> dict[str, int]:
+        if not any(request.prediction for request in self.requests):
+            return {}
+        return {
+            "accepted_prediction_tokens": self._accepted,
+            "rejected_prediction_tokens": self._predicted - self._accepted,
+        }
 
 
 def sse(kind: str, **fields: object) -> bytes:
@@ -375,6 +382,38 @@ class TokenSpans:
             if last > begin:
                 scores.append(score)
         return scores
+
+
+class ReasoningTokens:
+    """Counts the tokens of an answer's reasoning, by its tokens and the events of its text."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._tokens = TokenSpans()
+        self._open: tuple[int, int] | None = None  # of the part, in characters of the answer
+
+    def add(self, tokens: Sequence[TokenText]) -> None:
+        """Add the tokens of a chunk, before its events."""
+        self._tokens.add(tokens, tokens)
+
+    def read(self, event: ChatEvent) -> None:
+        """Read the next event."""
+        if not isinstance(event, Reasoning):
+            self.close()
+            return
+        begin, end = event.span
+        if self._open is None or event.begins:
+            self.close()
+        else:
+            begin = self._open[0]
+        self._open = (begin, end)
+        self.count += len(self._tokens.take(begin, end))
+
+    def close(self) -> None:
+        """Count the tokens whose text left before them: another part begins, or the end is here."""
+        if self._open is not None:
+            self.count += len(self._tokens.take(*self._open))
+            self._open = None
 
 
 def spelled(data: bytes) -> str:

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtllm_bls.openai.api_errors import invalid
-from trtllm_bls.openai.builder import ChoicesBuilder, Delta, TokenScores, chat_logprobs, well_ended
+from trtllm_bls.openai.builder import (
+    ChoicesBuilder,
+    Delta,
+    ReasoningTokens,
+    TokenScores,
+    chat_logprobs,
+    well_ended,
+)
 from trtllm_bls.openai.content import ContentReader, note_once
 from trtllm_bls.openai.conversation import (
     FREE_TEXT,
@@ -78,7 +85,8 @@ class ChatResponse(ChoicesBuilder):
             stop_words=request.stop_words,
             max_tokens=request.max_tokens if limit is None else limit,
             wants=Wants(log_probs=bool(request.logprobs), top_log_probs=request.top_logprobs or 0),
-            return_tokens=bool(request.logprobs),
+            # Without them nobody knows how many tokens were reasoning.
+            return_tokens=bool(request.logprobs) or model.reasons,
             return_drafted=bool(request.return_drafted),
             prediction=model.reader.text("prediction.content", prediction.content)
             if prediction
@@ -86,6 +94,9 @@ class ChatResponse(ChoicesBuilder):
         )
         super().__init__(request, model, [turn.request], turn.guide_field)
         self._parsers = turn.parsers
+        self._reasoning: dict[int, ReasoningTokens] = {}  # by choice, of a model that reasons
+        if model.reasons:
+            self._reasoning = {index: ReasoningTokens() for index in range(request.n or 1)}
         self._begun: set[int] = set()
         custom = [tool["custom"] for tool in request.tools or () if tool.get("type") == "custom"]
         self._custom = {tool["name"] for tool in custom}
@@ -109,6 +120,13 @@ class ChatResponse(ChoicesBuilder):
         else:
             reason = None if ending is None else ending.finish_reason
             events = parser.feed(chunk.text, reason)
+            reasoning = self._reasoning.get(index)
+            if reasoning is not None:
+                reasoning.add(chunk.tokens or ())
+                for event in events:
+                    reasoning.read(event)
+                if ending is not None:
+                    reasoning.close()
             deltas = list(self._event_deltas(index, events, ending))
             if not deltas and logprobs is not None:  # of tokens that have no text yet
                 deltas.append({})
@@ -190,6 +208,12 @@ class ChatResponse(ChoicesBuilder):
         if fields["finish_reason"] == "stop" and parser.has_calls and not parser.is_cut:
             fields["finish_reason"] = "tool_calls"
         return fields
+
+    def _completion_details(self) -> dict[str, int]:
+        details = super()._completion_details()
+        if self._reasoning:
+            details["reasoning_tokens"] = sum(each.count for each in self._reasoning.values())
+        return details
 
 
 def conversation_of(request: ChatRequest, reader: ContentReader) -> Conversation:

@@ -47,6 +47,12 @@ from trtllm_bls.text.json_values import json_value
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
 
 _SCORES = "message.output_text.logprobs"  # what ``include`` says for log-probabilities
+# The other values of ``include`` that OpenAI knows; all are of what its own tools and servers add.
+_NOTHING_INCLUDED = {
+    *("reasoning.encrypted_content", "message.input_image.image_url"),
+    *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+}
 # The fields that an item of each type has to have. Items of other types belong to tools that
 # OpenAI runs, in conversations that began there: they are left out.
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -135,13 +141,12 @@ class ResponsesRequest(Generation, kw_only=True):
     no_effect = (
         *("client_metadata", "prompt_cache_options", "prompt_cache_retention", "service_tier"),
         *("stream_options", "user", "access_programs", "background_options", "image"),
+        "context_management",
     )
     refused: ClassVar[RefusedFields] = {
         **dict.fromkeys(("conversation", "prompt", "moderation"), ()),
         "background": (False,),
         "generate": (True,),
-        "context_management": ([],),
-        "truncation": ("disabled",),
     }
 
     input: str | Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_ITEMS)] | None = None
@@ -160,6 +165,8 @@ class ResponsesRequest(Generation, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     include: list[str] | None = None
+    # ``auto`` holds while the conversation fits; what is too long is refused, as without it.
+    truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -265,7 +272,10 @@ class ResponsesResponse(PartsBuilder):
         model: ChatModel,
         referred: Referred = _NO_REFERENCES,
     ) -> None:
-        self._tools, alternatives = _Tools(), request.top_logprobs or 0
+        self._tools = _Tools()
+        alternatives = request.top_logprobs or 0
+        for unknown in {*(request.include or ())} - {_SCORES, *_NOTHING_INCLUDED}:
+            note_once(f"the value {unknown[:80]!r} of include, which is unknown and has no effect")
         scored = bool(alternatives) or _SCORES in (request.include or ())
         super().__init__(
             request,
@@ -565,7 +575,7 @@ def _echoed(request: ResponsesRequest) -> dict[str, Any]:
         ],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
-        "truncation": "disabled",
+        "truncation": request.truncation or "disabled",
     }
 
 

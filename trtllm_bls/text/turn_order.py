@@ -36,7 +36,8 @@ class TurnOrder:
     stand anywhere. ``users`` and ``answers``: two messages of users, or two answers, may follow one
     another. ``greeting``: an answer may come first. ``tools``: calls and their results are shown.
     ``lone_calls``: a call needs no result. ``lone_results``: a result needs no call.
-    ``interruptions``: a user's message may follow a result.
+    ``interruptions``: a user's message may follow a result. ``text_beside_calls``: the text of a
+    turn is shown beside its calls.
     """
 
     system: bool = True
@@ -48,13 +49,15 @@ class TurnOrder:
     lone_calls: bool = True
     lone_results: bool = True
     interruptions: bool = True
+    text_beside_calls: bool = True
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TurnOrder:
         """Find the orders that the tokenizer's template accepts, by prompts that it writes.
 
-        A conversation is spelled by its turns: s(ystem), u(ser), a(nswer), c(all), r(esult). Each
-        goes on for a turn or two, since some templates only count turns of some kinds.
+        A conversation is spelled by its turns: s(ystem), u(ser), a(nswer), c(all), t(ext beside a
+        call), r(esult). Each goes on for a turn or two, since some templates only count turns of
+        some kinds.
         """
 
         def accepts(*conversations: str) -> bool:
@@ -71,6 +74,7 @@ class TurnOrder:
             lone_calls=tools and accepts("ucua", "ucau"),
             lone_results=tools and accepts("urau"),
             interruptions=tools and accepts("ucrua"),
+            text_beside_calls=tools and accepts("utrau"),
         )
 
     def fitted(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -82,6 +86,8 @@ class TurnOrder:
             turns = list(map(_as_plain_text, turns))
         elif any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns):
             turns = self._with_calls_and_results(turns)
+        if self.answers and self.tools and not self.text_beside_calls:
+            turns = list(itertools.chain.from_iterable(map(_text_before_calls, turns)))
         if not self.greeting:
             turns = _with_question_first(turns)
         joined_roles = set()
@@ -137,6 +143,15 @@ class TurnOrder:
 
 
 ANY_ORDER = TurnOrder()
+
+
+def _text_before_calls(turn: Message) -> list[Message]:
+    """Return the text and the calls of a turn as two turns."""
+    if not turn.get("tool_calls") or not turn.get("content"):
+        return [turn]
+    text = {key: value for key, value in turn.items() if key != "tool_calls"}
+    calls = {"role": "assistant", "content": "", "tool_calls": turn["tool_calls"]}
+    return [text, calls]
 
 
 def _missing_results(calls: Mapping[str, Mapping[str, Any]]) -> list[Message]:
@@ -216,11 +231,14 @@ def _is_shown(tokenizer: Tokenizer, turns: str) -> bool:
     call_id = "probecall"  # of nine characters, as some templates want
     for number, kind in enumerate(turns):
         text = f"{kind}{number}9q"
-        if kind == "c":
+        if kind in "ct":
             function = {"name": _PROBE_TOOL, "arguments": {"probe_key": text}}
             call_id = f"probecal{number}"
             call = {"id": call_id, "type": "function", "function": function}
-            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            beside = f"{text}beside" if kind == "t" else ""
+            messages.append({"role": "assistant", "content": beside, "tool_calls": [call]})
+            if beside:
+                texts.append(beside)
         elif kind == "r":
             result = {"role": "tool", "tool_call_id": call_id, "name": _PROBE_TOOL}
             messages.append({**result, "content": text})
@@ -228,7 +246,7 @@ def _is_shown(tokenizer: Tokenizer, turns: str) -> bool:
             role = {"s": "system", "u": "user", "a": "assistant"}[kind]
             messages.append({"role": role, "content": text})
         texts.append(text)
-    has_calls = "c" in turns or "r" in turns
+    has_calls = not {"c", "t", "r"}.isdisjoint(turns)
     parameters = {"type": "object", "properties": {"probe_key": {"type": "string"}}}
     function = {"name": _PROBE_TOOL, "description": "a", "parameters": parameters}
     tools = ({"type": "function", "function": function},) if has_calls else None
