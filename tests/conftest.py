@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse what would spread the tests of one server silently."""
     if config.getoption("dist", "no") == "loadgroup" and pytest.version_tuple >= (9, 2):
         raise pytest.UsageError("pytest-xdist 3.8 needs pytest<9.2 for --dist loadgroup")
+    config.pluginmanager.register(ChildrenOfFixtures())
     name, _, value = MARK.partition("=")
     os.environ[name] = value
 
@@ -112,13 +113,16 @@ def _fixtures(item: pytest.Item) -> frozenset[str]:
     return frozenset(getattr(item, "fixturenames", ()))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
-    """Know the child processes of fixtures that several tests share."""
-    if fixturedef.scope == "function":
-        return (yield)
-    with children.kept():
-        return (yield)
+class ChildrenOfFixtures:
+    """A plugin of its own: pytest sets up session fixtures without the hooks of this file."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+        """Know the child processes of fixtures that several tests share."""
+        if fixturedef.scope == "function":
+            return (yield)
+        with children.kept():
+            return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,6 +9,7 @@ it runs, which nobody else then can.
 
 from __future__ import annotations
 
+import atexit
 import random
 import socket
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ def _is_free(port: int) -> bool:
 
 
 _pool = PortPool()
+atexit.register(_pool.close)
 
 
 def unused_ports(count: int) -> list[int]:

@@ -84,7 +84,7 @@ def test_has_a_child():
     Child([sys.executable, "-c", script]).output.next()
     assert False
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared():
     with subprocess.Popen(["sleep", "1001"]) as process:
         yield process
@@ -108,12 +108,14 @@ async def test_waits():
 
 def test_a_run_names_what_its_tests_leave_behind(tmp_path: Path) -> None:
     """Children of one test, and whatever else is there at the end; the coroutine that waits."""
-    (tmp_path / "test_it.py").write_text(RUN)
-    (tmp_path / "conftest.py").write_text(
+    tests = tmp_path / "tests"  # below the root, as ours
+    tests.mkdir()
+    (tests / "test_it.py").write_text(RUN)
+    (tests / "conftest.py").write_text(
         "import tests.conftest as own\nfrom tests.conftest import *\nown.ASYNC_TEST_S = 0.1\n"
     )
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    words += ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), str(tmp_path)]
+    words += ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), str(tests)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
