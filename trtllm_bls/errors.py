@@ -195,6 +195,15 @@ PROMPT_FIELDS = ("text_input", "prompt_ids", "input_ids", "messages")
 # What Triton's scheduler and TensorRT-LLM's executor say of a full queue, and the executor of a
 # prompt that is too long. A stream loses their code, so their words are all there is.
 _FULL_QUEUE = ("Maximum queue size of", "Exceeds maximum queue size", "exceeds maximum queue size")
+# What Triton's core says while it stops, and where a model is not served (yet, or any more).
+_STOPPING = (
+    "scheduler for model has stopped accepting new inference requests",
+    "has no available versions",
+    "is not at ready state",
+    "Server not ready",
+)
+_NOT_FOUND = " is not found"
+_FAILED = "Failed to process the request(s) for model instance"
 _TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_seq_len")
 _MAX_DIGITS = 18  # of an attribute on the wire
 
@@ -286,6 +295,20 @@ def _split_attributes(message: str) -> tuple[str, dict[str, int]]:
     return before, attributes
 
 
+def triton_status(text: str) -> str:
+    """Return gRPC's name of the status of an error of Triton's own, which a stream loses.
+
+    Triton puts the client's request id first, so only the ends of its sentences are looked at.
+    """
+    if text.endswith(_STOPPING) or any(words in text for words in _FULL_QUEUE):
+        return "UNAVAILABLE"
+    if text.rpartition("] ")[2].startswith(_FAILED):
+        return "INTERNAL"
+    if text.endswith(_NOT_FOUND):
+        return "NOT_FOUND"
+    return "INVALID_ARGUMENT"
+
+
 def from_wire(text: str) -> TrtllmBlsError:
     """Return an engine's error text as an error; one of ours becomes what it was raised as."""
     wire = WireText.parse(text)
@@ -304,6 +327,8 @@ def from_wire(text: str) -> TrtllmBlsError:
         return Overloaded.for_now(wire.message, 1)
     if wire.status == Overloaded.status:
         return Overloaded(wire.message, retry_after_s=retry_after_s)
+    if not wire.status and triton_status(wire.message) == "UNAVAILABLE":
+        return EngineUnavailable(wire.message)
     if says_too_long(wire.message):
         return PromptTooLong("input_ids", problem=wire.message)
     if wire.status in ("", EngineError.status):

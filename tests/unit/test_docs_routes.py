@@ -18,6 +18,7 @@ def columns(row: Route) -> tuple[str, ...]:
     types = [f"`{kind.decode()}`" if kind != UNNAMED else "not named" for kind in row.body]
     who = "everybody" if row.keyless else "who has a key, with `--http-keys`"
     who += "; only with `--open-control-apis`" * row.control
+    who += "; not with `--triton-infer off`" * row.tensors
     by = "the model, which the worker asks over gRPC" if row.by_grpc else "Triton's own HTTP port"
     headers = ", ".join(f"`{name.decode()}`" for name in row.headers)
     return ", ".join(types) or "it has none", who, by, headers or "none"
@@ -38,6 +39,17 @@ def test_the_page_has_the_table() -> None:
     found = lines[begin + 2 : begin + 2 + len(table())]
     assert found == table(), "\n".join(table())
     assert lines[begin + 2 + len(table())] == ""
+
+
+def test_infer_can_be_closed() -> None:
+    """It alone: generate and everything else is answered as before."""
+    for row in ROUTES:
+        if row.tensors:
+            with pytest.raises(Refused, match="serve --triton-infer on opens it") as refused:
+                judged(row.method, filled(row), True, True, opens_infer=False)
+            assert refused.value.status == 403
+        else:
+            assert judged(row.method, filled(row), True, True, opens_infer=False)[0] is row
 
 
 def filled(row: Route) -> bytes:

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_bls.http.infer import MAX_ELEMENTS, MAX_TEXTS, Forwarded, read_infer
+from trtllm_bls.http.budgets import MAX_ELEMENTS, MAX_TEXTS
+from trtllm_bls.http.infer import Forwarded, KeySalt, read_infer
+from trtllm_bls.http.keys import salt_of
 from trtllm_bls.http.limits import Refused
-from trtllm_bls.http.values import ELEMENT_BYTES
+from trtllm_bls.http.values import ELEMENT_BYTES, texts_in
 
 INT64_MAX = 2**63 - 1
 
@@ -97,6 +99,27 @@ def test_a_tensor_in_shared_memory_needs_the_control_apis() -> None:
     for body in (sent, {"inputs": [tensor()], "outputs": [{"name": "z", "parameters": region}]}):
         with pytest.raises(Refused, match="serve --open-control-apis opens it"):
             read(body)
+
+
+def test_a_key_has_a_kv_cache_of_its_own() -> None:
+    """A salt is added for each row, and one that the client sent is made one of its key."""
+    salt = KeySalt("k1", (-1, 1))
+    rows = {"inputs": [tensor(shape=[2, 1], data=[1, 2])]}
+    text, content = parts(read(rows, salt=salt))
+    added = text["inputs"][1]
+    assert (added["name"], added["datatype"], added["shape"]) == ("cache_salt", "BYTES", [2, 1])
+    first, second = texts_in(content[8:])
+    assert first == second and first.startswith(b"key:") and b"k1" not in first
+    sent = texts(b"mine")
+    own = tensor(name="cache_salt", datatype="BYTES", shape=[1, 1], data=["mine"])
+    packed_own = binary(len(sent), name="cache_salt", datatype="BYTES", shape=[1, 1])
+    for body, rest in (({"inputs": [tensor(), own]}, b""), ({"inputs": [packed_own]}, sent)):
+        text, content = parts(read(body, rest, salt=salt))
+        size = text["inputs"][-1]["parameters"]["binary_data_size"]
+        assert list(texts_in(content[-size:])) == [salt_of("k1", "mine").encode()]
+    wrong = tensor(name="cache_salt")
+    with pytest.raises(Refused, match="cache_salt: must be strings"):
+        read({"inputs": [wrong]}, salt=salt)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

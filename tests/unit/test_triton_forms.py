@@ -18,10 +18,13 @@ from trtllm_bls.http.generate import (
     is_final,
     response_json,
 )
+from trtllm_bls.http.keys import salt_of
 from trtllm_bls.http.limits import Refused
+from trtllm_bls.http.values import texts_in
 
 INPUTS = {
     "text": ("BYTES", [-1, 1]),
+    "cache_salt": ("BYTES", [-1, 1]),
     "ids": ("INT32", [-1, -1]),
     "words": ("INT32", [-1, 2, -1]),
     "share": ("FP32", [-1, 1]),
@@ -38,16 +41,16 @@ def metadata() -> Any:
     return answer
 
 
-def asked(body: object) -> Any:
+def asked(body: object, key: str = "") -> Any:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     inputs = {each.name: each for each in metadata().inputs}
     trace = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
-    packed = infer_request(raw, "m", inputs, "3", trace)
+    packed = infer_request(raw, "m", inputs, "3", trace, key)
     return service_pb2.ModelInferRequest.FromString(packed)
 
 
-def tensor(body: object, name: str) -> tuple[list[int], bytes]:
-    request = asked(body)
+def tensor(body: object, name: str, key: str = "") -> tuple[list[int], bytes]:
+    request = asked(body, key)
     places = {each.name: place for place, each in enumerate(request.inputs)}
     return list(request.inputs[places[name]].shape), request.raw_input_contents[places[name]]
 
@@ -70,6 +73,26 @@ def test_members_become_inputs_and_parameters() -> None:
         "a": 0.5,
         "triton_enable_empty_final_response": True,
     }
+
+
+def test_a_key_has_a_kv_cache_of_its_own() -> None:
+    """As on the OpenAI API's port; also where two keys send the same salt. No key is told."""
+
+    def salts(key: str, **body: object) -> tuple[list[int], list[bytes]]:
+        shape, content = tensor({"text": ["a", "b"], **body}, "cache_salt", key)
+        return shape, list(texts_in(content))
+
+    for shape, (first, second) in (salts("k1"), salts("k2")):
+        assert shape == [2, 1] and first == second and first.startswith(b"key:")
+    assert salts("k1") != salts("k2")
+    own = salts("k1", cache_salt=["s", "t"])
+    assert own[1] == [salt_of("k1", "s").encode(), salt_of("k1", "t").encode()]
+    assert own != salts("k2", cache_salt=["s", "t"])
+    assert salts("", cache_salt=["s", "t"])[1] == [b"s", b"t"]
+    with pytest.raises(Refused, match="cache_salt: must be strings"):
+        salts("k1", cache_salt=[1, 2])
+    assert [each.name for each in asked({"text": "a"}).inputs] == ["text"]
+    assert not any(b"k1" in salt for salt in (*own[1], *salts("k1")[1]))
 
 
 @pytest.mark.parametrize(

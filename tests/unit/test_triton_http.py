@@ -396,6 +396,87 @@ def test_an_invalid_trace_is_left_out() -> None:
     assert b"traceparent" not in server.sent
 
 
+STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+FAILED = "Failed to process the request(s) for model instance 'm_0', message: no"
+ERRORS = [
+    (f"[request id: <id_unknown>] {STOPPING}", 503),
+    (f"[request id: {FAILED}] {STOPPING}", 503),
+    ("[request id: 1] Request for unknown model: 'm' has no available versions", 503),
+    ("Request for unknown model: 'm', version 1 is not at ready state", 503),
+    ("in ensemble 'ensemble', Server not ready", 503),
+    ("UNAVAILABLE: the server is shutting down; ask another one", 503),
+    ("UNAVAILABLE: full; try again in about 3 s [retry_after_s=3]", 429),
+    ("[request id: 1] Exceeds maximum queue size", 429),
+    ("[request id: 1] Request for unknown model: 'm' is not found", 404),
+    (f"[request id: 1] {FAILED}", 502),
+    (f"in ensemble 'ensemble', [request id: 1] {FAILED}", 502),
+    ("INTERNAL: the engine failed", 502),
+    ("INVALID_ARG: text_input: is missing", 400),
+    (f"[request id: {STOPPING}] unexpected inference input 'x' for model 'm'", 400),
+    (f"INVALID_ARG: text_input: {STOPPING!r} is not allowed", 400),
+]
+
+
+@pytest.mark.parametrize(("text", "status"), ERRORS)
+def test_an_error_is_told_by_its_kind(text: str, status: int) -> None:
+    """On a stream, which loses Triton's status, and from Triton's HTTP port; what a client writes
+    into an error changes nothing."""
+    reply = service_pb2.ModelStreamInferResponse(error_message=text).SerializeToString()
+    for stream in (False, True):
+        told: list[dict[str, Any]] = []
+
+        async def send(message: Any, told: list[dict[str, Any]] = told) -> None:
+            told.append(message)
+
+        async def run(stream: bool = stream, send: Any = send) -> None:
+            channel = cast(GrpcChannel, Channel(reply))
+            await _Exchange().run(channel, b"", asyncio.Event().wait, send, stream, None)
+
+        asyncio.run(run())
+        assert told[0]["status"] == status
+        assert (b"retry-after" in dict(told[0]["headers"])) == (status in (429, 503))
+    body = json.dumps({"error": text}).encode()
+    size = len(body)
+    answer = b"HTTP/1.1 400 Bad\r\ncontent-length: %d\r\n\r\n%b" % (size, body)
+    head = asyncio.run(Triton(answer).ask("POST", INFER, [JSON], BODY))
+    # Triton's own port says itself what is not found.
+    assert head["status"] == (400 if status == 404 else status)
+    assert json.loads(head["body"])["error"] == text
+    assert (b"retry-after" in dict(head["headers"])) == (status in (429, 503))
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [(503, b"", 503), (500, b'{"error":"x"}', 502), (404, b'{"error":"x"}', 404), (400, b"", 400)],
+)
+def test_a_status_of_tritons_port_is_one_of_ours(status: int, body: bytes, told: int) -> None:
+    """500 is a defect of this package alone; a server that stops says when to try again."""
+    answer = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+    head = asyncio.run(Triton(answer).ask("POST", INFER, [JSON], BODY))
+    assert head["status"] == told
+    assert (b"retry-after" in dict(head["headers"])) == (told == 503)
+
+
+def test_generate_without_grpc_is_forwarded() -> None:
+    """Its body is no infer, and stays what it is."""
+
+    async def run() -> None:
+        server = Triton(ANSWER)
+        path = b"/v2/models/m/generate"
+        head = await server.ask("POST", path, [JSON], b'{"text_input": "a"}')
+        assert head["status"] == 200
+        assert json.loads(server.sent.partition(b"\r\n\r\n")[2]) == {"text_input": "a"}
+
+    asyncio.run(run())
+
+
+def test_infer_is_answered_unless_it_is_closed() -> None:
+    """Triton sees nothing of it then."""
+    server = Triton(ANSWER)
+    head = asyncio.run(server.ask("POST", INFER, [JSON], BODY, opens_infer=False))
+    assert head["status"] == 403 and server.sent == b""
+
+
 def test_a_defect_is_told_as_500_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

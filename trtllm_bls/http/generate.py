@@ -23,20 +23,25 @@ from functools import partial
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 from starlette.types import Receive, Scope, Send
 from tritonclient.grpc import service_pb2
 
 from trtllm_bls.errors import (
     EngineError,
+    EngineStalled,
+    EngineUnavailable,
     Overloaded,
     WireText,
     from_wire,
     to_wire,
+    triton_status,
     unexpected,
 )
 from trtllm_bls.http.budgets import HELD_TENSOR_BYTES, MAX_MEMBERS, TENSOR_BYTES
-from trtllm_bls.http.infer import Forwarded, read_infer, read_settings
+from trtllm_bls.http.infer import SALT_INPUT, Forwarded, KeySalt, read_infer, read_settings
+from trtllm_bls.http.keys import salt_of
 from trtllm_bls.http.limits import (
     BODY_WRITE,
     JSON,
@@ -49,8 +54,10 @@ from trtllm_bls.http.limits import (
     traceparent,
 )
 from trtllm_bls.http.routes import JSON_LENGTH, TRACE, Route, judged
+from trtllm_bls.http.shares import TENANT
 from trtllm_bls.http.values import encoded, flat_values, numpy_type, packed, wrong
 from trtllm_bls.orchestrator.orchestrator import Admission
+from trtllm_bls.types import CacheSalt
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.wire.kserve import SERVICE, is_final
 from trtllm_bls.wire.streams import ResponseStream, close_or_cancel
@@ -65,11 +72,21 @@ _ONLY_ONE = (
 _NOT_RUN = "[request id: "
 _LIMITED = "tensorrt_llm_bls"
 _TO_STOP = b'"stop"'  # the key of a request that ends another one, and needs no place itself
-_DRAINING = "has no available versions"  # Triton's words from the moment that it is told to stop
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 # Headers of Triton's answers that clients get.
 _ANSWERED = (b"content-type", b"content-length", JSON_LENGTH)
+_HTTP_STATUSES = {
+    "INVALID_ARGUMENT": 400,
+    "ALREADY_EXISTS": 400,
+    "OUT_OF_RANGE": 400,
+    "FAILED_PRECONDITION": 400,
+    "UNIMPLEMENTED": 400,
+    "NOT_FOUND": 404,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 503,
+    "CANCELLED": 503,
+}
 # What Triton reads from a gRPC request's parameters for itself. ``generate`` has no such meaning
 # for them: a model sees them as parameters like all others, and they change nothing.
 _READ_BY_TRITON = frozenset(
@@ -86,8 +103,9 @@ class TritonHttp:
 
     Triton is at ``grpc``, as host:port, and at ``http``, a URL; ``tls`` is for gRPC. Without
     ``grpc``, ``generate`` is forwarded, too. ``bodies`` reads those of ``generate``. ``is_allowed``
-    judges the ``authorization`` of requests that need a key. ``opens_control``: the control APIs
-    are answered.
+    tells the key in ``authorization`` of requests that need one. ``opens_control``: the control
+    APIs are answered. ``opens_infer``: so is ``infer``. ``separates_keys``: requests of different
+    keys share no KV cache.
 
     ``places``: those that ``tensorrt_llm_bls`` in Triton has; nobody waits for one here. Triton
     needs seconds to refuse many requests at once, so one that has no place is refused before it is
@@ -101,11 +119,15 @@ class TritonHttp:
         http: str,
         tls: ssl.SSLContext | None = None,
         bodies: BodyReader | None = None,
-        is_allowed: Callable[[bytes], object] | None = None,
+        is_allowed: Callable[[bytes], bytes | None] | None = None,
         places: Admission | None = None,
         on_refused: Callable[[Overloaded], None] = lambda error: None,
         opens_control: bool = False,
+        opens_infer: bool = True,
+        separates_keys: bool = True,
     ) -> None:
+        self._opens_infer = opens_infer
+        self._separates_keys = separates_keys
         self._places = places
         self._on_refused = on_refused
         self._opens_control = opens_control
@@ -145,9 +167,13 @@ class TritonHttp:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["raw_path"], scope["method"]
-        is_allowed = self._is_allowed
-        has_key = is_allowed is None or bool(is_allowed(header(scope, b"authorization")))
-        route, match = judged(method, path, has_key, self._opens_control)
+        has_key = True
+        if self._is_allowed is not None:
+            key = self._is_allowed(header(scope, b"authorization"))
+            has_key = key is not None
+            if key is not None:
+                scope[TENANT] = key.hex()
+        route, match = judged(method, path, has_key, self._opens_control, self._opens_infer)
         length = header(scope, b"content-length")
         if not route.body and (length.strip(b"0") or header(scope, b"transfer-encoding")):
             raise Refused(400, f"{method} at this path takes no body; send none")
@@ -165,8 +191,9 @@ class TritonHttp:
         async with self._tensors.read(scope, receive, route.body) as body:
             json_length = header(scope, JSON_LENGTH) if JSON_LENGTH in route.headers else b""
             if body or not route.control:
+                salt = await self._salt_input(match, scope) if route.tensors else None
                 forwarded = await self._tensors.in_turn(
-                    len(body), self._understood, body, json_length, route
+                    len(body), self._understood, body, json_length, route, salt
                 )
                 body = forwarded.content
                 headers[b"content-type"] = JSON
@@ -176,13 +203,33 @@ class TritonHttp:
             request = httpx.Request(method, url, headers=headers, content=body)
             await self._forward(request, receive, send)
 
-    def _understood(self, body: bytes, json_length: bytes, route: Route) -> Forwarded:
+    def _understood(
+        self, body: bytes, json_length: bytes, route: Route, salt: KeySalt | None
+    ) -> Forwarded:
         """Read a body that is forwarded. Raises ``Refused``."""
         max_bytes = self._bodies.max_bytes
-        if route.control:
+        if not route.tensors:
             return read_settings(body, max_bytes)
         shared = self._opens_control
-        return read_infer(body, json_length, max_bytes, has_shared_memory=shared)
+        return read_infer(body, json_length, max_bytes, has_shared_memory=shared, salt=salt)
+
+    def _key(self, scope: Scope) -> str:
+        """The key whose KV cache is to be its own; empty where there is none."""
+        return str(scope.get(TENANT, "")) if self._separates_keys else ""
+
+    async def _salt_input(self, match: re.Match[bytes], scope: Scope) -> KeySalt | None:
+        """The salt of the request's key, where the model of an ``infer`` takes one."""
+        key = self._key(scope)
+        if not key or self._grpc is None:
+            return None
+        model, version = _model_of(match)
+        try:
+            declared = await self._inputs(self._grpc, model, version)
+        except GrpcError as error:
+            raise _error_of_call(error) from error
+        if SALT_INPUT not in declared:
+            return None
+        return KeySalt(key, tuple(declared[SALT_INPUT].shape))
 
     async def _generate(
         self,
@@ -192,8 +239,7 @@ class TritonHttp:
         receive: Receive,
         send: Send,
     ) -> None:
-        # Triton reads 001 as 1: one spelling, or what is known of a model would be kept for each.
-        model, version = match[1].decode(), str(int(match[2])) if match[2] else ""
+        model, version = _model_of(match)
         async with self._bodies.read(scope, receive) as body:
             is_limited = model == _LIMITED and _TO_STOP not in body
             places = self._places if is_limited else None
@@ -201,8 +247,10 @@ class TritonHttp:
                 if places is not None:
                     places.check_room()
                 declared = await self._inputs(channel, model, version)
+                trace = traceparent(scope)
+                key = self._key(scope)
                 request = await self._bodies.in_turn(
-                    len(body), infer_request, body, model, declared, version, traceparent(scope)
+                    len(body), infer_request, body, model, declared, version, trace, key
                 )
                 exchange = _Exchange()
                 if places is not None:  # others may have taken the last place meanwhile
@@ -256,6 +304,13 @@ class TritonHttp:
             log.warning("Triton's HTTP port does not answer: %r", error)
             raise Refused(503, "the server does not answer; try again", RETRY) from error
         try:
+            if response.status_code >= 400 and request.method == "POST":
+                # Errors are short, and told in one piece.
+                content = await response.aread()
+                if refusal := _error_of_answer(response.status_code, content):
+                    raise refusal
+                await _send_json(send, response.status_code, content, [])
+                return
             pairs = [(key.lower(), value) for key, value in response.headers.raw]
             headers = [(key, value) for key, value in pairs if key in _ANSWERED]
             status = response.status_code
@@ -267,6 +322,14 @@ class TritonHttp:
             log.warning("Triton's HTTP port ended within its answer: %r", error)
         finally:
             await response.aclose()
+
+
+def _model_of(match: re.Match[bytes]) -> tuple[str, str]:
+    """The name and the version in a path.
+
+    Triton reads 001 as 1: one spelling, or what is known of a model would be kept for each.
+    """
+    return match[1].decode(), str(int(match[2])) if match[2] else ""
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -390,17 +453,35 @@ def _error_of_model(text: str) -> Refused:
     error = from_wire(text)
     if isinstance(error, Overloaded) and error.retry_after_s is not None:
         return Refused(429, text, {"retry-after": str(error.retry_after_s)})
-    if isinstance(error, Overloaded) or _DRAINING in text:
+    if isinstance(error, (Overloaded, EngineUnavailable, EngineStalled)):
         return Refused(503, text, RETRY)
-    return Refused(502 if WireText.parse(text).status == EngineError.status else 400, text)
+    status = WireText.parse(text).status
+    if status:
+        return Refused(502 if status == EngineError.status else 400, text)
+    return _error_of_status(triton_status(text), text)
 
 
 def _error_of_call(error: GrpcError) -> Refused:
-    if _DRAINING in error.details or error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-        return Refused(503, error.details, RETRY)
-    if error.status == "NOT_FOUND":
-        return Refused(404, error.details)
-    return Refused(400 if error.status == "INVALID_ARGUMENT" else 502, error.details)
+    return _error_of_status(error.status, error.details)
+
+
+def _error_of_status(grpc_status: str, text: str) -> Refused:
+    status = _HTTP_STATUSES.get(grpc_status, 502)
+    return Refused(status, text, RETRY if status == 503 else {})
+
+
+def _error_of_answer(status: int, body: bytes) -> Refused | None:
+    """What Triton's own HTTP port answered, where another status says it better."""
+    try:
+        text = msgspec.json.decode(body, type=dict[str, str])["error"]
+    except (msgspec.MsgspecError, KeyError):
+        text = ""
+    error = _error_of_model(text) if text else None
+    if error is not None and (WireText.parse(text).status or error.status in (429, 502, 503)):
+        return error
+    if status == 503:
+        return Refused(503, text or "the server does not answer; try again", RETRY)
+    return Refused(502, text or "Triton failed") if status == 500 else None
 
 
 async def _send_error(send: Send, error: Refused) -> None:
@@ -424,9 +505,16 @@ class _Members(list[tuple[str, Any]]):
 
 
 def infer_request(
-    body: bytes, model: str, inputs: Mapping[str, Any], version: str, trace: bytes = b""
+    body: bytes,
+    model: str,
+    inputs: Mapping[str, Any],
+    version: str,
+    trace: bytes = b"",
+    key_name: str = "",
 ) -> bytes:
     """``body`` as a ``ModelInferRequest`` to ``model``, whose metadata has these ``inputs``.
+
+    ``key_name``: the key whose KV cache is to be its own, if there is one.
 
     Raises ``Refused``; for more parameters than a request may have, too, whose time in Triton grows
     with the square of their number.
@@ -444,12 +532,17 @@ def infer_request(
             raise wrong(key, "is sent twice; send it once")
         keys.add(key)
         if key in inputs:
+            if key == SALT_INPUT and key_name:
+                value = _salted(key_name, value)
             _add_input(request, inputs[key], value)
         elif key not in _READ_BY_TRITON and not key.startswith("triton_"):
             if len(request.parameters) == MAX_MEMBERS:
                 problem = f"more than {MAX_MEMBERS} members are no inputs of the model"
                 raise Refused(400, problem)
             _set_parameter(request.parameters[key], key, value)
+    if key_name and SALT_INPUT in inputs and SALT_INPUT not in keys and request.inputs:
+        salt = str(CacheSalt(salt_of(key_name), required=False))
+        _add_input(request, inputs[SALT_INPUT], [salt] * request.inputs[0].shape[0])
     request_id = dict(members).get("id", "")
     if not isinstance(request_id, str):
         raise wrong("id", "must be a string")
@@ -458,6 +551,11 @@ def infer_request(
     if trace:
         request.parameters["traceparent"].string_param = trace.decode()
     return bytes(request.SerializeToString())
+
+
+def _salted(key: str, value: Any) -> list[Any]:
+    """The salts that a client sent, each as one that is its key's alone."""
+    return [salt_of(key, salt) if isinstance(salt, str) else salt for salt in flat_values(value)]
 
 
 def _flat(members: _Members) -> Iterator[tuple[str, Any]]:

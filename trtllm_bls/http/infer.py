@@ -18,6 +18,7 @@ import msgspec
 
 from trtllm_bls.errors import printable
 from trtllm_bls.http.budgets import MAX_DIMENSIONS, MAX_ELEMENTS, MAX_MEMBERS, MAX_TEXTS
+from trtllm_bls.http.keys import salt_of
 from trtllm_bls.http.limits import Refused, check_json
 from trtllm_bls.http.values import (
     ELEMENT_BYTES,
@@ -25,8 +26,10 @@ from trtllm_bls.http.values import (
     count_texts,
     flat_values,
     packed,
+    texts_in,
     wrong,
 )
+from trtllm_bls.types import CacheSalt
 
 _INT64 = 2**63
 _UINT64 = 2**64
@@ -85,6 +88,36 @@ class InferBody(msgspec.Struct, omit_defaults=True, kw_only=True):
     outputs: Annotated[list[InferOutput], msgspec.Meta(max_length=MAX_MEMBERS)] = []
 
 
+SALT_INPUT = "cache_salt"
+
+
+@dataclass(frozen=True)
+class KeySalt:
+    """The key whose KV cache is to be its own, and the ``shape`` of a model's salts."""
+
+    key: str
+    shape: tuple[int, ...]
+
+    def of_request(self, inputs: Sequence[InferInput]) -> tuple[InferInput, bytes]:
+        """A salt for each row of a request that has none, and its bytes."""
+        rows = inputs[0].shape[0] if inputs[0].shape else 1
+        shape = [rows if size < 0 else size for size in self.shape]
+        salt = str(CacheSalt(salt_of(self.key), required=False))
+        content = packed(SALT_INPUT, "BYTES", [salt] * math.prod(shape))
+        parameters = InputParameters(binary_data_size=len(content))
+        tensor = InferInput(name=SALT_INPUT, datatype="BYTES", shape=shape, parameters=parameters)
+        return tensor, content
+
+    def of_client(self, tensor: InferInput, content: bytes | memoryview) -> bytes:
+        """The salts that a client sent, each as one that is its key's alone."""
+        if tensor.datatype != "BYTES":
+            raise wrong(SALT_INPUT, "must be strings (BYTES), or a list of them")
+        texts = [text.decode("utf-8", "replace") for text in texts_in(content)]
+        own = packed(SALT_INPUT, "BYTES", [salt_of(self.key, text) for text in texts])
+        tensor.parameters = InputParameters(binary_data_size=len(own))
+        return own
+
+
 @dataclass(frozen=True)
 class Forwarded:
     """A body as Triton gets it: ``json_bytes`` of JSON, then the tensors' bytes.
@@ -97,12 +130,18 @@ class Forwarded:
 
 
 def read_infer(
-    body: bytes, json_length: bytes, max_json_bytes: int, *, has_shared_memory: bool = False
+    body: bytes,
+    json_length: bytes,
+    max_json_bytes: int,
+    *,
+    has_shared_memory: bool = False,
+    salt: KeySalt | None = None,
 ) -> Forwarded:
     """Read the body of an ``infer`` and write it anew.
 
     ``json_length``: the client's header of that name, empty where it sent none.
-    ``has_shared_memory``: the server's shared-memory API is open. Raises ``Refused``.
+    ``has_shared_memory``: the server's shared-memory API is open. ``salt``: of the client's key,
+    where the model takes one. Raises ``Refused``.
     """
     size = _json_size(body, json_length)
     if size == 0:  # one tensor without JSON, whose name and type Triton takes from the model
@@ -121,10 +160,16 @@ def read_infer(
             raise wrong(tensor.name, "is sent twice; send it once")
         names.add(tensor.name)
         content, binary = _content(tensor, binary, has_shared_memory)
+        if salt is not None and tensor.name == SALT_INPUT:
+            content = salt.of_client(tensor, content)
         contents.append(content)
     if binary:
         problem = f"{len(binary)} bytes follow the last binary tensor; send what the JSON names"
         raise Refused(400, f"inputs: {problem}")
+    if salt is not None and SALT_INPUT not in names:
+        tensor, content = salt.of_request(request.inputs)
+        request.inputs.append(tensor)
+        contents.append(content)
     text = msgspec.json.encode(request)
     return Forwarded(b"".join([text, *contents]), len(text))
 

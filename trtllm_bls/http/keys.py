@@ -33,6 +33,14 @@ def read_keys(file: Path | None) -> tuple[bytes, ...]:
     return tuple(sha256(key.strip().encode()).digest() for key in keys if key.strip())
 
 
+def salt_of(key: str, cache_salt: str = "") -> str:
+    """Return the KV cache's salt of one key, which no other key has, and which does not tell it.
+
+    ``cache_salt``: the request's own.
+    """
+    return sha256(f"{key} {cache_salt}".encode()).hexdigest()
+
+
 def key_of(keys: tuple[bytes, ...], authorization: bytes) -> bytes | None:
     """Which of ``keys`` the header's value has, compared in constant time."""
     scheme, _, key = authorization.partition(b" ")

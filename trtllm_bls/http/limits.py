@@ -12,7 +12,6 @@ and a client that is still writing would see the reset instead of the answer.
 from __future__ import annotations
 
 import asyncio
-import re
 import resource
 import socket
 import zlib
@@ -44,6 +43,7 @@ from trtllm_bls.http.budgets import (
 )
 from trtllm_bls.http.shares import NoShare, Share, Shares, expire, holder_of, timeout
 from trtllm_bls.text.json_values import structure_problem
+from trtllm_bls.wire.traceparent import valid_traceparent
 
 # Of a scope: writes a part of a response that has begun; false where ``send`` has to be awaited.
 BODY_WRITE = "trtllm_bls.write"
@@ -57,7 +57,6 @@ _PACKINGS = {
     b"x-gzip": ("gzip", 31),
     b"deflate": ("deflate", 15),  # with zlib's header (RFC 9110), as tritonclient sends it
 }
-_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _HEADER_BYTES = 32  # of a header beside its name and value, as HTTP/2 counts
 _Result = TypeVar("_Result")
 _ACCEPTED_AT_ONCE = 32  # connections in one iteration of the event loop
@@ -90,8 +89,8 @@ def header(scope: Scope, name: bytes) -> bytes:
 
 def traceparent(scope: Scope) -> bytes:
     """The caller's trace context (W3C), empty where it is none."""
-    value = header(scope, b"traceparent")
-    return value if _TRACEPARENT.fullmatch(value) else b""
+    text = header(scope, b"traceparent").decode("latin-1")
+    return (valid_traceparent(text) or "").encode()
 
 
 # --- connections --------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Route:
     ``body``: media types of its body; empty: a request has none. ``by_grpc``: this program asks the
     model over gRPC; else Triton's own HTTP port answers. ``headers``: those of the client that
     Triton is told, which sees no others. ``keyless``: also with ``--http-keys``.
-    ``control``: only with ``--open-control-apis``.
+    ``control``: only with ``--open-control-apis``. ``tensors``: not with ``--triton-infer off``.
     """
 
     method: str
@@ -33,6 +33,7 @@ class Route:
     headers: tuple[bytes, ...] = ()
     keyless: bool = False
     control: bool = False
+    tensors: bool = False
     pattern: re.Pattern[bytes] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,14 +74,14 @@ ROUTES = (
     Route("GET", "/v2/models/{model}/stats"),
     Route("POST", "/v2/models/{model}/generate", (JSON,), by_grpc=True, headers=(TRACE,)),
     Route("POST", "/v2/models/{model}/generate_stream", (JSON,), by_grpc=True, headers=(TRACE,)),
-    Route("POST", "/v2/models/{model}/infer", _TENSORS, headers=(TRACE, JSON_LENGTH)),
+    Route("POST", "/v2/models/{model}/infer", _TENSORS, headers=(TRACE, JSON_LENGTH), tensors=True),
     *(Route("GET", f"/v2/{path}", control=True) for path in _CONTROL_READS),
     *(Route("POST", f"/v2/{path}", _SETTINGS, control=True) for path in _CONTROL_WRITES),
 )
 
 
 def judged(
-    method: str, path: bytes, has_key: bool, opens_control: bool
+    method: str, path: bytes, has_key: bool, opens_control: bool, opens_infer: bool = True
 ) -> tuple[Route, re.Match[bytes]]:
     """The row that answers a request, and its match of ``path``. Raises ``Refused``."""
     matches = ((row, row.pattern.fullmatch(path)) for row in ROUTES)
@@ -96,4 +97,6 @@ def judged(
         raise Refused(405, f"this path takes {allowed}, not {method}", {"allow": allowed})
     if found[0].control and not opens_control:
         raise Refused(403, "this API is closed; serve --open-control-apis opens it")
+    if found[0].tensors and not opens_infer:
+        raise Refused(403, "infer is closed; serve --triton-infer on opens it")
     return found

@@ -111,6 +111,15 @@ def encoded(name: str, text: str) -> bytes:
         raise wrong(name, half_character(error)) from None
 
 
+def texts_in(content: bytes | memoryview) -> Iterator[bytes]:
+    """The texts in the bytes of a whole BYTES tensor."""
+    offset = 0
+    while offset < len(content):
+        (size,) = _LENGTH.unpack_from(content, offset)
+        offset += _LENGTH.size + size
+        yield bytes(content[offset - size : offset])
+
+
 def count_texts(content: memoryview) -> int:
     """The number of texts in the bytes of a BYTES tensor; -1 where the last one is cut."""
     count = 0

@@ -104,12 +104,26 @@ class ChatResponse(ChoicesBuilder):
         scores = TokenScores(model.tokenizer, request.top_logprobs or 0)
         self._scores = scores if request.logprobs else None
 
-    def _deltas(self, index: int, chunk: TextChunk) -> Iterator[Delta]:
+    def add(self, index: int, chunk: TextChunk) -> bytes:
+        opening = b""
+        if self.stream:
+            # OpenAI's package keeps choices in a list, so each has to begin before the next one.
+            for earlier in range(index):
+                opening += b"".join(
+                    self._frames.event(earlier, delta) for delta in self._opening(earlier)
+                )
+        return opening + super().add(index, chunk)
+
+    def _opening(self, index: int) -> Iterator[Delta]:
+        """The first event of a choice, unless it has begun."""
         if index not in self._begun:
-            # Clients take the first event for the first token, so the role comes with text.
             self._begun.add(index)
             delta: dict[str, Any] = {"role": "assistant", "content": ""}
             yield {"delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _deltas(self, index: int, chunk: TextChunk) -> Iterator[Delta]:
+        # Clients take the first event for the first token, so the role comes with text.
+        yield from self._opening(index)
         logprobs = None
         if self._scores is not None and chunk.tokens:
             logprobs = chat_logprobs(self._scores.of(chunk))

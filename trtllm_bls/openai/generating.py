@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from trtllm_bls.errors import InvalidRequest, Overloaded
+from trtllm_bls.http.keys import salt_of
 from trtllm_bls.http.limits import BodyReader, ClientGone, Refused, traceparent
 from trtllm_bls.openai.api_errors import ApiError, api_error, is_too_long
 from trtllm_bls.openai.builder import PartsBuilder, ResponseBuilder
@@ -121,10 +121,10 @@ class _GenerateRoute:
             text.tenant = tenant
             text.traceparent = trace
             if request.cache_salt:  # refused by an engine that has none
-                salt = _salt(owner, request.cache_salt) if owner else request.cache_salt
+                salt = salt_of(owner, request.cache_salt) if owner else request.cache_salt
                 text.cache_salt = CacheSalt(salt)
             elif owner:
-                text.cache_salt = CacheSalt(_salt(owner, ""), required=False)
+                text.cache_salt = CacheSalt(salt_of(owner), required=False)
         return response
 
     def _build(self, scope: Scope, request: Generation) -> ResponseBuilder:
@@ -219,11 +219,6 @@ class GenerateReferring(_GenerateRoute):
         assert isinstance(request, ResponsesRequest)
         referred = self._services.references.resolve(request, scope)
         return self._builder(request, self._services.models.resolve(request), referred)
-
-
-def _salt(owner: str, cache_salt: str) -> str:
-    """Return the salt of one key, which no other key has, and which does not tell the key."""
-    return hashlib.sha256(f"{owner} {cache_salt}".encode()).hexdigest()
 
 
 async def _ping(response: PartsBuilder, reply: Reply) -> None:

@@ -60,7 +60,7 @@ class TritonFront:
 
     ``alone``: the OpenAI API is not served. ``keys``: clients must bring an API key here too.
     ``places``: how many requests the model runs, and how many may wait; none: nobody knows.
-    ``open_control_apis``: Triton's control APIs are answered.
+    ``open_control_apis``: Triton's control APIs are answered. ``infer``: so is ``infer``.
     ``tls_pin``: gRPC has TLS with this certificate; ``tls_cert`` and ``tls_key`` are shown to it.
     """
 
@@ -72,6 +72,7 @@ class TritonFront:
     keys: bool = False
     places: tuple[int, int] = (0, 0)
     open_control_apis: bool = False
+    infer: bool = True
     tls_pin: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -244,6 +245,8 @@ def make_app(
         is_allowed=is_allowed,
         places=Admission(*front.places, None) if any(front.places) else None,
         opens_control=front.open_control_apis,
+        opens_infer=front.infer,
+        separates_keys=not api.share_kv_cache,
         **counts,
     )
     guarded: ASGIApp = triton

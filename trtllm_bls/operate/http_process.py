@@ -131,6 +131,7 @@ class HttpProcess:
             "alone": not with_api,
             "keys": settings.http_keys,
             "open_control_apis": settings.open_control_apis,
+            "infer": settings.triton_infer == "on",
             "tls_pin": str(settings.tls_cert or ""),
             "tls_cert": str(chain or ""),
             "tls_key": str(key or ""),

@@ -69,6 +69,7 @@ from trtllm_bls.triton.request_server import Call
 from trtllm_bls.triton.served_model import ServedModel
 from trtllm_bls.types import Array
 from trtllm_bls.wire.contract import Tensor
+from trtllm_bls.wire.traceparent import valid_traceparent
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -234,7 +235,7 @@ class Request:
         self.id, self.client_id = call.id, call.client_id
         self.parameters: Mapping[str, Any] = json.loads(call.parameters)
         trace = self.parameters.get("traceparent")
-        self.traceparent = trace if isinstance(trace, str) else None
+        self.traceparent = valid_traceparent(trace) if isinstance(trace, str) else None
         self.key: str | None = None
         self.cache_salt: str | None = None
         self.tokens = self.prompt_tokens = 0

@@ -284,6 +284,9 @@ class ServeSettings:
         "Also open Triton's own HTTP port; 0 = any free port. It has no TLS and no limits, and a "
         "generate runs on when its caller leaves. [default: for this machine alone, at any port]"
     )
+    triton_infer: Literal["on", "off"] = setting(
+        "Answer `infer` on the HTTP port, any tensor of any model; off leaves generate.", "on"
+    )
     http_keys: bool = setting(
         "Ask for a key of --api-keys-file on the HTTP port too, but for health.", False
     )

@@ -9,7 +9,6 @@ where one is meant, two names of one option that contradict.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -42,6 +41,7 @@ from trtllm_bls.wire.contract import (
     Tensor,
 )
 from trtllm_bls.wire.request_fields import TYPED_INPUTS, typed_fields
+from trtllm_bls.wire.traceparent import valid_traceparent
 from trtllm_bls.wire.words import unpack_words
 
 Fields = dict[str, Any]
@@ -79,10 +79,6 @@ _OPENED = {
     *TYPED_INPUTS,
 }
 _EXTRAS = {tensor.key: tensor for tensor in ENGINE.inputs if tensor.key not in _OPENED}
-# W3C Trace Context: version, trace id, parent id, flags. What is not of this form is no context.
-_TRACEPARENT = re.compile(
-    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
-)
 
 # --- rows of inputs to values ---------------------------------------------------------------
 
@@ -301,7 +297,7 @@ def traceparent_of(parameters: str) -> str | None:
     if '"traceparent"' not in parameters:  # as in most requests
         return None
     value = json.loads(parameters).get("traceparent")
-    return value if isinstance(value, str) and _TRACEPARENT.fullmatch(value) else None
+    return valid_traceparent(value) if isinstance(value, str) else None
 
 
 def prompt_requests(
