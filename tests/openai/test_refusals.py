@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import urllib.request
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -416,6 +417,31 @@ def test_a_full_server_says_when_to_come_again(connect: Connect) -> None:
         assert (status, error["code"]) == (429, "overloaded")
         assert int(headers["retry-after"]) >= 1
         assert ask(api, "/health", method="GET")[0] == 200  # full, but alive
+
+
+def test_one_key_leaves_places_for_others(connect: Connect) -> None:
+    """It may run as many requests as fit while nobody else asks; then half of them."""
+    engine = saying("x" * 500, step_seconds=0.02)
+    backend = ScriptedBackend(engine, admission=Admission(4, 0, None))
+    keys = tuple(sha256(key).digest() for key in (b"first", b"second"))
+    _, client = connect(engine, backend=backend, keys=keys, key="first")
+    others = {"Authorization": "Bearer second"}
+    options: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "stream": True}
+    with ExitStack() as stack:
+        own = [stack.enter_context(client.completions.create(**options)) for _ in range(4)]
+        for stream in own:
+            next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match="as many as may"):
+            client.completions.create(**options, extra_headers=others)
+        own.pop().close()
+        until(lambda: engine.live == 3)
+        with pytest.raises(openai.RateLimitError, match="as many of this client as may"):
+            client.completions.create(**options)
+        stack.enter_context(client.completions.create(**options, extra_headers=others))
+        for stream in own:
+            stream.close()
+        until(lambda: engine.live == 1)
+        stack.enter_context(client.completions.create(**options))
 
 
 def test_unknown_models_paths_and_methods(connect: Connect) -> None:

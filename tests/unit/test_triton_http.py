@@ -171,6 +171,7 @@ class Callers:
     """Clients of a program in front of ``tensorrt_llm_bls``, and the calls that reached it."""
 
     def __init__(self, places: int) -> None:
+        self.address = "192.0.2.1"
         self.opened: list[Channel] = []
         self.refused: list[Overloaded] = []
         self._program = TritonHttp(
@@ -209,7 +210,7 @@ class Callers:
         headers = [(b"content-type", b"application/json")]
         path = f"/v2/models/{model}/generate_stream".encode()
         scope = {"type": "http", "method": "POST", "raw_path": path, "headers": headers}
-        await self._program(scope, receive, send)
+        await self._program({**scope, "client": (self.address, 1)}, receive, send)
         return heads[0] if heads else {}
 
     async def come(self, *bodies: bytes, model: str = BLS) -> list[asyncio.Event]:
@@ -268,6 +269,34 @@ def test_a_place_is_free_once_the_models_work_ends() -> None:
         assert callers.opened[1].ended == "cancelled"
         await callers.come(ASKS, ASKS, ASKS)
         assert (len(callers.opened), len(callers.refused)) == (6, 2)
+
+    asyncio.run(run())
+
+
+def test_one_client_leaves_places_for_others() -> None:
+    """It may have all while nobody else asks; then no more than half, though there is room."""
+
+    async def run() -> None:
+        callers = Callers(places=4)
+        first, second, third, _ = await callers.come(*[ASKS] * 4)
+        callers.address = "192.0.2.2"
+        await callers.come(ASKS)
+        assert (len(callers.opened), len(callers.refused)) == (4, 1)
+        for leaves in (first, second):
+            leaves.set()
+        await turns()
+        callers.address = "192.0.2.1"
+        await callers.come(ASKS)
+        assert (len(callers.opened), len(callers.refused)) == (4, 2)
+        assert "as many of this client as may beside others" in str(callers.refused[1])
+        callers.address = "192.0.2.2"
+        await callers.come(ASKS, ASKS)
+        assert (len(callers.opened), len(callers.refused)) == (6, 2)
+        third.set()
+        await turns()
+        callers.address = "192.0.2.1"
+        await callers.come(ASKS)
+        assert len(callers.opened) == 7
 
     asyncio.run(run())
 

@@ -28,7 +28,7 @@ PARSED_AT_ONCE = 4 * KIB  # bytes, which hold 200 requests or fewer
 
 FRAMES_A_TURN = 64  # of a WebSocket, in one turn of the event loop; about 2 ms
 FRAMES_A_MESSAGE = 1024  # 4 KiB each for a message of 4 MiB
-CONTROL_FRAMES = 240  # pings and pongs in a minute
+CONTROL_FRAMES = 100  # pings and pongs in a minute
 TURNS_AFTER_CLOSE = 16  # for the client's own close frame, behind what it has sent already
 SOCKET_S = 3600.0  # of one WebSocket, as OpenAI has it
 SOCKET_REFUSALS = 60  # messages that are refused in a minute
@@ -456,11 +456,10 @@ _REQUESTS = (
     ),
     Budget(
         unit="sequences that run; that wait",
-        limit="`max_running_requests`; `max_queued_requests`",
-        holder="process",
+        limit=f"`max_running_requests`; `max_queued_requests`; of both together{_SHARE}",
+        holder="key or address",
         beyond="429 with `Retry-After`",
-        test="tests/unit/test_admission.py:"
-        "test_sequences_above_the_limit_wait_and_above_that_are_refused_at_once",
+        test="tests/unit/test_triton_http.py:test_one_client_leaves_places_for_others",
         covers=("kept orchestrator.Admission._waiting",),
     ),
 )

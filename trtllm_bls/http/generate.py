@@ -19,7 +19,6 @@ import re
 import ssl
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import httpx
@@ -54,7 +53,7 @@ from trtllm_bls.http.limits import (
     traceparent,
 )
 from trtllm_bls.http.routes import JSON_LENGTH, TRACE, Route, judged
-from trtllm_bls.http.shares import TENANT
+from trtllm_bls.http.shares import TENANT, NoShare, Shares, holder_of
 from trtllm_bls.http.values import encoded, flat_values, numpy_type, packed, wrong
 from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.types import CacheSalt
@@ -129,6 +128,7 @@ class TritonHttp:
         self._opens_infer = opens_infer
         self._separates_keys = separates_keys
         self._places = places
+        self._shares = Shares(places.total) if places is not None else None
         self._on_refused = on_refused
         self._opens_control = opens_control
         self._grpc = GrpcChannel(grpc, tls=tls) if grpc else None
@@ -244,7 +244,8 @@ class TritonHttp:
             is_limited = model == _LIMITED and _TO_STOP not in body
             places = self._places if is_limited else None
             try:
-                if places is not None:
+                if places is not None and self._shares is not None:
+                    self._shares.note(holder_of(scope))
                     places.check_room()
                 declared = await self._inputs(channel, model, version)
                 trace = traceparent(scope)
@@ -253,8 +254,8 @@ class TritonHttp:
                     len(body), infer_request, body, model, declared, version, trace, key
                 )
                 exchange = _Exchange()
-                if places is not None:  # others may have taken the last place meanwhile
-                    exchange = _Exchange(partial(places.leave, places.take(1)))
+                if places is not None:
+                    exchange = _Exchange(self._take_place(places, scope))
             except Overloaded as error:
                 self._on_refused(error)
                 raise _error_of_model(to_wire(error)) from error
@@ -262,6 +263,25 @@ class TritonHttp:
                 raise _error_of_call(error) from error
         stream, write = scope["raw_path"].endswith(b"_stream"), scope.get(BODY_WRITE)
         await exchange.run(channel, request, receive, send, stream, write)
+
+    def _take_place(self, places: Admission, scope: Scope) -> Callable[[], None]:
+        """Take a place; the function leaves it. Raises ``Overloaded``."""
+        assert self._shares is not None
+        try:
+            share = self._shares.take(holder_of(scope), 1)
+        except NoShare:
+            raise places.crowded() from None
+        try:  # others may have taken the last place meanwhile
+            place = places.take(1)
+        except Overloaded:
+            share.release()
+            raise
+
+        def leave() -> None:
+            share.release()
+            places.leave(place)
+
+        return leave
 
     async def _inputs(self, channel: GrpcChannel, model: str, version: str) -> dict[str, Any]:
         """What the model declares, by name. Raises ``GrpcError``."""

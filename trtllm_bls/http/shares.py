@@ -107,9 +107,11 @@ class Shares:
 
     def _grow(self, share: Share, amount: int) -> None:
         holder = share.holder
-        self._note(holder)
-        own = self.held_by(holder) + amount
-        if own > self.total // 2 and self._others_ask(holder):
+        self.note(holder)
+        before = self.held_by(holder)
+        own = before + amount
+        # One that holds nothing yet is let in, however large its first share is.
+        if before and own > (self.total + 1) // 2 and self._others_ask(holder):
             raise NoShare
         limit = self.total if share.amount + amount <= self._small else self._large_limit
         if self.held + amount > limit:
@@ -134,7 +136,8 @@ class Shares:
             del self._shares[share.holder]
             del self._held_by[share.holder]
 
-    def _note(self, holder: str) -> None:
+    def note(self, holder: str) -> None:
+        """Note that ``holder`` asks, although it may be refused before it takes a share."""
         now = time.monotonic()
         if holder != self._last[0]:
             self._last_other = self._last

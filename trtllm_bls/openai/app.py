@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trtllm_bls import __version__
 from trtllm_bls.http.keys import key_of
 from trtllm_bls.http.limits import BodyReader, BrowserGuard, ClientGone, Refused, header
+from trtllm_bls.http.shares import Shares
 from trtllm_bls.openai.api_errors import ApiError, api_error
 from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.chat import ChatResponse
@@ -78,6 +79,7 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         running=running,
         health=health,
         bodies=bodies,
+        places=Shares(orchestrator.admission.total),
         share_kv_cache=settings.share_kv_cache,
     )
     responses = GenerateReferring(services, ResponsesRequest, ResponsesResponse)

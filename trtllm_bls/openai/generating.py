@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from trtllm_bls.errors import InvalidRequest, Overloaded
 from trtllm_bls.http.keys import salt_of
 from trtllm_bls.http.limits import BodyReader, ClientGone, Refused, traceparent
+from trtllm_bls.http.shares import NoShare, Share, Shares, holder_of
 from trtllm_bls.openai.api_errors import ApiError, api_error, is_too_long
 from trtllm_bls.openai.builder import PartsBuilder, ResponseBuilder
 from trtllm_bls.openai.conversation import ChatModel
@@ -49,7 +50,8 @@ class ReferringBuilder(Protocol):
 class Services:
     """The objects that all routes that generate share.
 
-    ``share_kv_cache``: requests of different API keys may share the engine's KV cache.
+    ``places``: of sequences that run or wait. ``share_kv_cache``: requests of different API keys
+    may share the engine's KV cache.
     """
 
     orchestrator: Orchestrator
@@ -59,6 +61,7 @@ class Services:
     running: RunningRequests
     health: Health
     bodies: BodyReader
+    places: Shares
     share_kv_cache: bool
 
 
@@ -76,11 +79,14 @@ class _GenerateRoute:
         services = self._services
         reply = Reply(scope, send)
         response: ResponseBuilder | None = None
+        share: Share | None = None
         try:
             try:
+                services.places.note(holder_of(scope))
                 # A full server refuses a request without reading it.
                 services.orchestrator.admission.check_room()
                 response = await self._read(scope, reply, receive)
+                share = self._take_places(scope, response)
             except (InvalidRequest, Overloaded, Refused) as error:
                 raise services.refusals.report(reply, error, self._prompt_field) from None
             with services.running.one(reply.request_id.decode()):
@@ -95,6 +101,20 @@ class _GenerateRoute:
         except Exception as error:
             api_problem = await self._error(error, response, reply)
             await self._fail(scope, api_problem, response, reply)
+        finally:
+            if share is not None:
+                share.release()
+
+    def _take_places(self, scope: Scope, response: ResponseBuilder) -> Share:
+        """Return the request's share of all places. Raises ``Overloaded``."""
+        sequences = sum(request.num_return_sequences for request in response.requests)
+        try:
+            # The orchestrator refuses more sequences than may ever run at once.
+            return self._services.places.take(
+                holder_of(scope), min(sequences, self._services.places.total)
+            )
+        except NoShare:
+            raise self._services.orchestrator.admission.crowded() from None
 
     async def _read(self, scope: Scope, reply: Reply, receive: Receive) -> ResponseBuilder:
         """Read the request. The body is dropped on return, since a stream may be long."""

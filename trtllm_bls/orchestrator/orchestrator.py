@@ -96,6 +96,17 @@ class Admission:
         """How many more sequences may run or wait; any thread may ask."""
         return self._max_running + self._max_queued - self.running - self.queued
 
+    @property
+    def total(self) -> int:
+        """How many sequences may run or wait at all."""
+        return self._max_running + self._max_queued
+
+    def crowded(self) -> Overloaded:
+        """Return the refusal of a client that has its share of all places."""
+        return self._overloaded(
+            "as many of this client as may beside others", "max_queued_requests"
+        )
+
     def check_room(self) -> None:
         """Raise ``Overloaded`` if ``take`` would refuse any request now.
 
