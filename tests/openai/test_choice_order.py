@@ -12,8 +12,9 @@ from openai.types.chat import ChatCompletionChunk
 from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import tokenizer
 from trtllm_bls.openai.chat import ChatResponse
-from trtllm_bls.openai.conversation import ChatFormats, ChatModel
+from trtllm_bls.openai.conversation import ChatModel
 from trtllm_bls.openai.schema import ChatRequest, decode
+from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.types import Ending, FinishReason, TextChunk
 
 END = Ending(finish_reason=FinishReason.END_ID, prompt_tokens=1, completion_tokens=1)
@@ -24,7 +25,8 @@ def test_openais_stream_helper_reads_choices_in_any_order(order: tuple[int, ...]
     """A choice whose beginning could become a stop string has its first text after the others'."""
     fields = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "n": 3}
     request = decode(json.dumps({**fields, "stream": True}).encode(), ChatRequest)
-    response = ChatResponse(request, ChatModel(tokenizer(), ChatFormats()))
+    model = ChatModel(tokenizer(), ChatTurns(tokenizer(), ChatFormats()))
+    response = ChatResponse(request, model)
     sent = [
         response.add(index, TextChunk(text=f"text {index}", sequence_index=index))
         for index in order

@@ -532,7 +532,7 @@ def test_a_refused_client_that_sends_no_more_is_closed(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has some time to read why, and to send what nobody reads."""
-    monkeypatch.setattr(guard, "_DISCARD_S", 0.2)
+    monkeypatch.setattr(guard, "DISCARD_S", 0.2)
     api, _ = connect(body_s=0.2, limits=ConnectionLimits(body_s=0.2))
     with connected(api) as raw:
         raw.settimeout(20)
@@ -564,7 +564,7 @@ def test_slow_clients_do_not_keep_others_out(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While they hold all connections a new client is refused at once, and then served."""
-    monkeypatch.setattr(guard, "_DISCARD_S", 0.2)
+    monkeypatch.setattr(guard, "DISCARD_S", 0.2)
     api, client = connect(limits=ConnectionLimits(connections=20, header_s=1))
     with ExitStack() as stack:
         slow = [stack.enter_context(connected(api)) for _ in range(20)]

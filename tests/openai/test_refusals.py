@@ -493,7 +493,7 @@ def test_bodies_have_a_limit_also_in_pieces(connect: Connect) -> None:
 
 def test_headers_have_a_limit(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header that never ends is cut off, also that of a connection's second request."""
-    monkeypatch.setattr(guard, "_DISCARD_S", 0.2)
+    monkeypatch.setattr(guard, "DISCARD_S", 0.2)
     api, client = connect()
     with socket.create_connection((api.host, api.port), timeout=60) as raw:
         raw.sendall(b"GET /v1/models HTTP/1.1\r\n\r\n")

@@ -61,7 +61,7 @@ _HEADER_BYTES = 32  # of a header beside its name and value, as HTTP/2 counts
 _Result = TypeVar("_Result")
 _ACCEPTED_AT_ONCE = 32  # connections in one iteration of the event loop
 KEPT_DESCRIPTORS = 256  # for connections to the engine, files, and refused connections
-_DISCARD_S = 5.0  # a refused client has this long to read its answer
+DISCARD_S = 5.0  # a refused client has this long to read its answer
 
 
 @dataclass
@@ -242,7 +242,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         # ``BodyReader`` answers a slow client before this timer closes the connection.
-        self._start_timer(self._limits.body_s + _DISCARD_S, self._on_body_timeout)
+        self._start_timer(self._limits.body_s + DISCARD_S, self._on_body_timeout)
         super().on_headers_complete()  # raises for a URL that is none
         self._in_headers = False
         self._num_requests += 1
@@ -303,7 +303,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()  # in the middle of the answer to an earlier request
             return
         self._discards = True
-        self._start_timer(_DISCARD_S, self.transport.close)
+        self._start_timer(DISCARD_S, self.transport.close)
         if not self._in_headers:  # the program waits for the rest of this request, or has answered
             if not running:
                 return

@@ -22,6 +22,7 @@ from trtllm_bls.http.budgets import (
     FRAMES_A_TURN,
     TURNS_AFTER_CLOSE,
 )
+from trtllm_bls.http.limits import DISCARD_S
 from trtllm_bls.http.shares import PerMinute
 from trtllm_bls.openai.sockets import SHUTDOWN
 
@@ -80,6 +81,11 @@ class BoundedSocket(WSProtocol):
         self.conn = self._paced
         self._next_turn: asyncio.Handle | None = None
         self._turns_after_close = 0
+        self._discards = False  # all that still comes
+
+    def data_received(self, data: bytes) -> None:
+        if not self._discards:
+            super().data_received(data)
 
     def handle_events(self) -> None:
         """Work on what was read, for a turn; also called for each read."""
@@ -93,7 +99,8 @@ class BoundedSocket(WSProtocol):
         if self.close_sent:
             self._turns_after_close += 1
             if self._turns_after_close > TURNS_AFTER_CLOSE:
-                self.transport.close()
+                self._discard()
+                return
         if self._paced.has_more and not self.read_paused and not self.transport.is_closing():
             self.read_paused = True
             self.transport.pause_reading()
@@ -120,7 +127,7 @@ class BoundedSocket(WSProtocol):
 
     def _go_on(self) -> None:
         """Work on what was read, or read on, once the application has taken what there was."""
-        if self._next_turn is not None or self.transport.is_closing():
+        if self._discards or self._next_turn is not None or self.transport.is_closing():
             return
         if not (self.queue.empty() or self.close_sent):
             return
@@ -140,4 +147,17 @@ class BoundedSocket(WSProtocol):
         self.close_sent = True
         self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
         self.transport.write(self.conn.send(CloseConnection(code=code, reason=reason)))
-        self.transport.close()
+        self._discard()
+
+    def _discard(self) -> None:
+        """Throw away what still comes, and close in a while.
+
+        Closing at once would make the kernel reset the connection, and a client that is still
+        writing would see that instead of the reason.
+        """
+        self._discards = True
+        if self.close_timer is None:
+            self.close_timer = self.loop.call_later(DISCARD_S, self.transport.close)
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
