@@ -286,6 +286,15 @@ CALLS = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
     "gemma4": "<|tool_call>call:f{}<tool_call|>",
+    "seed_oss": "<seed:tool_call>\n<function=f>\n</function>\n</seed:tool_call>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|close|>call<|sep|>',
+    "cohere": '<|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>',
+    "granite": '<|tool_call|>[{"name": "f", "arguments": {}}]',
+    "phi4_mini": 'functools[{"name": "f", "arguments": {}}]',
+    "longcat": '<longcat_tool_call>{"name": "f", "arguments": {}}</longcat_tool_call>',
+    "hunyuan": '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>',
+    "lfm2": "<|tool_call_start|>[f()]<|tool_call_end|>",
+    "olmo3": "<function_calls>\nf()\n</function_calls>",
 }
 
 

@@ -68,6 +68,14 @@ HARMONY = f"{CHANNEL}commentary to=functions.weather <|constrain|>json{MESSAGE}{
 ROLE_FIRST = f" to=functions.weather{CHANNEL}commentary json{MESSAGE}{ARGS}<|call|>"
 ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
 
+COHERE = '{"tool_call_id": "0", "tool_name": "weather", "parameters": ' + ARGS + "}"
+K3_CALL = '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|>%s<|close|>call<|sep|>'
+K3 = K3_CALL % (
+    '<|open|>argument key="city" type="string"<|sep|>Oslo "{" é<|close|>argument<|sep|>'
+    '<|open|>argument key="days" type="array"<|sep|>[1, {"a": null}]<|close|>argument<|sep|>'
+)
+K3_JSON = K3_CALL % f'<|open|>json type="object"<|sep|>{ARGS}<|close|>json<|sep|>'
+
 SCHEMA = {
     "properties": {
         "path": {"type": "string"},
@@ -110,6 +118,21 @@ TEXTS = [
     ("kimi_k2", f"{SECTION[0]} {KIMI.format(0)}\n", 1),
     ("gemma4", GEMMA, 1),
     ("gemma4", f"I look.\n{GEMMA}{GEMMA}<|tool_response>", 2),
+    ("seed_oss", f"<seed:tool_call>\n{XML}\n</seed:tool_call>", 1),
+    ("seed_oss", f"I look.\n<seed:tool_call>{XML}</seed:tool_call>{XML}</seed:tool_call>", 2),
+    ("kimi_k3", K3, 1),
+    ("kimi_k3", f"<|open|>response<|sep|>I look.<|close|>response<|sep|>{K3}", 1),
+    ("kimi_k3", K3_JSON, 1),
+    ("cohere", f"<|START_ACTION|>[\n{COHERE}\n]<|END_ACTION|>", 1),
+    ("cohere", f"<|START_TEXT|>I look.<|END_TEXT|><|START_ACTION|>[{COHERE}, {COHERE}]", 2),
+    ("granite", f"<|tool_call|>[{CALL}]", 1),
+    ("granite", f"I look.<|tool_call|> [{CALL}, {CALL}]", 2),
+    ("phi4_mini", f"functools[{CALL}]", 1),
+    ("longcat", f"<longcat_tool_call>\n{CALL}\n</longcat_tool_call>", 1),
+    ("hunyuan", f"I look.\n<tool_calls>[{CALL}, {CALL}]</tool_calls>", 2),
+    ("lfm2", f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>", 1),
+    ("lfm2", f"I look.<|tool_call_start|>[{PYTHON}, {PYTHON}]<|tool_call_end|>", 2),
+    ("olmo3", f"<function_calls>\n{PYTHON}\n{PYTHON}\n</function_calls>", 2),
     ("harmony", HARMONY, 1),
     ("harmony", ROLE_FIRST, 1),
     ("harmony", f"{CHANNEL}commentary{MESSAGE}I look.<|end|>{START}{HARMONY}<|call|>", 1),
@@ -752,6 +775,15 @@ def test_forced_calls_are_parsed() -> None:
     ("template", "found"),
     [
         ("{{ '<tool_call>' }} {{ '</think>' }}", ("hermes", "think")),
+        ("<seed:tool_call>\\n<function=f>\\n<parameter=a> </seed:think>", ("seed_oss", "seed")),
+        ("'<|open|>call tool=' <|open|>think<|sep|>", ("kimi_k3", "kimi_k3")),
+        ("<|START_ACTION|> <|END_THINKING|>", ("cohere", "cohere")),
+        ("'<|tool_call|>' + calls", ("granite", None)),
+        ("functools[", ("phi4_mini", None)),
+        ("<longcat_tool_call>", ("longcat", None)),
+        ("<tool_calls>[{", ("hunyuan", None)),
+        ("<|tool_call_start|>[", ("lfm2", None)),
+        ("<function_calls>", ("olmo3", None)),
         ("{%- if tools %}[TOOL_CALLS] [/THINK]", ("mistral", "mistral")),
         ('Environment: ipython ... "parameters": x', ("llama3_json", None)),
         (f"{BEGIN} </think>", ("deepseek", "think")),

@@ -34,7 +34,7 @@ class ToolFormat:
     ``bare``: a text that begins with it may be a call without a marker.
     ``loose``: pattern of what may begin a call without a marker, if it names a tool of the request;
     ``loose_at``: where in a text. ``loose_end``: what has to follow such a call.
-    ``opening``: what an answer that calls a tool at once begins with, where it is not a marker.
+    ``opening``: what an answer that calls a tool at once begins with, if not any of ``begin``.
     ``special``: the markers are special tokens, which the text has to keep.
     ``language``: of the arguments.
     ``may_be_empty``: no arguments behind a header mean an empty object.
@@ -128,9 +128,93 @@ _HARMONY_TEXT = replace(
 )
 _FENCES = ("```json", "```")
 
+_QWEN3_CODER = ToolFormat(
+    mark="<parameter=",
+    begin=("<tool_call>", "<function="),
+    noise=("</tool_call>",),
+    header=r"<function=[\"']?(?P<name>[^<>\s\"']{1,256})[\"']?>",
+    language="xml",
+    key=rf"<parameter={_QUOTED_KEY}>(?:\r?\n|(?=[^\r\n]))",
+    closer=r"(?:\r?\n)?</parameter>",
+    line_key=rf"\r?\n[ \t]{{0,64}}+<parameter={_QUOTED_KEY}>\r?\n",
+    stray="</parameter>",
+    ends=("</function>",),
+)
+_PYTHON_CALL = r"(?P<name>[^\W\d][\w.-]{0,255})\("
+# Around the text of an answer, where a family marks it: no content.
+_K3_TEXT = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+_COHERE_TEXT = (
+    *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    "<|END_OF_TURN_TOKEN|>",
+)
+
 # The first format whose mark a template has is the template's, so a more specific one comes first.
 TOOL_FORMATS = {
     "harmony": _HARMONY,
+    "seed_oss": replace(
+        _QWEN3_CODER,
+        mark="<seed:tool_call>",
+        begin=("<seed:tool_call>", "<function="),
+        noise=("</seed:tool_call>",),
+        special=True,
+    ),
+    "kimi_k3": ToolFormat(
+        mark=r"<\|open\|>call tool=",
+        begin=("<|open|>tools<|sep|>", "<|open|>call tool=", *_K3_TEXT),
+        noise=("<|close|>tools<|sep|>", *_K3_TEXT),
+        opening=("<|open|>tools<|sep|>",),
+        header=rf"<\|open\|>call tool={_QUOTED_NAME}(?: index=\"?\d{{1,9}}\"?){{0,1}}+<\|sep\|>",
+        special=True,
+        language="xml",
+        key=rf"<\|open\|>argument key={_QUOTED_KEY}(?: type=\"(?P<string>\w{{1,64}})\")?<\|sep\|>",
+        closer=r"<\|close\|>argument<\|sep\|>",
+        stray=r"<\|open\|>json type=\"object\"<\|sep\|>|<\|close\|>(?:json|argument)<\|sep\|>",
+        ends=("<|close|>call<|sep|>",),
+    ),
+    "cohere": ToolFormat(
+        mark=r"<\|START_ACTION\|>",
+        begin=("<|START_ACTION|>", *_COHERE_TEXT),
+        noise=("<|END_ACTION|>", *_COHERE_TEXT),
+        inner=("[", "]", ","),
+        opening=("<|START_ACTION|>",),
+        special=True,
+    ),
+    "granite": ToolFormat(
+        mark=r"<\|tool_call\|>",
+        begin=("<|tool_call|>",),
+        inner=("[", "]", ","),
+        special=True,
+    ),
+    "phi4_mini": ToolFormat(
+        mark=r"functools\[", begin=("functools",), inner=("[", "]", ","), special=True
+    ),
+    "longcat": ToolFormat(
+        mark="<longcat_tool_call>",
+        begin=("<longcat_tool_call>",),
+        noise=("</longcat_tool_call>",),
+        inner=("[", "]", ",", *_FENCES),
+    ),
+    "hunyuan": ToolFormat(
+        mark=r"<tool_calls>\W{0,8}\[",
+        begin=("<tool_calls>",),
+        noise=("</tool_calls>",),
+        inner=("[", "]", ",", *_FENCES),
+    ),
+    "lfm2": ToolFormat(
+        mark=r"<\|tool_call_start\|>",
+        begin=("<|tool_call_start|>",),
+        noise=("[", "]", ",", "<|tool_call_end|>"),
+        header=_PYTHON_CALL,
+        special=True,
+        language="python",
+    ),
+    "olmo3": ToolFormat(
+        mark="<function_calls>",
+        begin=("<function_calls>",),
+        noise=("[", "]", ",", "</function_calls>"),
+        header=_PYTHON_CALL,
+        language="python",
+    ),
     "deepseek": ToolFormat(
         mark="<｜tool▁call▁begin｜>",
         begin=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
@@ -181,18 +265,7 @@ TOOL_FORMATS = {
         stray="</parameter>",
         ends=("</invoke>",),
     ),
-    "qwen3_coder": ToolFormat(
-        mark="<parameter=",
-        begin=("<tool_call>", "<function="),
-        noise=("</tool_call>",),
-        header=r"<function=[\"']?(?P<name>[^<>\s\"']{1,256})[\"']?>",
-        language="xml",
-        key=rf"<parameter={_QUOTED_KEY}>(?:\r?\n|(?=[^\r\n]))",
-        closer=r"(?:\r?\n)?</parameter>",
-        line_key=rf"\r?\n[ \t]{{0,64}}+<parameter={_QUOTED_KEY}>\r?\n",
-        stray="</parameter>",
-        ends=("</function>",),
-    ),
+    "qwen3_coder": _QWEN3_CODER,
     "kimi_k2": ToolFormat(
         mark=r"<\|tool_call_argument_begin\|>",
         begin=(
@@ -222,7 +295,7 @@ TOOL_FORMATS = {
         mark=r"\[func_name1\(",
         begin=("<|python_start|>",),
         noise=("[", "]", ",", ";", "<|python_end|>"),
-        header=r"(?P<name>[^\W\d][\w.-]{0,255})\(",
+        header=_PYTHON_CALL,
         bare="[",
         loose=rf"(?:\[{_GAP})?[^\W\d][\w.-]{{0,255}}+\(",
         loose_at="line",
@@ -261,6 +334,11 @@ TOOL_FORMATS = {
 # A list of calls and nothing else, as guided decoding makes a model write it.
 FORCED = ToolFormat(noise=("[", "]", ","), bare="")
 REASONING_TAGS = {
+    "seed": ReasoningTags("<seed:think>", "</seed:think>", special=True),
+    "kimi_k3": ReasoningTags(
+        "<|open|>think<|sep|>", "<|close|>think<|sep|>", "<|open|>think", special=True
+    ),
+    "cohere": ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>", special=True),
     "think": ReasoningTags("<think>", "</think>"),
     "mistral": ReasoningTags("[THINK]", "[/THINK]", special=True),
     "gemma4": ReasoningTags("<|channel>thought", "<channel|>", special=True),

@@ -25,6 +25,7 @@ _LITERALS = {"True": "true", "False": "false", "None": "null"}
 _WORD = re.compile(r"[\w.+-]{1,4096}")
 _ENDED_WORD = r"[\w.+-]{1,4096}(?=[^\w.+-])"
 _GEMMA_QUOTE = r'<\|"\|>'
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -344,7 +345,7 @@ class _NamedCall:
             raise ValueError(key)
         else:
             text = yield from call.captured(_read_value(call, char))
-            if key == "name":
+            if key in _NAMES:
                 self._set_name(text)
 
     def _set_name(self, text: str) -> None:

@@ -20,7 +20,7 @@ from trtllm_bls.text.call_reader import (
 from trtllm_bls.text.chat_formats import ToolFormat
 from trtllm_bls.text.json_values import dumped
 from trtllm_bls.text.notation_calls import read_notation
-from trtllm_bls.text.tool_schemas import ValueKinds, any_of
+from trtllm_bls.text.tool_schemas import TEXT_KINDS, ValueKinds, any_of
 
 # A value is held back for so many characters at most where its end is not certain.
 MAX_HELD = 1 << 17
@@ -101,30 +101,30 @@ def read_xml(call: CallReader) -> Reading:
 
 
 def _end_of_object(call: CallReader) -> Reading:
+    """Read what follows arguments in JSON, up to the end of the call."""
     while True:
         call.unread.skip_blanks()
-        if call.unread:
-            break
-        if call.unread.ended and call.unread.complete:
+        if not call.unread and call.unread.complete:
             return
-        yield from call.more()
-    if (
-        yield from call.match(f"{any_of(call.tools.ends)}|(?={any_of(call.tools.markers)})")
-    ) is None:
-        raise ValueError("no end")
+        if not call.unread:
+            yield from call.more()
+            continue
+        tag = yield from call.match(_tags(call.tools, call.unread.complete).between)
+        if tag is None or tag["key"] is not None:
+            raise ValueError("no end")
+        if tag["stray"] is None:
+            return
 
 
-_MARKED_KINDS = {
-    "true": ValueKinds({"type": "string"}),
-    "false": ValueKinds({"type": ["null", "integer", "number", "boolean", "object", "array"]}),
-}
+_TEXT_MARKS = ("true", "string")
+_TYPED_KINDS = ValueKinds({"type": ["null", "integer", "number", "boolean", "object", "array"]})
 
 
 def _read_argument(call: CallReader, key: Any) -> Reading:
     """Read a value, whose key has been matched."""
     kinds = call.offered.kinds(str(call.name), key["key"])
     if (marked := key.groupdict().get("string")) is not None:
-        kinds = _MARKED_KINDS[marked.lower()]
+        kinds = TEXT_KINDS if marked.lower() in _TEXT_MARKS else _TYPED_KINDS
     if kinds.is_text:
         call.output.append('"')
         yield from _read_tagged(call, call.give_text)
