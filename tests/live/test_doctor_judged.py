@@ -195,6 +195,16 @@ def test_a_group_on_gpus_is_a_warning_where_there_is_none(tmp_path: Path) -> Non
     assert "on_gpu" in found.what
 
 
+def test_a_model_without_a_program_does_not_hang_the_others(tmp_path: Path) -> None:
+    """Triton would wait for it for ever."""
+    (write(tmp_path, "empty") / "model.py").unlink()
+    write(tmp_path, "fine")
+    write(tmp_path, "wrong", config=CONFIG + "input { dims: 1 }\n")
+    told = judged(tmp_path / "models")
+    assert [finding.what.partition(":")[0] for finding in told] == ["empty", "wrong"]
+    assert "Python model file not found" in told[0].what and str(tmp_path) in told[0].what
+
+
 def test_a_program_of_the_users_is_not_run(tmp_path: Path) -> None:
     """Neither when it is read nor when the model is warmed up."""
     output = 'output { name: "OUT" data_type: TYPE_FP32 dims: [ 2, -1 ] }\n'

@@ -85,7 +85,11 @@ def test_loaded_models_are_noticed() -> None:
     [
         (FAILED, "model bls: parameter tokenizer_dir = '/x': no such directory"),
         (DIED, "its Python process died while loading"),
-        (NO_FILE, "Python model file not found in '/repo/bls/1/model.py'"),
+        (
+            NO_FILE,
+            "Python model file not found in '/repo/bls/1/model.py'; copy the program there, or "
+            "correct default_model_filename",
+        ),
         (
             NO_CONFIG,
             "failed to read text proto from /repo/bls/config.pbtxt; mend its form, which is that "

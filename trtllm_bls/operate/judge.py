@@ -80,6 +80,7 @@ def judge(
             raise SetupError(f"{server.binary} does not start: {crash}")
         loaded = run.loaded
         reasons = run.reasons
+        again: list[str] = []
         for name in group:
             if name in reasons:
                 verdict.reasons[name] = reasons[name]
@@ -90,7 +91,13 @@ def judge(
             elif len(group) == 1:
                 verdict.reasons[name] = f"tritonserver crashes as it loads it: {crash}"
             else:
-                waiting.append([name])
+                again.append(name)
+        # A model without a program hangs the server, and its log names it. The others need not be
+        # loaded one by one then.
+        if run.hangs and len(again) < len(group):
+            waiting += [again] if again else []
+        else:
+            waiting += [[name] for name in again]
     return verdict
 
 
@@ -234,6 +241,8 @@ class _Run:
             self._index = self._ask_index()
             if self._index is not None:
                 return None
+            if self._book.hangs:
+                return "it waits for a model without a program"
             if not self._process.running:
                 return describe_exit(self._process.wait())
             time.sleep(POLL_S)
@@ -252,6 +261,11 @@ class _Run:
         except OSError:
             return None
         return {row["name"]: row for row in rows}
+
+    @property
+    def hangs(self) -> bool:
+        """True where the server would never have answered."""
+        return self._book.hangs
 
     @property
     def is_triton(self) -> bool:

@@ -31,13 +31,14 @@ _FAILED = (
     re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.+)", re.DOTALL),
     re.compile(r"failed to load model '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
     re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
-    # Triton would wait for this stub for ever. The path in the message names the model.
+    # The path in the message names the model.
     re.compile(
         r"Failed to preinitialize Python stub: "
         r"(?P<reason>.*?(?P<model>[^/']+)/\d+/[^/']+'.*)",
         re.DOTALL,
     ),
 )
+_HANGS = _FAILED[-1]  # Triton waits for this stub for ever.
 _FAILED_ENSEMBLE = (
     re.compile(r"Invalid argument: (?P<reason>(?:in )?ensemble '?(?P<model>[^\s',]+)'?,? .+)"),
     re.compile(
@@ -126,6 +127,7 @@ class LogBook:
         self.port_taken: str | None = None  # the service that could not listen
         self.lock_exception = False  # Triton died of it, or one of its stubs
         self.drained = False  # the server is stopping, and every request has ended
+        self.hangs = False  # Triton waits for a model that has failed
         self._parse_error = ""  # of the configuration that was read last
         self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
 
@@ -142,6 +144,7 @@ class LogBook:
         if taken := _PORT_TAKEN.search(line.text):
             self.port_taken = taken[1]
         self.lock_exception = self.lock_exception or _LOCK_EXCEPTION in raw
+        self.hangs = self.hangs or bool(_HANGS.match(line.text))
         if parse_error := _PARSE_ERROR.fullmatch(line.text):
             self._parse_error = parse_error[1]
         for pattern in (*_FAILED, *_FAILED_ENSEMBLE):

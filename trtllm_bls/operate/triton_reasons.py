@@ -23,6 +23,7 @@ _MENDS = (
     (r"canonical path for", "pack the environment there, or leave EXECUTION_ENV_PATH out"),
     (r"has no field named", "correct its name, or remove it: a later Triton may know it"),
     (r"failed to read text proto", "mend its form, which is that of Protobuf's texts"),
+    (r"Python model file not found", "copy the program there, or correct default_model_filename"),
     (r"directory name must equal model name", "give both one name, or leave name out"),
     (r"at least one version must be available", "make a directory named 1, or mend version_policy"),
     (r"codec can't encode", "name model and directories with ASCII letters, digits and _"),
