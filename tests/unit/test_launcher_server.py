@@ -27,7 +27,7 @@ from click.testing import CliRunner
 
 from tests.helpers.children import Child
 from tests.helpers.fake_tritonserver import HANGS, LOCKED, installation, starts
-from tests.helpers.ports import unused_ports
+from tests.helpers.ports import serve_ports, unused_ports
 from tests.helpers.served import Served, good
 from tests.helpers.server_settings import DEMO, free_ports
 from tests.helpers.waiting import until, until_ended
@@ -411,6 +411,80 @@ def test_a_server_that_has_died_meanwhile_did_not_fail_for_its_silence(
     with pytest.raises(ServerFailed) as failed:
         server.wait()
     assert str(failed.value) == told
+
+
+# Takes a moment for its start, and another for its end.
+SLOW = """
+def end(*_):
+    time.sleep(3)
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, end)
+stub = start_stub()
+time.sleep(3)
+serve()
+"""
+VICTIMS = {
+    "serve": "trtllm_bls.cli serve",
+    "the guard": "guard.py",
+    "tritonserver": "bin/tritonserver",
+    "the HTTP program": "trtllm_bls.cli --exit-with-parent",
+}
+
+
+KILLS = [
+    (victim, moment)
+    for victim in VICTIMS
+    for moment in ("starts", "serves", "drains")
+    if (victim, moment) != ("the HTTP program", "starts")  # It waits for the server.
+]
+
+
+@pytest.mark.parametrize(("victim", "moment"), KILLS)
+def test_no_process_outlives_its_parent_whatever_was_killed_and_when(
+    tmp_path: Path, repository: Path, victim: str, moment: str
+) -> None:
+    """Each is killed at each moment; then ``serve`` is told to end, if it still runs."""
+    root = installation(tmp_path / "triton", SLOW)
+    words = ["serve", "--server", str(root), "--model-repository", str(repository)]
+    words += [*serve_ports(), "--openai-port", "0", "--exit-timeout", "10"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "trtllm_bls.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as served:
+        assert served.stdout
+        own = psutil.Process(served.pid)
+        if moment != "starts":
+            served.stdout.readline()  # It has an address.
+        if moment == "drains":
+            served.terminate()
+        place = VICTIMS[victim]
+        process = until(lambda: next(with_words(family(own), place), None))
+        seen = family(own)
+        process.kill()
+        until_ended([process])
+        if own.is_running() and own.status() != psutil.STATUS_ZOMBIE:
+            seen += family(own)
+            served.terminate()
+        served.wait(60)
+    until_ended(seen)
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """The process and all below it."""
+    with suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def with_words(processes: list[psutil.Process], words: str) -> Iterator[psutil.Process]:
+    """Those whose command line has ``words``."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if words in " ".join(process.cmdline()):
+                yield process
 
 
 # --- stopped and killed ---------------------------------------------------------------------
