@@ -356,10 +356,13 @@ def test_a_key_sees_its_own_responses(speak: Speak) -> None:
 def test_a_store_that_cannot_be_written_costs_no_answer(
     speak: Speak, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says so; requests that refer to it are to come again."""
+    """The log and the answer say so; requests that refer to it are to come again."""
     model = speak(store_dir=tmp_path)
     (tmp_path / stored._FILE).write_bytes(b"no database" * 1000)
-    assert respond(model)["status"] == "completed"
+    answer = respond(model)
+    assert (answer["status"], answer["store"]) == ("completed", False)
+    *_, last = model.openai.responses.create(model=MODEL, input="x", stream=True)
+    assert (last.type, last.response.store) == ("response.completed", False)
     assert "is not stored: stored responses cannot be used: file is not a database" in caplog.text
     status, error = refusal(model, previous_response_id="resp_a")
     assert (status, error["code"]) == (503, "store_unavailable")

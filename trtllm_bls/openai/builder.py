@@ -73,6 +73,7 @@ class ResponseBuilder(ABC):
         self, request: Generation, model: ChatModel, requests: list[TextRequest], guide_field: str
     ) -> None:
         self.requests = requests
+        self.storage_failed = False  # It was to be stored and could not be.
         self.guide_field = guide_field  # the request's field that asked for guided decoding, if any
         self.stream = requests[0].stream
         self.prompt_tokens = 0  # of all prompts

@@ -185,11 +185,11 @@ class _GenerateRoute:
                 pinging.cancel()
         if is_late:
             raise ApiError(504, "the engine gave no token before the time limit", code="timeout")
+        response.storage_failed = not await services.references.keep(scope, response)
         end = response.last_events if response.stream else response.whole
         # On the event loop, a whole answer's log-probabilities would hold up all streams.
         is_large = response.requests[0].wants.log_probs
         last = await asyncio.to_thread(end) if is_large else end()
-        await services.references.keep(scope, response)
         if response.stream:
             await reply.events(last, end=True)
         else:

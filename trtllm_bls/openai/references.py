@@ -68,20 +68,25 @@ class References:
         response: ResponseBuilder,
         status: str = "",
         error: ApiError | None = None,
-    ) -> None:
-        """Store the response, if it is to be stored; ``status`` of one that did not end well."""
+    ) -> bool:
+        """Store the response, if it is to be stored; false if that failed.
+
+        ``status``: of a response that did not end well.
+        """
         socket = scope.get(SOCKET)
         if socket is not None and not status:
             self.last_responses.keep(socket, response.id, response.conversation)
         if self.store is None:
-            return
+            return True
         stored = response.stored(status, error)
         if stored is None:
-            return
+            return True
         try:
             await asyncio.to_thread(self.store.save, tenant_of(scope), stored)
         except ApiError as problem:  # the client has its answer all the same
             log.warning("%s is not stored: %s", stored.id, problem.message)
+            return False
+        return True
 
     async def close(self) -> None:
         """Close the store, and remove the directory that only this process used."""

@@ -458,6 +458,7 @@ class ResponsesResponse(PartsBuilder):
             "output": self._items,
             "usage": self._usage() if self._ending is not None else None,
             **self._echoed,
+            "store": self._is_stored and not self.storage_failed,
         }
 
     def _usage(self) -> dict[str, Any]:
