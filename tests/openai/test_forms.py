@@ -10,11 +10,13 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from click.testing import CliRunner
 
 from doubles.scripted import ScriptedEngine
 from tests.helpers.openai_server import MODEL, ScriptedBackend, serving
 from tests.helpers.scripted_text import saying, tokenizer
 from tests.openai.conftest import Connect
+from trtllm_bls.cli import main
 from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest
@@ -599,3 +601,26 @@ def test_usage_counts_a_cached_prompt_once() -> None:
             )
             response.add(index, TextChunk("", index, ending))
         assert json.loads(response.whole())["usage"].get("prompt_tokens_details") == told
+
+
+def test_the_servers_variables_of_the_template_hold_where_a_request_sets_none() -> None:
+    """A request's own come before them, also those that other fields become."""
+    variables = {"enable_thinking": False, "reasoning_effort": "high"}
+    turns = ChatTurns(tokenizer(), variables=variables)
+    for fields, expected in (
+        ({}, variables),
+        ({"reasoning_effort": "low"}, {**variables, "reasoning_effort": "low"}),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            {**variables, "enable_thinking": True},
+        ),
+    ):
+        body = json.dumps({"model": MODEL, "messages": HELLO, **fields}).encode()
+        response = ChatResponse(decode(body, ChatRequest), ChatModel(tokenizer(), turns))
+        assert response.requests[0].chat.variables == expected
+
+
+def test_variables_of_the_template_are_a_json_object() -> None:
+    """Anything else is refused before a model is loaded."""
+    told = CliRunner().invoke(main, ["openai", "--chat-template-kwargs", "thinking"])
+    assert told.exit_code == 2 and "must be a JSON object, such as" in told.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trtllm_bls.http.limits import ConnectionLimits
 from trtllm_bls.openai.exposition import SharedSamples
@@ -26,6 +27,7 @@ class ApiSettings:
     ``loras``: task ids of LoRA adapters by the names that requests give as ``model``; empty for one
     that the engine knows by its name.
     ``tool_parser``, ``reasoning_parser``: auto, none, or a name in ``text.chat_formats``.
+    ``chat_template_kwargs``: variables of the chat template, where a request does not set them.
     ``unreadable``: ``replace`` puts a sentence in the place of images and files, ``refuse`` refuses
     them.
     ``store_dir``: directory of stored responses, which all processes of a server share; ``None``:
@@ -50,6 +52,7 @@ class ApiSettings:
     pipelines: tuple[str, ...] = ()
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     unreadable: str = "replace"
     store_dir: Path | None = None
     store_bytes: int = 256 * 2**20

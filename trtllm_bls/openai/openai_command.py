@@ -46,7 +46,7 @@ _OF_API = (
 # The options that ``serve`` has too.
 AS_OF_SERVE = (
     *("host", "expose", "api_keys_file", "exit_timeout", *_TLS),
-    *("allowed_hosts", "loras", "served_model_names", *_OF_API),
+    *("allowed_hosts", "loras", "served_model_names", "chat_template_kwargs", *_OF_API),
 )
 
 
@@ -118,6 +118,7 @@ def main(context: click.Context, /, **options: Any) -> None:
         model_names=options["served_model_names"] or (own_name,),
         keys=keys,
         loras=dict(lora.partition("=")[::2] for lora in options["loras"]),
+        chat_template_kwargs=json.loads(options["chat_template_kwargs"]),
         allowed_hosts=options["allowed_hosts"] if is_loopback(options["host"]) else None,
         status_dir=parameters.status_dir if parameters else "",
         triton_metrics=front.metrics if front else "",

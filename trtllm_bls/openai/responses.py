@@ -336,9 +336,20 @@ class ResponsesResponse(PartsBuilder):
 
         A call is cut, too, where a stop string or the model itself has ended the answer inside it.
         """
+        return "incomplete" if self._is_limited or self._parser.is_cut else "completed"
+
+    @property
+    def _is_limited(self) -> bool:
+        """True where a limit has ended the answer."""
         reasons = (FinishReason.LENGTH, FinishReason.TIMEOUT)
-        is_cut = self._ending is not None and self._ending.finish_reason in reasons
-        return "incomplete" if is_cut or self._parser.is_cut else "completed"
+        return self._ending is not None and self._ending.finish_reason in reasons
+
+    @property
+    def _is_part_cut(self) -> bool:
+        """True where the part that is closed now was cut; only a call may be so without a limit."""
+        if self._parser.ended:
+            return False
+        return self._is_limited or (self._kind is ToolCall and self._parser.is_cut)
 
     def _first_events(self) -> bytes:
         response = self._body("in_progress")
@@ -435,7 +446,7 @@ class ResponsesResponse(PartsBuilder):
             told = {key: done[key] for key in ("text", "logprobs", "refusal") if key in done}
             events = self._event(f"response.{done['type']}.done", **place, **told)
             events += self._event("response.content_part.done", **place, part=done)
-        item["status"] = "completed" if self._parser.ended else self._end_status
+        item["status"] = "incomplete" if self._is_part_cut else "completed"
         if self._is_stored:
             self._room -= len(msgspec.json.encode(item))
             self._is_stored = self._echoed["store"] = self._room >= 0

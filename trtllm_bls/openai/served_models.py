@@ -69,7 +69,12 @@ class ServedModels:
 
         self._language_model = ChatModel(
             tokenizer,
-            ChatTurns.of(tokenizer, settings.tool_parser, settings.reasoning_parser),
+            ChatTurns.of(
+                tokenizer,
+                settings.tool_parser,
+                settings.reasoning_parser,
+                settings.chat_template_kwargs,
+            ),
             fingerprint,
             reader,
             count_call,

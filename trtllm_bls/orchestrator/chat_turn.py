@@ -170,22 +170,32 @@ class ChatTurns:
     """Makes the turns of one model's chats.
 
     ``tokenizer``: ``None``: nothing is known of what the model writes. ``order``: the orders of
-    turns that its chat template accepts.
+    turns that its chat template accepts. ``variables`` of the template are set where a conversation
+    does not set them.
     """
 
     tokenizer: Tokenizer | None
     formats: ChatFormats = ChatFormats()
     order: TurnOrder = ANY_ORDER
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, tools: str = "auto", reasoning: str = "auto") -> ChatTurns:
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        tools: str = "auto",
+        reasoning: str = "auto",
+        variables: Mapping[str, Any] = {},
+    ) -> ChatTurns:
         """Find out what the tokenizer's chat template accepts, and what its model writes."""
         formats = ChatFormats.of(tokenizer, tools, reasoning)
-        return cls(tokenizer, formats, TurnOrder.of(tokenizer))
+        return cls(tokenizer, formats, TurnOrder.of(tokenizer), variables)
 
     def turn(self, conversation: Conversation) -> ChatTurn:
         """Return the next turn. Raises ``InvalidRequest`` for contradicting demands."""
         options = conversation.options
+        if self.variables:
+            options = replace(options, variables={**self.variables, **options.variables})
         parallel = conversation.parallel
         tools = _allowed_tools(conversation)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}

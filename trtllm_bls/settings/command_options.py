@@ -24,6 +24,7 @@ import click
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.settings.parameters import ENGINE_CHOICE, BlsParameters, EngineChoice, parse_engine
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
+from trtllm_bls.text.json_values import json_value
 
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 # Types of fields, with what click reads them as.
@@ -61,6 +62,14 @@ def _lora(text: str) -> str:
     number = int(task_id) if task_id.isdecimal() else -1
     if not name or (separator and not 0 <= number < 2**64):
         raise click.BadParameter(f"{text!r} must be NAME or NAME=TASK_ID, a number of 64 bits")
+    return text
+
+
+def _json_object(text: str) -> str:
+    value = json_value(text)
+    if not isinstance(value, dict):
+        example = "'{\"enable_thinking\": false}'"
+        raise click.BadParameter(f"{text!r} must be a JSON object, such as {example}")
     return text
 
 
@@ -347,6 +356,13 @@ class ServeSettings:
         "How the model marks reasoning, for the OpenAI API; auto: by its chat template.",
         "auto",
         type=click.Choice(["auto", "none", *REASONING_TAGS]),
+    )
+    chat_template_kwargs: str = setting(
+        "Variables of the chat template for the OpenAI API, a JSON object. A request's own "
+        "chat_template_kwargs, reasoning_effort and thinking come before them.",
+        "{}",
+        type=_json_object,
+        metavar="JSON",
     )
     unreadable: Literal["replace", "refuse"] = setting(
         "What becomes of images and files in requests of the OpenAI API: the model reads a "
