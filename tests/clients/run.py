@@ -305,7 +305,7 @@ def table(rows: list[Row]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="what CI runs")
+    parser.add_argument("--quick", action="store_true", help="end after 3 minutes")
     parser.add_argument("--write", action="store_true", help="write the table of docs/clients.md")
     parser.add_argument("--only", nargs="*", default=[], help="names of terminal agents")
     parser.add_argument("--packages", type=Path, default=ROOT / ".cache" / "clients")

@@ -39,7 +39,7 @@ def pip_install(folder: Path, *words: str) -> Path:
 def npm_install(folder: Path, *packages: str, scripts: bool = False) -> None:
     """Install packages below ``folder``; the test is skipped where that cannot be done."""
     if shutil.which("npm") is None:
-        pytest.skip("installs packages of npm, which this machine does not have")
+        pytest.skip("no npm: `apt-get install npm` runs it")
     install = ["npm", "install", "--no-audit", "--no-fund", *packages]
     install += [] if scripts else ["--ignore-scripts"]
     done = subprocess.run(install, cwd=folder, capture_output=True, text=True)

@@ -62,7 +62,7 @@ BAD: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
+        pytest.skip("no cc: `apt-get install gcc` runs it")
     source: Path = tmp_path_factory.mktemp("slow") / "slow.c"
     source.write_text(SLOW_THREAD)
     library = source.with_suffix(".so")

@@ -31,7 +31,7 @@ exec "$@"
 
 def serve(*words: str, further: str = "") -> Child:
     if shutil.which("unshare") is None:
-        pytest.skip("there are no namespaces here")
+        pytest.skip("no unshare: `apt-get install util-linux` runs it")
     order = ["unshare", "-m", "sh", "-c", NAMESPACE.format(root=ROOT, further=further), "-"]
     order += [sys.executable, "-m", "trtllm_bls.cli", "serve", *words]
     order += serve_ports()
@@ -45,7 +45,7 @@ def test_serve_needs_two_places_to_write_and_every_line_can_be_one_object() -> N
     with serve(*words) as server:
         first = server.output.next()
         if not first and server.end() == 77:
-            pytest.skip("this machine lets nobody mount")
+            pytest.skip("mounts: run it as root with CAP_SYS_ADMIN")
         told = json.loads(first)["message"]
         url = next(line.split()[1] for line in told.splitlines() if line.startswith("OpenAI"))
         body = {"model": "demo", "prompt": "Once upon", "max_tokens": 4}
@@ -67,7 +67,7 @@ def test_what_cannot_be_written_is_named_before_anything_starts(place: str) -> N
     server = serve("--openai-port", "0", further=f"mount -o remount,ro {place}")
     errors = server.errors.rest()
     if server.end() == 77:
-        pytest.skip("this machine lets nobody mount")
+        pytest.skip("mounts: run it as root with CAP_SYS_ADMIN")
     *_, last = errors.strip().splitlines()
     assert last.startswith("error: ") and place in last and "mount" in last
     assert "Traceback" not in errors

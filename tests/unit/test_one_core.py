@@ -18,7 +18,7 @@ from trtllm_bls.triton.one_core import OneCore, core_ticks
 
 CORES = sorted(os.sched_getaffinity(0))
 SECOND = os.sysconf("SC_CLK_TCK")
-needs_two = pytest.mark.skipif(len(CORES) < 2, reason="one core is all there is")
+needs_two = pytest.mark.skipif(len(CORES) < 2, reason="needs a machine with two cores")
 
 
 class Machine:
