@@ -138,7 +138,9 @@ class Scene:
     def missing(self) -> list[str]:
         """The texts that are not on the page, in the place where they belong."""
         shown = self.shown()
-        missing = [text for text in self.texts.fields if text not in shown["fields"]]
+        # A field that a person leaves keeps its new name as the title.
+        in_fields = shown["fields"] + shown["titles"]
+        missing = [text for text in self.texts.fields if text not in in_fields]
         for text in self.texts.turns:
             if not any(text in turn for turn in shown["turns"]):
                 missing.append(text)
