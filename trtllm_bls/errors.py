@@ -208,7 +208,7 @@ _TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_
 _MAX_DIGITS = 18  # of an attribute on the wire
 
 
-def unexpected(error: Exception, request: str) -> TrtllmBlsError:
+def unexpected(error: BaseException, request: str) -> TrtllmBlsError:
     """A defect, as a client may see it: its text may hold paths, so that goes to the log alone."""
     log.error("%s: unexpected error", request, exc_info=error)
     defects.append(type(error).__name__)

@@ -194,6 +194,17 @@ def group_of(error: Exception) -> BaseException:
     return group
 
 
+class PanicException(BaseException):
+    """An end that is no ``Exception``, as PyO3 raises it for a panic in Rust."""
+
+
+def base_group_of(error: BaseException) -> BaseException:
+    """What a task group raises for it, also in Python 3.10."""
+    group = PanicException("unhandled errors in a TaskGroup")
+    group.exceptions = (error,)  # type: ignore[attr-defined]
+    return group
+
+
 async def cancelled() -> None:
     task = asyncio.create_task(asyncio.sleep(10))
     task.cancel()
@@ -224,6 +235,10 @@ class Wrong(Upper):
             "own timeout": lambda: asyncio.wait_for(asyncio.Event().wait(), 0.01),
             "own cancel": cancelled,
             "exit": lambda: raised(SystemExit()),
+            "panic": lambda: raised(PanicException("of a library in Rust")),
+            "base group": lambda: raised(base_group_of(PanicException("one of several"))),
+            "generator": lambda: raised(GeneratorExit()),
+            "masked": lambda: response.send({"count": np.ma.masked_array([1], mask=[True])}),
             "group": lambda: raised(group_of(EngineError("lost"))),
             "wide": lambda: response.send({"count": [1, 2, 3]}),
             "large": lambda: response.send({"count": 2**40}),
@@ -270,6 +285,10 @@ class Wrong(Upper):
         ("own timeout", "INTERNAL: unexpected TimeoutError"),
         ("own cancel", "INTERNAL: unexpected RuntimeError"),
         ("exit", "INTERNAL: unexpected RuntimeError"),
+        ("panic", "INTERNAL: unexpected PanicException"),
+        ("base group", "INTERNAL: unexpected PanicException"),
+        ("generator", "INTERNAL: unexpected GeneratorExit"),
+        ("masked", "INTERNAL: output count: is a masked array; fill it first"),
         ("group", "INTERNAL: lost"),
         ("wide", "INTERNAL: output count: shape [3], declared [1]"),
         ("large", "INTERNAL: output count: 1099511627776 is not INT32"),
@@ -295,6 +314,42 @@ def test_errors_name_what_is_wrong(what: str, message: str) -> None:
         assert any("outcome=failed" in line and words in line for _, line in model.triton.lines)
     else:
         assert ask.error is not None and ask.error.message().startswith(message)
+
+
+ENDS = [
+    PanicException("of a library in Rust"),
+    base_group_of(PanicException("one of several")),
+    GeneratorExit(),
+    SystemExit(3),
+    KeyboardInterrupt(),
+    asyncio.CancelledError(),
+    StopIteration(),
+    StopAsyncIteration(),
+    MemoryError(),
+    RecursionError(),
+    ValueError("a mistake"),
+]
+
+
+@pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("deep", [False, True], ids=["raised", "in a task"])
+def test_nothing_that_answer_raises_looks_like_an_end(error: BaseException, deep: bool) -> None:
+    """The caller is told an error after what has been sent, and the log has the traceback."""
+
+    class Raises(Upper):
+        async def answer(self, request: Request, response: Response) -> None:
+            await response.send({"count": 1})
+            if deep:
+                await asyncio.create_task(raised(error))
+            raise error
+
+    with serving(Raises, llm=["a"]) as model:
+        ask = model.ask(prompt="x").wait()
+        assert ask.said("count") == [[1]]
+        assert ask.error is not None and ask.error.message().startswith("INTERNAL: unexpected ")
+        # Another request is answered by the same event loop.
+        assert model.ask(prompt="x").wait().error is not None
+    assert any("Traceback" in line for _, line in model.triton.lines)
 
 
 def test_an_optional_input_that_is_absent_is_no_misspelling() -> None:
@@ -991,15 +1046,25 @@ def test_what_load_raises_fails_the_load_alone(way: Any, error: BaseException) -
 
 
 @of_no_exception
-def test_what_a_warm_up_raises_is_logged(way: Any, error: BaseException) -> None:
-    class Exits(Upper):
-        async def warm_up(self, deployment: Any) -> None:
-            await way(error)
+def test_a_warm_up_is_tried_again_until_it_succeeds(way: Any, error: BaseException) -> None:
+    """Until then the model is not ready, and requests are refused with what is wrong."""
+    works = threading.Event()
 
-    with serving(Exits, llm=["a"]) as model:
-        assert model.ask(prompt="x").wait().error is None
-    (line,) = [line for _, line in model.triton.lines if "warm_up failed" in line]
-    assert line.startswith("[model] ") and type(error).__name__ in line
+    class Warm(Upper):
+        async def warm_up(self, deployment: Any) -> None:
+            if not works.is_set():
+                await way(error)
+
+    with serving(Warm, llm=["a"]) as model:
+        until(lambda: any("warm_up failed" in line for _, line in model.triton.lines))
+        refused = model.ask(prompt="x").wait().error
+        assert refused is not None and refused.message().startswith("UNAVAILABLE: model: its warm_")
+        problems = asyncio.run(model.model.deployment.engine_problems())
+        assert problems["model"].startswith("model: its warm_up")
+        works.set()
+        until(lambda: model.ask(prompt="x").wait().error is None)
+    lines = [line for _, line in model.triton.lines if "warm_up failed" in line]
+    assert lines[0].startswith("[model] ") and type(error).__name__ in lines[0]
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
@@ -1017,23 +1082,27 @@ def test_a_task_of_a_request_that_exits_ends_its_request_alone(error: BaseExcept
     assert any(f"a task raised {error!r}" in line for _, line in model.triton.lines)
 
 
-def test_a_server_that_does_not_get_ready_for_a_warm_up_fails_no_request() -> None:
-    """Warming up is told to have failed, once; requests are answered."""
+def test_a_warm_up_waits_for_a_server_that_is_not_ready() -> None:
+    """It is tried once the other models are ready."""
+    is_ready = threading.Event()
 
     class Warm(Upper):
         async def load(self, deployment: Any) -> None:
             await super().load(deployment)
 
             async def ready() -> None:
-                raise EngineError("not ready")
+                if not is_ready.is_set():
+                    raise EngineError("not ready")
 
             deployment.other_models.ready = ready
 
         async def warm_up(self, deployment: Any) -> None:
-            raise AssertionError("the server is not ready")
+            assert is_ready.is_set()
 
     with serving(Warm, llm=["a"]) as model:
-        assert model.ask(prompt="x").wait().error is None
+        until(lambda: any("warm_up failed" in line for _, line in model.triton.lines))
+        is_ready.set()
+        until(lambda: model.ask(prompt="x").wait().error is None)
 
 
 def test_requests_wait_for_a_warm_up() -> None:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from trtllm_bls.engines.chat_model import ChatModels
-from trtllm_bls.errors import DeadlineExceeded
+from trtllm_bls.errors import DeadlineExceeded, EngineError
 from trtllm_bls.orchestrator.orchestrator import (
     Orchestrator,
     RequestTimes,
@@ -47,6 +47,7 @@ class ChatPipeline:
         """As ``Orchestrator.run``."""
         times, lines = RequestTimes(), list[str]()
         ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=0, completion_tokens=0)
+        has_ended = False
         ended_by: BaseException | None = None
         limit = timeout(self._timeout_s)
         try:
@@ -57,15 +58,20 @@ class ChatPipeline:
             ):
                 times.begun_at = asyncio.get_running_loop().time()
                 async for batch in events:
-                    parts = [event for event in batch if "end" not in event]
-                    ending = next(
-                        (_ending(event["end"]) for event in batch if "end" in event), ending
-                    )
+                    parts = []
+                    for event in batch:
+                        if "end" in event:
+                            ending = _ending(event["end"])
+                            has_ended = True
+                        else:
+                            parts.append(event)
                     lines.append(json.dumps(parts))
                     if request.stream and parts:
                         await sink.ready()
                         sink.send(TextChunk(lines.pop() + "\n"))
                         times.note_response()
+            if not has_ended:  # its stream has ended in order, and its answer has not
+                raise EngineError(f"{self.name}: the answer has no end event")
             on_prompt(ending.prompt_tokens)
             await sink.ready()
             sink.send(TextChunk("\n".join(lines), ending=ending))

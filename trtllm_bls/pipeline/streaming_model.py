@@ -29,6 +29,7 @@ from typing import Any, ClassVar, TypeAlias
 from trtllm_bls.errors import (
     DeadlineExceeded,
     EngineError,
+    EngineUnavailable,
     InvalidRequest,
     SettingsError,
     TrtllmBlsError,
@@ -63,6 +64,7 @@ from trtllm_bls.settings.parameters import (
     suggestion,
 )
 from trtllm_bls.text.chat_parser import check_event
+from trtllm_bls.text.checkpoint_dir import one_line
 from trtllm_bls.text.json_values import json_value
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.triton.request_server import Call
@@ -79,6 +81,7 @@ else:
 __all__ = ["EngineError", "InvalidRequest", "Step", "Tensor"]  # for ``trtllm_bls.pipeline``
 
 Value: TypeAlias = bool | int | float | str
+_WARM_UP_LOG_SECONDS = 10  # between two lines on what a warm-up waits for
 _KINDS = {
     bool: FLAG,
     int: Kind("a whole number", int),
@@ -140,10 +143,17 @@ class PipelineDeployment(BaseDeployment):
     ) -> None:
         super().__init__(parameters, pb_utils, model_name)
         self.parameters: Mapping[str, Any] = {}
+        self.warm_up_problem = ""  # why the model is not ready yet
         self.unfinished: set[Response] = set()
         self.other_models = OtherModels(parameters.engine_url, engine_tls(parameters))
         self._llms: dict[tuple[str, str], LLM] = {}
         self._orchestrators: list[Orchestrator] = []
+
+    async def engine_problems(self) -> dict[str, str]:
+        """As of the engines; until ``warm_up`` has succeeded, its problem stands for them."""
+        if self.warm_up_problem:
+            return {self.name: self.warm_up_problem}
+        return await super().engine_problems()
 
     def llm(self, name: str = "", *, tokenizer: str | os.PathLike[str] | None = None) -> LLM:
         """The language model that the parameters name, or another one.
@@ -511,6 +521,7 @@ class StreamingModel(ServedModel):
             if tensor.dtype == "BF16":  # of a Python model's tensors
                 raise SettingsError(f"{tensor.name}: Triton gives a Python model no BF16; use FP32")
         self._warm: asyncio.Future[None] | None = None
+        self._warm_up_failed = False  # and is tried again
         self._config, self._directory = config, Path(args["model_repository"])
         super().initialize(args, pb_utils)
 
@@ -537,13 +548,43 @@ class StreamingModel(ServedModel):
             self._warm = asyncio.ensure_future(self._warm_up())
 
     async def _warm_up(self) -> None:
+        """Run ``warm_up`` until it succeeds; until then the server is not ready for this model."""
+        name = self.deployment.name
+        pause = 0.0
+        while True:
+            self.deployment.warm_up_problem = f"{name}: its warm_up has not ended"
+            try:
+                await self._warm_up_once()
+            except BaseException as raised:
+                if self._warm is None and not isinstance(raised, Exception):
+                    raise  # the model ends meanwhile
+                pause = min(max(2 * pause, 1.0), 60.0)
+                self._warm_up_failed = True
+                self.deployment.warm_up_problem = f"{name}: its warm_up failed: {one_line(raised)}"
+                log.exception("warm_up failed; it is tried again in %g s", pause)
+            else:
+                self.deployment.warm_up_problem = ""
+                return
+            await asyncio.sleep(pause)
+
+    async def _warm_up_once(self) -> None:
+        """Wait for the other models and warm up; the log tells what takes long."""
+        step = "the other models of this server"
+
+        async def tell() -> None:
+            seconds = 0
+            while True:
+                await asyncio.sleep(_WARM_UP_LOG_SECONDS)
+                seconds += _WARM_UP_LOG_SECONDS
+                log.warning("the warm-up waits for %s, for %d s now", step, seconds)
+
+        teller = asyncio.ensure_future(tell())
         try:
             await self.deployment.other_models.ready()
+            step = "its method warm_up"
             await self.warm_up(self.deployment)
-        except BaseException as raised:
-            if self._warm is None and not isinstance(raised, Exception):
-                raise  # the model ends meanwhile
-            log.exception("warm_up failed; requests are answered all the same")
+        finally:
+            teller.cancel()
 
     async def end(self) -> None:
         warm, self._warm = self._warm, None
@@ -568,7 +609,9 @@ class StreamingModel(ServedModel):
         try:
             async with limit, self.deployment.admission.acquire(1):
                 response.begun_at = asyncio.get_running_loop().time()
-                if self._warm is not None:
+                if self._warm is not None and not self._warm.done():
+                    if self._warm_up_failed:
+                        raise EngineUnavailable(self.deployment.warm_up_problem)
                     await asyncio.shield(self._warm)
                 if isinstance(request, ChatRequest):
                     await self._chat(request, response)

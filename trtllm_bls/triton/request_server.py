@@ -206,20 +206,32 @@ class RequestServer:
                 call.fail(error)
 
     async def _answer(self, call: Call) -> None:
+        """Handle a call and end it. Only a handler that returns has succeeded.
+
+        Whatever a handler raises ends the call with an error: a normal end would look like a whole
+        answer. That holds for ``BaseException``, too, of which PyO3's ``PanicException`` is one.
+        """
         try:
             await self._handle(call)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if call.abandoned:
                 log.log(self._end_level, "%s: cancelled: nobody takes its answer any more", call.id)
-            else:  # a silent end would look like a whole answer
+                if call.outbox.sequences:
+                    call.finish()
+            elif self._closing.is_set():
                 call.fail(EngineUnavailable("the server is shutting down"))
+            else:
+                call.fail(unexpected(error, call.id))
         except Exception as error:
             if isinstance(error, TrtllmBlsError):
                 log.log(self._end_level, "%s: refused or failed: %s", call.id, to_wire(error))
             call.fail(error)
-        finally:
+        except BaseException as error:
+            call.fail(unexpected(error, call.id))
+        else:
             if call.outbox.sequences:
                 call.finish()
+        finally:
             del self._open[call]
 
     def _abandon(self, call: Call) -> None:

@@ -87,6 +87,8 @@ def array_of(name: str, value: Any, dtype: str = "") -> Array:
 
 def _own_array(name: str, value: Any, dtype: str) -> Array:
     """The value as an array in which every element is what it was."""
+    if isinstance(value, np.ma.MaskedArray):  # whose array has values where there are none
+        raise TrtllmBlsError(f"{name}: is a masked array; fill it first, as with .filled(0)")
     try:
         value = _without_numpys_bytes(value, dtype)
         try:
