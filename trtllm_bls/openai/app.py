@@ -30,7 +30,7 @@ from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.counting import CountingRoutes
-from trtllm_bls.openai.document import document, page
+from trtllm_bls.openai.document import docs_answer, document, overview, page
 from trtllm_bls.openai.exchange import JsonResponse, RunningRequests
 from trtllm_bls.openai.generating import Generate, GenerateReferring, Services
 from trtllm_bls.openai.health import Health, HealthRoute
@@ -98,6 +98,12 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
     async def openapi(request: Request) -> Response:
         return JsonResponse(document(models.names))
 
+    async def docs(request: Request) -> Response:
+        return docs_answer(models.names)
+
+    async def version_1(request: Request) -> Response:
+        return JsonResponse(overview(models.names))
+
     post = partial(Route, methods=["POST"])
     routes = [
         post("/v1/chat/completions", Generate(services, ChatRequest, ChatResponse)),
@@ -115,6 +121,8 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         post("/detokenize", counting.detokenize),
         Route("/version", version),
         Route("/", page),
+        Route("/docs", docs),
+        Route("/v1", version_1),
         Route("/v1/models", models.list),
         Route("/v1/models/{name:path}", models.get),
         Route("/health", healthy.get),

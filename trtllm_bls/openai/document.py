@@ -1,4 +1,4 @@
-"""The page at ``/``, and ``/openapi.json``, of the schema that checks requests.
+"""The pages at ``/`` and ``/docs``, and ``/openapi.json``, of the schema that checks requests.
 
 The page is sent with a policy under which the browser loads nothing else. Three published libraries
 are part of it, each in a file that names its licence: marked (MIT) makes HTML of Markdown,
@@ -9,6 +9,7 @@ MathML of formulas.
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import re
 from functools import cache
@@ -22,6 +23,7 @@ from starlette.responses import Response
 from trtllm_bls import __version__
 from trtllm_bls.openai.api_errors import Error
 from trtllm_bls.openai.builder import Head
+from trtllm_bls.openai.docs_page import docs_page
 from trtllm_bls.openai.messages import PATH, CountTokensRequest, MessagesRequest
 from trtllm_bls.openai.responses import CompactRequest, ResponsesRequest
 from trtllm_bls.openai.schema import (
@@ -37,8 +39,11 @@ _LIBRARIES = ("marked.js", "purify.js", "temml.js")
 
 
 @cache
-def _page() -> tuple[str, str]:
-    """The page and its policy, which allows its own script and style alone, by their digests."""
+def _page() -> tuple[bytes, bytes, str]:
+    """The page, the same packed by gzip, and its policy.
+
+    The policy allows the page's own script and style alone, by their digests.
+    """
     sources = (_PAGE.with_name(name).read_text(encoding="utf-8") for name in _LIBRARIES)
     libraries = "".join(f"<script>{source}</script>\n" for source in sources)
     text = _PAGE.read_text(encoding="utf-8").replace("<!-- libraries -->", libraries)
@@ -51,19 +56,43 @@ def _page() -> tuple[str, str]:
         for inside in re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL):
             digest = base64.b64encode(hashlib.sha256(inside.encode()).digest())
             policy += f" 'sha256-{digest.decode()}'"
-    return text, policy
+    raw = text.encode()
+    return raw, gzip.compress(raw, mtime=0), policy
+
+
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 async def page(request: Request) -> Response:
-    """``GET /``."""
-    text, policy = _page()
-    headers = {
-        "content-security-policy": policy,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
+    """Answer ``GET /``; packed by gzip for browsers, a quarter of the bytes."""
+    raw, packed, policy = _page()
+    headers = {**_HEADERS, "content-security-policy": policy, "vary": "accept-encoding"}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        headers["content-encoding"] = "gzip"
+        return Response(packed, media_type="text/html", headers=headers)
+    return Response(raw, media_type="text/html", headers=headers)
+
+
+def docs_answer(model_names: tuple[str, ...]) -> Response:
+    """Return the page at ``/docs``."""
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
+    )
+    headers = {**_HEADERS, "content-security-policy": policy}
+    text = docs_page(document(model_names))
     return Response(text, media_type="text/html", headers=headers)
+
+
+def overview(model_names: tuple[str, ...]) -> dict[str, Any]:
+    """Return what ``GET /v1`` answers: the paths below it, by method, and where more is told."""
+    paths = document(model_names)["paths"]
+    below = [path for path in paths if path.startswith("/v1/")]
+    operations = [f"{method.upper()} {path}" for path in below for method in paths[path]]
+    return {"object": "list", "data": operations, "docs": "/docs", "openapi": "/openapi.json"}
 
 
 def _object(*further: str, **properties: object) -> dict[str, Any]:
@@ -103,6 +132,31 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any], bool]] = {
     "/tokenize": (TokenizeRequest, _TOKENS, False),
     "/detokenize": (DetokenizeRequest, _object(prompt=_TEXT), False),
 }
+_SUMMARIES = {
+    "post /v1/chat/completions": 'Answer a conversation, in pieces with "stream": true.',
+    "post /v1/completions": "Go on with a text.",
+    "post /v1/responses": "Answer in the form of the Responses API, which stores the answer.",
+    "post /v1/responses/input_tokens": "Count the tokens of a request.",
+    "post /v1/responses/compact": "Sum up a conversation to go on from.",
+    "get /v1/responses/{id}": "Read a stored response.",
+    "delete /v1/responses/{id}": "Delete a stored response.",
+    "get /v1/responses/{id}/input_items": "List what a stored response was made from.",
+    "post /v1/responses/{id}/cancel": "Refuse: responses are stored once they have ended.",
+    "post /v1/messages": "Answer in the form of Anthropic's Messages API.",
+    "post /v1/messages/count_tokens": "Count the tokens of a request for a message.",
+    "post /tokenize": "Return the token ids of a text or a conversation.",
+    "post /detokenize": "Return the text of token ids.",
+    "get /v1": "List the paths below.",
+    "get /v1/models": "List the models, with the length of their context.",
+    "get /v1/models/{name}": "Tell of one model.",
+    "get /health": "Tell whether requests are answered.",
+    "get /health/ready": "The same, as Kubernetes asks.",
+    "get /version": "Tell the version of this server.",
+    "get /metrics": "Print the metrics for Prometheus.",
+    "get /openapi.json": "This document.",
+    "get /docs": "This document, to be read in a browser.",
+    "get /": "A page to chat with the model.",
+}
 # What is checked beyond the types.
 _PROMPTS = [
     _WORD,
@@ -139,12 +193,30 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": _PROMPTS}
     schemas["ChatRequest"]["properties"]["messages"] |= _MESSAGES
     name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
+    response_id = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
     model = {"responses": _responses(_MODEL, 401, 404), "parameters": [name]}
     metrics = {"description": "For Prometheus", "content": {"text/plain": {"schema": _TEXT}}}
+    html = {"description": "A page", "content": {"text/html": {"schema": _TEXT}}}
+    deleted = _object(id=_TEXT, object={"const": "response"}, deleted={"const": True})
+    items = _object("first_id", "last_id", "has_more", object=_TEXT, data=_LIST)
+    stored: dict[str, Any] = {
+        "get": {"responses": _responses(_RESPONSE, 400, 401, 404), "parameters": [response_id]},
+        "delete": {"responses": _responses(deleted, 400, 401, 404), "parameters": [response_id]},
+    }
+    listed = {"responses": _responses(items, 400, 401, 404), "parameters": [response_id]}
+    cancelled = {"responses": _responses(_RESPONSE, 400, 401, 404), "parameters": [response_id]}
     paths: dict[str, Any] = {
+        "/": {"get": {"responses": {"200": html}}},
+        "/docs": {"get": {"responses": {"200": html}}},
+        "/openapi.json": {"get": {"responses": _responses({"type": "object"})}},
+        "/v1": {"get": {"responses": _responses({"type": "object"}, 401)}},
         "/v1/models": {"get": {"responses": _responses(_MODELS, 401)}},
         "/v1/models/{name}": {"get": model},
+        "/v1/responses/{id}": stored,
+        "/v1/responses/{id}/input_items": {"get": listed},
+        "/v1/responses/{id}/cancel": {"post": cancelled},
         "/health": {"get": {"responses": _responses({"type": "object"}, 503)}},
+        "/health/ready": {"get": {"responses": _responses({"type": "object"}, 503)}},
         "/version": {"get": {"responses": _responses(_object(version=_TEXT))}},
         "/metrics": {"get": {"responses": {"200": metrics}}},
     }
@@ -155,13 +227,20 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
             responses["200"]["content"]["text/event-stream"] = {"schema": {}}
         body = _json({"$ref": f"#/components/schemas/{kind.__name__}"})
         paths[path] = {"post": {"responses": responses, "requestBody": {"required": True, **body}}}
-    key = {"type": "http", "scheme": "bearer"}
+    for summary in _SUMMARIES:
+        method, _, path = summary.partition(" ")
+        paths[path][method]["summary"] = _SUMMARIES[summary]
+    bearer = {"type": "http", "scheme": "bearer"}
+    api_key = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "trtllm-bls", "version": __version__},
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": key}},
-        "security": [{}, {"key": []}],
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"bearer": bearer, "api_key": api_key},
+        },
+        "security": [{}, {"bearer": []}, {"api_key": []}],
     }
 
 
