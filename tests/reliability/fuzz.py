@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import json
 import socket
 import sys
 import tempfile
@@ -27,11 +28,16 @@ import psutil
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from doubles.speaking import SpeakingEngine
+from tests.helpers.openai_server import MODEL, ScriptedBackend
+from tests.helpers.openai_server import serving as serving_api
+from tests.helpers.scripted_text import tokenizer_with_tools
 from tests.helpers.triton_front import in_front_of
 from tests.live.conftest import echo_settings
 from tests.reliability.fuzz_cases import LAST_PING, TEXT, Case, base_fields, cases, packed
 from tests.reliability.processes import memory_mb, named
 from trtllm_bls.errors import defects
+from trtllm_bls.openai.sockets import PATH
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.settings.command_options import Override
 from trtllm_bls.wire.contract import BLS, MODELS
@@ -57,6 +63,12 @@ _LIMITS = (
     Override("tensorrt_llm", "step_ms", "1"),
     Override("tensorrt_llm", "max_sequence_tokens", "5000"),
 )
+
+
+_UPGRADE = (
+    f"GET {PATH} HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    "sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+).encode()
 
 
 @contextmanager
@@ -161,6 +173,10 @@ class Fuzzer:
         self._in_front = ExitStack()
         self._front = self._in_front.enter_context(in_front_of(server.grpc_url, server.http_url))
         defects.clear()
+        tokenizer = tokenizer_with_tools()
+        engine = SpeakingEngine(tokenizer, lambda prompt: "Hi.")
+        backend = ScriptedBackend(engine, tokenizer)
+        self._api = self._in_front.enter_context(serving_api(engine, backend))
         self._http = http.client.HTTPConnection("127.0.0.1", self._front.port, timeout=PATIENCE_S)
         self.steady.start()
 
@@ -191,7 +207,12 @@ class Fuzzer:
         self.steady.case = self._number
         began = time.monotonic()
         self._front.forwarded.clear()
-        send = {"frames": self._connect}.get(case.endpoint, self._post)
+        connections = {
+            "frames": self._connect,
+            "http": self._send_bytes,
+            "socket": self._open_socket,
+        }
+        send = connections.get(case.endpoint, self._post)
         problem = self._send(case) if case.over_grpc else send(case)
         if defects:
             problem = f"a defect: {defects.popleft()}"
@@ -281,6 +302,46 @@ class Fuzzer:
                 return None
         self.answers["HTTP/2 read" if LAST_PING in got else "HTTP/2 closed"] += 1
         return None
+
+    def _send_bytes(self, case: Case) -> str | None:
+        """A connection to port 8000: it ends, and no answer on it is a defect."""
+        received = self._received("127.0.0.1", self._front.port, b"", case.body)
+        if received is None:
+            return f"no end within {PATIENCE_S:g} s"
+        self.answers["HTTP connection answered" if received else "HTTP connection closed"] += 1
+        return "status 500 on a connection" if b"HTTP/1.1 500" in received else None
+
+    def _open_socket(self, case: Case) -> str | None:
+        """A WebSocket: it ends, and the next request of the API is answered."""
+        received = self._received(self._api.host, self._api.port, _UPGRADE, case.body)
+        if received is None:
+            return f"no end within {PATIENCE_S:g} s"
+        self.answers["WebSocket"] += 1
+        body = json.dumps({"model": MODEL, "input": "Hi", "store": False}).encode()
+        connection = http.client.HTTPConnection(self._api.host, self._api.port, timeout=PATIENCE_S)
+        try:
+            connection.request("POST", PATH, body, {"Content-Type": "application/json"})
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            return f"the API does not answer: {type(error).__name__}: {error}"
+        finally:
+            connection.close()
+        return None if status == 200 else f"the API answered {status}"
+
+    def _received(self, host: str, port: int, first: bytes, flow: bytes) -> bytes | None:
+        """What a server sends on a connection until it ends; ``None`` if it never does."""
+        with socket.create_connection((host, port), timeout=PATIENCE_S) as raw:
+            received = b""
+            try:
+                raw.sendall(first + flow)
+                raw.shutdown(socket.SHUT_WR)
+                while part := raw.recv(65536):
+                    received = (received + part)[-100_000:]
+            except TimeoutError:
+                return None
+            except OSError:
+                self.answers["connection reset"] += 1
+            return received
 
     def _unclear(self, problem: str) -> str | None:
         """Why an error's text is not what a caller may see; ``None`` if it is."""

@@ -70,7 +70,7 @@ class Case:
     """One request: a gRPC message, the body of a POST to ``endpoint``, or frames of HTTP/2."""
 
     model: str
-    endpoint: str  # stream, unary; generate, generate_stream, infer; frames
+    endpoint: str  # stream, unary; generate, generate_stream, infer; frames; http, socket
     body: bytes
     content_type: str = "application/json"
     header_length: str | None = None
@@ -253,6 +253,24 @@ _JSON = st.recursive(
 )
 
 
+_SIZES = st.sampled_from((0, 1, 4, -1, 2**28, 2**31, 2**32, 2**62, 2**63 - 1, 2**64, 1.0, "1"))
+# Each quantity that an input of ``infer`` names, without regard to what is there.
+_QUANTITIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "shape": st.lists(_SIZES, max_size=4) | st.just([1] * 1000),
+        "data": _JSON,
+        "parameters": st.fixed_dictionaries(
+            {}, optional={"binary_data_size": _SIZES, "shared_memory_byte_size": _SIZES}
+        ),
+    },
+)
+_PROTOCOL = st.dictionaries(
+    st.sampled_from(("priority", "timeout", "sequence_id", "sequence_start", "triton_x", "note")),
+    _SIZES | st.booleans(),
+)
+
+
 @st.composite
 def http_cases(draw: st.DrawFn, model: Model) -> Case:
     """A POST to ``generate``, ``generate_stream`` or ``infer``, whose JSON may be broken."""
@@ -266,7 +284,12 @@ def http_cases(draw: st.DrawFn, model: Model) -> Case:
             row = {"name": name, "datatype": _TYPES.get(dtype, dtype), "shape": array.shape}
             if draw(st.integers(0, 29)) == 0:
                 row[draw(st.sampled_from(sorted(row)))] = draw(_JSON)
-            document["inputs"].append(row | {"data": _plain(array)})
+            row["data"] = _plain(array)
+            if draw(st.integers(0, 9)) == 0:
+                row |= draw(_QUANTITIES)
+            document["inputs"].append(row)
+        if draw(st.integers(0, 9)) == 0:
+            document["parameters"] = draw(_PROTOCOL)
         header = draw(st.sampled_from((None,) * 20 + ("0", "10", "-1", "x", "99999999999")))
     else:
         named = model.input_named
@@ -406,8 +429,56 @@ def frame_cases(draw: st.DrawFn, model: Model) -> Case:
     return Case(model.name, "frames", preface + b"".join(frames) + frame(PING, LAST_PING))
 
 
+# --- connections of HTTP and of WebSockets, whose parts are repeated ------------------------------
+
+_POST = (
+    b"POST /v2/models/preprocessing/infer HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+)
+_HTTP_PARTS = (
+    b"GET /v2/health/live HTTP/1.1\r\n\r\n",
+    b"\r\n",
+    b"a: b\r\n",
+    b"GET /",
+    b"x" * 100,
+    _POST + b"content-length: 4000000\r\n\r\n",
+    _POST + b"transfer-encoding: chunked\r\n\r\n",
+    b"1\r\n{\r\n",
+    b"0\r\n",
+    b"0\r\n\r\n",
+    _POST + b"content-encoding: deflate\r\ncontent-length: 9\r\n\r\n",
+)
+
+
+def socket_frame(opcode: int, payload: bytes = b"", flags: int = 0x80) -> bytes:
+    """A client's frame of up to 125 bytes; its mask is 0."""
+    return bytes((opcode | flags, 0x80 | len(payload))) + bytes(4) + payload
+
+
+_CREATE = json.dumps({"type": "response.create", "input": "Hi", "store": False}).encode()
+_SOCKET_PARTS = (
+    *(socket_frame(opcode) for opcode in range(16)),
+    *(socket_frame(opcode, flags=0) for opcode in (0, 1, 2, 9)),
+    *(socket_frame(opcode, b"x" * 125) for opcode in (1, 2, 8, 9, 10)),
+    *(socket_frame(1, text) for text in (b"{}", b"\xff", b"[", _CREATE, _CREATE[:40])),
+    *(socket_frame(8, code.to_bytes(2, "big")) for code in (1000, 1005, 4999, 65535)),
+    *(socket_frame(1, b"x", flags) for flags in (0xC0, 0xA0, 0x90)),
+    b"\x81\xff" + b"\xff" * 8,
+    b"\x81\x01x",  # without a mask
+)
+
+
+@st.composite
+def repeated_cases(draw: st.DrawFn) -> Case:
+    """Parts of a connection, each once or very often, in any order."""
+    endpoint = draw(st.sampled_from(("http", "socket")))
+    parts = _HTTP_PARTS if endpoint == "http" else _SOCKET_PARTS
+    counts = st.sampled_from((1, 1, 2, 70, 2000, 40_000))
+    repeated = draw(st.lists(st.tuples(st.sampled_from(parts), counts), min_size=1, max_size=5))
+    return Case(BLS.name, endpoint, b"".join(part * count for part, count in repeated)[:MAX_BYTES])
+
+
 def cases() -> st.SearchStrategy[Case]:
     """Of all five models, over both protocols, and below them."""
     return st.sampled_from(MODELS).flatmap(
-        lambda m: grpc_cases(m) | grpc_cases(m) | http_cases(m) | frame_cases(m)
+        lambda m: grpc_cases(m) | grpc_cases(m) | http_cases(m) | frame_cases(m) | repeated_cases()
     )
