@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tritonclient import http as http_client
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.helpers.triton_front import KEY, Front, in_front_of
 from tests.helpers.waiting import until
@@ -386,6 +388,20 @@ def test_an_infer_that_triton_does_not_bear_is_refused(
     assert status == 400 and problem in json.loads(answer)["error"]
     assert len(front.forwarded) == before
     assert asked(front.port, "GET", f"{BLS}/ready", None)[0] == 200
+
+
+@pytest.mark.parametrize("shape", [[2**63 - 1], [2**28, 1, 1], [2**32, 2**32]])
+def test_such_a_shape_does_not_end_triton_over_grpc(server: TritonServer, shape: list[int]) -> None:
+    """Nothing of this package stands before that port; Triton compares the shape with the bytes."""
+    message = service_pb2.ModelInferRequest(model_name="postprocessing")
+    message.inputs.add(name="TOKENS_BATCH", datatype="INT32", shape=shape)
+    message.raw_input_contents.append(b"\5\0\0\0")
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.ModelInfer(message, timeout=60)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=60).live
 
 
 def infer_bodies() -> st.SearchStrategy[tuple[dict[str, Any], bytes]]:

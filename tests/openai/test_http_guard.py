@@ -185,6 +185,34 @@ def test_requests_that_wait_for_others_are_parsed_later(connect: Connect) -> Non
     assert widest < 200 and asked < LIMITS.requests + 200
 
 
+async def test_a_client_that_leaves_is_noticed_though_more_requests_wait() -> None:
+    """The request that runs is told, not only the last one that came; it would write to nobody."""
+    told: list[str] = []
+    transport: Any = SimpleNamespace(
+        **dict.fromkeys(("write", "close", "pause_reading", "resume_reading"), lambda *given: None),
+        get_extra_info=lambda name: None,
+        is_closing=lambda: False,
+    )
+
+    async def program(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        told.append((await receive())["type"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    config = uvicorn.Config(program, http=GuardedProtocol)  # type: ignore[arg-type]
+    config.loaded_app = program  # type: ignore[assignment]
+    state = ServerState()
+    protocol = GuardedProtocol(LIMITS, config=config, server_state=state, app_state={})
+    protocol.connection_made(transport)
+    protocol.data_received(b"GET / HTTP/1.1\r\n\r\n" * 3)
+    await turns()
+    assert told == []
+    protocol.connection_lost(None)
+    await turns()
+    assert told == ["http.disconnect"]
+    assert not protocol.pipeline
+
+
 def test_trailers_are_dropped(connect: Connect) -> None:
     """None of them is a header of the request, such as a key, and none is kept."""
     api, _ = connect(keys=(sha256(b"secret").digest(),))

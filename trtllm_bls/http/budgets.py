@@ -136,7 +136,10 @@ _CONNECTION = (
         holder="connection",
         beyond="it is closed",
         test=f"{_GUARD}:test_requests_that_wait_for_others_are_parsed_later",
-        covers=_named("callback", "on_message_begin on_message_complete on_response_complete"),
+        covers=(
+            *_named("callback", "on_message_begin on_message_complete on_response_complete"),
+            "kept limits.GuardedProtocol._cycles",
+        ),
     ),
     Budget(
         unit="bytes that are parsed while an earlier request is answered",

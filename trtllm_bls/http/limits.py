@@ -15,6 +15,7 @@ import asyncio
 import resource
 import socket
 import zlib
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -150,6 +151,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_requests = 0
         self._discards = False  # all that still comes
         self._unread = bytearray()  # and not parsed yet
+        self._cycles: deque[RequestResponseCycle] = deque()  # not answered yet, the oldest first
         self._closes_after_body = False
 
     def connection_made(self, transport: Any) -> None:
@@ -167,8 +169,16 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
-        if self.cycle is not None:
+        self.pipeline.clear()
+        for cycle in self._cycles:
+            # uvicorn tells the newest request alone, which may wait for one that runs.
+            if not cycle.response_complete:
+                cycle.disconnected = True
+            cycle.message_event.set()
             # Otherwise the two refer to each other until a garbage collection.
+            cycle.transport = self.transport
+        self._cycles.clear()
+        if self.cycle is not None:
             self.cycle.transport = self.transport
 
     def data_received(self, data: bytes) -> None:
@@ -177,6 +187,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._cycles:
+            self._cycles.popleft()
         if self._unread:
             self.loop.call_soon(self._read_on)
 
@@ -244,6 +256,7 @@ class GuardedProtocol(HttpToolsProtocol):
         # ``BodyReader`` answers a slow client before this timer closes the connection.
         self._start_timer(self._limits.body_s + DISCARD_S, self._on_body_timeout)
         super().on_headers_complete()  # raises for a URL that is none
+        self._cycles.append(self.cycle)
         self._in_headers = False
         self._num_requests += 1
         if self._num_requests >= self._limits.requests:
