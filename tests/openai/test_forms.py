@@ -20,6 +20,7 @@ from trtllm_bls.cli import main
 from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.openai.api_errors import ApiError
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.conversation import ChatModel
 from trtllm_bls.openai.schema import ChatRequest, decode
@@ -27,7 +28,7 @@ from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.text.tokenizer import load_tokenizer
-from trtllm_bls.types import Ending, FinishReason, SpeculationStats, TextChunk, TextRequest
+from trtllm_bls.types import Ending, FinishReason, Guide, SpeculationStats, TextChunk, TextRequest
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo" / "target"
 HELLO: Any = [{"role": "user", "content": "Hi"}]
@@ -624,3 +625,41 @@ def test_variables_of_the_template_are_a_json_object() -> None:
     """Anything else is refused before a model is loaded."""
     told = CliRunner().invoke(main, ["openai", "--chat-template-kwargs", "thinking"])
     assert told.exit_code == 2 and "must be a JSON object, such as" in told.output
+
+
+def test_a_demanded_call_takes_the_place_of_a_message_and_its_form() -> None:
+    """``response_format`` is of a message; a form of the whole answer contradicts a call."""
+    plain = ChatFormats(TOOL_FORMATS["hermes"])
+    demand: dict[str, Any] = {"tools": [WEATHER], "tool_choice": NAMED}
+    (alone,) = response_to(plain, **demand).requests
+    (beside,) = response_to(plain, **demand, response_format=OBJECT).requests
+    assert beside.guide == alone.guide
+    with pytest.raises(InvalidRequest, match="tool_choice: demands a call, and regex another form"):
+        response_to(plain, **demand, regex="a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "guide"),
+    [
+        ({"structured_outputs": {"json": {}}}, Guide("json_schema", "{}")),
+        ({"structured_outputs": {"regex": ""}}, Guide("ebnf_grammar", 'root ::= ""')),
+        ({"guided_json": {}}, Guide("json_schema", "{}")),
+    ],
+)
+def test_an_empty_form_is_a_form(fields: dict[str, Any], guide: Guide) -> None:
+    """Any JSON, or the empty text; neither is answered freely."""
+    assert response_to(**fields).requests[0].guide == guide
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"choice": []}},
+        {"structured_outputs": {"grammar": ""}},
+        {"structured_outputs": {"regex": "a", "json": {}}},
+        {"structured_outputs": {"json": {}}, "response_format": OBJECT},
+    ],
+)
+def test_no_form_and_two_forms_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=r"^structured_outputs: "):
+        response_to(**fields)
