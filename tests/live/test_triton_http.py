@@ -436,7 +436,8 @@ def test_no_infer_is_a_defect_of_the_server(
     if sent[1]:
         headers.append(f"inference-header-content-length: {len(text)}")
     path = f"/v2/models/{model}/infer"
-    assert status_of(front.port, "POST", path, headers, text + sent[1]) < 500
+    status = status_of(front.port, "POST", path, headers, text + sent[1])
+    assert status < 500 or status == 501  # the model streams, which infer cannot
     assert not defects
 
 

@@ -329,13 +329,11 @@ class TritonHttp:
                 content = await response.aread()
                 if refusal := _error_of_answer(response.status_code, content):
                     raise refusal
-                await _send_json(send, response.status_code, content, [])
-                return
             pairs = [(key.lower(), value) for key, value in response.headers.raw]
             headers = [(key, value) for key, value in pairs if key in _ANSWERED]
             status = response.status_code
             await send({"type": "http.response.start", "status": status, "headers": headers})
-            async for chunk in response.aiter_raw():
+            async for chunk in response.aiter_bytes():  # of what was read above, too
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except httpx.HTTPError as error:  # the client sees that its connection breaks
