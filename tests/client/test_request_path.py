@@ -17,7 +17,7 @@ import trtllm_bls
 from tests.helpers.fake_engine_server import Say, Triton
 from tests.helpers.scripted_text import PROMPT, tokenizer
 from tests.helpers.small_tokenizers import directory
-from tests.helpers.waiting import until
+from tests.helpers.waiting import join, until
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.pipeline.testing import Ask, FakeTriton
 from trtllm_bls.settings.parameters import BlsParameters, Parameters
@@ -71,7 +71,7 @@ def engine_server() -> Iterator[tuple[str, Callable[[bool], object]]]:
     """The address of a server that answers with "It's fun", token by token, and what holds its
     last response or lets it leave."""
     loop, may_end = asyncio.new_event_loop(), asyncio.Event()
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     steps = [Say((token,)) for token in tokenizer().encode_word("It's fun")]
 
@@ -87,7 +87,7 @@ def engine_server() -> Iterator[tuple[str, Callable[[bool], object]]]:
     finally:
         asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        join(thread)
         loop.close()
 
 

@@ -21,6 +21,8 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
+from tests.helpers.waiting import join
+
 
 @dataclass(frozen=True)
 class Say:
@@ -244,5 +246,5 @@ def in_a_thread(make: Callable[[], FakeGrpcServer]) -> Iterator[FakeGrpcServer]:
     finally:
         asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        join(thread)
         loop.close()

@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from tests.helpers.scripted_text import tokenizer
+from tests.helpers.waiting import join
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import ShuttingDown
@@ -110,5 +111,5 @@ def serving(
         yield RunningApi(host, port, engine, server.handle_exit)
     finally:
         server.should_exit = True
-        thread.join()
+        join(thread)
         listening.close()

@@ -13,6 +13,7 @@ from doubles.scripted_tokens import Rule, reciting
 from doubles.trtllm_service import Behaviour, ScriptedService
 from tests.helpers.fake_engine_server import run
 from tests.helpers.scripted_pairs import read
+from tests.helpers.waiting import join
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.trtllm_service.service_engine import TrtllmServiceEngine
 from trtllm_bls.types import EngineChunk, EngineRequest
@@ -53,7 +54,7 @@ async def playing(
 def service_in_a_thread(engine: Engine, behaviour: Behaviour) -> Iterator[tuple[Any, str]]:
     """A service with an event loop of its own, for a server in another process to reach."""
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
     def run(work: Any) -> Any:
@@ -66,7 +67,7 @@ def service_in_a_thread(engine: Engine, behaviour: Behaviour) -> Iterator[tuple[
         run(service.stop())
         run(engine.close())
         loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        join(thread)
         loop.close()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from tests.helpers.waiting import join
 from trtllm_bls.http.generate import TritonHttp
 from trtllm_bls.http.keys import key_of
 from trtllm_bls.http.limits import ConnectionLimits
@@ -55,13 +56,13 @@ def in_front_of(grpc_url: str, http_url: str) -> Iterator[Front]:
     with _recording(http_url, front.forwarded) as recorder:
         options = uvicorn_options(ConnectionLimits(), exit_timeout=5)
         running = uvicorn.Server(uvicorn.Config(program, date_header=False, **options))
-        thread = threading.Thread(target=running.run, args=(listening,))
+        thread = threading.Thread(target=running.run, args=(listening,), daemon=True)
         thread.start()
         try:
             yield front
         finally:
             running.should_exit = True
-            thread.join()
+            join(thread)
             for each in listening:
                 each.close()
 
@@ -79,7 +80,7 @@ def _recording(http_url: str, into: list[bytes]) -> Iterator[str]:
             into.append(b"")
             place = len(into) - 1
             _pump(client, server, parts, lambda: into.__setitem__(place, b"".join(parts)))
-            back.join()
+            join(back)
 
     def accept() -> None:
         with suppress(OSError):

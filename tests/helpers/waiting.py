@@ -7,7 +7,7 @@ import os
 import select
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import psutil
 
@@ -43,6 +43,21 @@ async def eventually(condition: Callable[[], T | Awaitable[T]], seconds: float =
             return found
         assert time.monotonic() < end, f"waited {seconds} s in vain; last seen: {found!r}"
         await asyncio.sleep(_BETWEEN_LOOKS_S)
+
+
+class Joinable(Protocol):
+    """A thread or a process of ``multiprocessing``."""
+
+    name: str
+
+    def join(self, timeout: float | None = None) -> None: ...
+    def is_alive(self) -> bool: ...
+
+
+def join(waited_for: Joinable, seconds: float = 60) -> None:
+    """Return when a thread or process has ended; an assertion names it if that takes too long."""
+    waited_for.join(seconds)
+    assert not waited_for.is_alive(), f"waited {seconds} s for the end of {waited_for.name}"
 
 
 def until_ended(processes: Iterable[psutil.Process], seconds: float = 60) -> None:

@@ -25,6 +25,7 @@ from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from tests.helpers.ticking_models import TICKER, write_model
+from tests.helpers.waiting import join
 from tests.helpers.watched import watched
 from trtllm_bls.errors import EngineError
 from trtllm_bls.operate.preparation import SENDING_THREADS
@@ -135,11 +136,11 @@ def metrics_of(service: Any) -> Iterator[str]:
             pass
 
     http = HTTPServer(("127.0.0.1", 0), Metrics)
-    thread = threading.Thread(target=http.serve_forever)
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{http.server_port}/metrics"
     finally:
         http.shutdown()
-        thread.join()
+        join(thread)
         http.server_close()

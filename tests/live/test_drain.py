@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
+from tests.helpers.waiting import join
 from trtllm_bls.cli import main
 from trtllm_bls.client import Client
 from trtllm_bls.errors import Overloaded, TrtllmBlsError
@@ -88,11 +89,11 @@ def stopped_when(event: threading.Event, server: TritonServer) -> Iterator[None]
         event.wait()
         server.request_stop()
 
-    thread = threading.Thread(target=stop)
+    thread = threading.Thread(target=stop, daemon=True)
     thread.start()
     yield
     event.set()
-    thread.join()
+    join(thread)
 
 
 def test_a_speculating_stream_is_whole_when_the_server_stops(

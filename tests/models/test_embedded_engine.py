@@ -23,6 +23,7 @@ from tests.helpers.embedded_steps import (
     reference,
     request,
 )
+from tests.helpers.waiting import join
 from trtllm_bls.engines.base import Engine, QueuedChunks
 from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.embedded.batching import Sequence, Submission
@@ -285,11 +286,11 @@ def test_requests_from_many_threads_meet_in_one_batch(engine: EmbeddedEngine) ->
     def ask(start: int) -> None:
         texts[start] = read(engine, request(prompt(9, start=start), 6))[0]
 
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
+    threads = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
     assert texts == {n: generated(prompt(9, start=n), 6) for n in range(6)}
 
 

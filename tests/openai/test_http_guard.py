@@ -172,7 +172,7 @@ def test_requests_that_wait_for_others_are_parsed_later(connect: Connect) -> Non
     with pytest.MonkeyPatch.context() as patch, connected(api) as raw:
         patch.setattr(GuardedProtocol, "on_message_begin", counted)
         sending = threading.Thread(
-            target=raw.sendall, args=[b"GET /version HTTP/1.1\r\n\r\n" * 3000]
+            target=raw.sendall, args=[b"GET /version HTTP/1.1\r\n\r\n" * 3000], daemon=True
         )
         sending.start()
         received = b""

@@ -31,7 +31,7 @@ from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend, serv
 from tests.helpers.scripted_pairs import hashed_pair
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
 from tests.helpers.virtual_time import skipping_waits
-from tests.helpers.waiting import until
+from tests.helpers.waiting import join, until
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
@@ -400,11 +400,11 @@ def test_metrics_have_tritons_own(connect: Connect) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Triton) as triton:
         url = f"http://127.0.0.1:{triton.server_port}/metrics"
         api, _ = connect(triton_metrics=url)
-        serving = threading.Thread(target=triton.serve_forever)
+        serving = threading.Thread(target=triton.serve_forever, daemon=True)
         serving.start()
         text = get(api, "/metrics")[1]
         triton.shutdown()
-        serving.join()
+        join(serving)
     assert 'nv_energy{gpu="0"} 7' in text and "total 9" not in text
     assert {family.name for family in text_string_to_metric_families(text)} >= {"nv_energy"}
     status, text = get(api, "/metrics")
@@ -459,11 +459,11 @@ def test_many_clients_at_once_get_their_own_text(connect: Connect) -> None:
         text = "".join(part.choices[0].text for part in parts)
         answers.setdefault(number % 5, set()).add(text)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(30)]
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(30)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
     assert [len(found) for found in answers.values()] == [1] * 5
 
 
@@ -507,7 +507,7 @@ def test_workers_add_up_their_metrics() -> None:
     for workers in range(1, 4):
         worker = FORK.Process(target=together.put, args=(own,))
         worker.start()
-        worker.join()
+        join(worker)
         text = written(together.put(own))
         families = {family.name: family for family in text_string_to_metric_families(text)}
         values = {sample.name: sample for family in families.values() for sample in family.samples}
@@ -541,7 +541,7 @@ def test_metrics_survive_a_worker_that_is_killed_while_it_writes(
             patched.setattr(os, "pwrite", dies)
             worker = FORK.Process(target=together.put, args=(own,))
             worker.start()
-            worker.join()
+            join(worker)
         assert worker.exitcode == -signal.SIGKILL
         assert together.put(own) == own
 

@@ -241,7 +241,7 @@ def test_a_shutdown_waits_for_the_response_that_runs() -> None:
         socket = stack.enter_context(dial(model))
         socket.send(json.dumps({"type": "response.create", "input": "Hi"}))
         until(lambda: engine.live == 1)
-        leaving = threading.Thread(target=stack.pop_all().close)
+        leaving = threading.Thread(target=stack.pop_all().close, daemon=True)
         api.call(15, None)
         assert rest(socket)[-1]["type"] == "response.completed"
         with pytest.raises(exceptions.ConnectionClosedError, match="1012"):
@@ -285,7 +285,7 @@ def until_closed(raw: socket.socket, flood: bytes) -> bytes:
         with suppress(OSError):
             raw.sendall(flood)
 
-    sending = threading.Thread(target=send)
+    sending = threading.Thread(target=send, daemon=True)
     sending.start()
     received = b""
     while part := raw.recv(65536):

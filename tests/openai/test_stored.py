@@ -21,7 +21,7 @@ from doubles.scripted import Fault, Script
 from doubles.speaking import SpeakingEngine
 from tests.helpers.openai_server import MODEL, ScriptedBackend, serving
 from tests.helpers.scripted_text import tokenizer_with_tools
-from tests.helpers.waiting import until
+from tests.helpers.waiting import join, until
 from tests.openai.test_agents import Speaking, events
 from trtllm_bls.errors import EngineError, SettingsError
 from trtllm_bls.openai import responses, stored
@@ -519,11 +519,11 @@ def test_all_workers_see_all_rows(tmp_path: Path) -> None:
                 "", row(f"{number}-{turn}", f"{number}-{turn - 1}" if turn else None)
             )
 
-    threads = [threading.Thread(target=fill, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=fill, args=(number,), daemon=True) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
     for each in stores:
         assert all(len(each.conversation("", f"{n}-24") or ()) == 50 for n in range(4))
         each.close()
@@ -545,11 +545,13 @@ def test_workers_may_make_the_file_at_the_same_time(tmp_path: Path) -> None:
     for number in range(20):
         stores = [store_in(tmp_path / f"{number}") for _ in range(4)]
         at_once = threading.Barrier(len(stores))
-        threads = [threading.Thread(target=save, args=(store, at_once)) for store in stores]
+        threads = [
+            threading.Thread(target=save, args=(store, at_once), daemon=True) for store in stores
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            join(thread)
         for store in stores:
             store.close()
     assert errors == []

@@ -28,6 +28,7 @@ import numpy as np
 from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served
 from tests.helpers.server_settings import DEMO
+from tests.helpers.waiting import join
 from tests.live.conftest import echo_repository
 
 USERS = 4
@@ -135,11 +136,13 @@ def attack(urls: dict[str, str], count: int, begin: float, until: float, answers
                 told[type(error).__name__] += 1
             connection.close()
 
-    threads = [threading.Thread(target=send, args=(number,)) for number in range(count)]
+    threads = [
+        threading.Thread(target=send, args=(number,), daemon=True) for number in range(count)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
     answers.put(told)
 
 

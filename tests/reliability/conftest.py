@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.waiting import join
 from tests.reliability.world import World, world
 
 
@@ -21,7 +22,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.start()
     yield made
     made.call_soon_threadsafe(made.stop)
-    thread.join()
+    join(thread)
     made.close()
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from tests.helpers.fake_grpc_server import FakeGrpcServer, Pause, tokens
+from tests.helpers.waiting import join
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
 from trtllm_bls.wire.kserve import SERVICE, packed_infer_message
 
@@ -161,7 +162,7 @@ def run(kind: str | None, seconds: float, streams: int) -> Outcome:
         finally:
             for process in engines:
                 process.kill()
-                process.join()
+                join(process)
 
 
 def main() -> int:

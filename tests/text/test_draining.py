@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from tests.helpers.request_servers import ONE, number, opened
 from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
-from tests.helpers.waiting import until
+from tests.helpers.waiting import join, until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineUnavailable, SettingsError, ShuttingDown
 from trtllm_bls.openai.exchange import RunningRequests
@@ -199,7 +199,7 @@ def test_what_runs_at_the_deadline_is_ended_once(tmp_path: Path) -> None:
         ended.append("all")
 
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     server: Any = SimpleNamespace(loop=loop, running=["a"], responses=0, end_all=end_all)
     files = StatusDirectory(tmp_path)
@@ -212,7 +212,7 @@ def test_what_runs_at_the_deadline_is_ended_once(tmp_path: Path) -> None:
         files.ask_to_drain(0.0)
         until(look)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    join(thread)
     loop.close()
     assert ended == ["all"]
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.helpers.children import Child
+from tests.helpers.waiting import join
 from trtllm_bls.triton import one_core as module
 from trtllm_bls.triton.one_core import OneCore, core_ticks
 
@@ -41,7 +42,7 @@ class Sleeper:
 
     def __init__(self) -> None:
         self._over = threading.Event()
-        self.thread = threading.Thread(target=self._over.wait)
+        self.thread = threading.Thread(target=self._over.wait, daemon=True)
         self.thread.start()
 
     @property
@@ -55,7 +56,7 @@ class Sleeper:
 
     def end(self) -> None:
         self._over.set()
-        self.thread.join()
+        join(self.thread)
 
 
 @pytest.fixture
@@ -169,9 +170,9 @@ def test_a_thread_that_frees_itself_stays_free(
         one_core.check()
         seen.append(os.sched_getaffinity(0))
 
-    thread = threading.Thread(target=tokenise)
+    thread = threading.Thread(target=tokenise, daemon=True)
     thread.start()
-    thread.join()
+    join(thread)
     assert sleepers[0].cores == {CORES[0]}
     assert seen == [set(CORES)]
 

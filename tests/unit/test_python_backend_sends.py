@@ -20,7 +20,7 @@ from tests.helpers.request_servers import (
     number,
     opened,
 )
-from tests.helpers.waiting import until
+from tests.helpers.waiting import join, until
 from trtllm_bls.errors import EngineError, Overloaded
 from trtllm_bls.pipeline.testing import SECONDS, FakeTriton, TritonModelError
 from trtllm_bls.triton.request_server import SENDERS, WATCHED_AT_ONCE, Call
@@ -224,13 +224,13 @@ def test_asking_for_a_caller_never_waits_behind_a_send() -> None:
     senders = ManualSenders()
     call = call_of(ask, triton, senders)
     call.finish()
-    sending = threading.Thread(target=senders.send)
+    sending = threading.Thread(target=senders.send, daemon=True)
     sending.start()
     assert gate.begun.wait(SECONDS)
     assert not call.gone()
     assert sending.is_alive() and ask.questions == 0
     gate.open.set()
-    sending.join()
+    join(sending)
     assert not call.gone() and triton.broken == []
 
 
@@ -242,13 +242,13 @@ def test_a_call_that_sends_without_a_pause_still_finds_its_caller_gone() -> None
     senders = ManualSenders()
     call = call_of(ask, triton, senders)
     call.send(number(1))
-    sending = threading.Thread(target=senders.send)
+    sending = threading.Thread(target=senders.send, daemon=True)
     sending.start()
     assert gate.begun.wait(SECONDS)
     ask.leave()
     assert not call.gone() and ask.questions == 0
     gate.open.set()
-    sending.join()
+    join(sending)
     assert ask.questions == 1 and call.gone()
     call.finish()
     senders.send()

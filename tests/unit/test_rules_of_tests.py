@@ -101,6 +101,14 @@ def test_no_process_is_ended_by_its_number_alone() -> None:
     assert found == ENDED_BY_NUMBER.keys()
 
 
+def test_no_test_waits_for_a_thread_without_a_limit() -> None:
+    """``waiting.join`` says what it waited for."""
+    endless = re.compile(r"\w\.join\(\)")
+    generated = "helpers/ticking_models.py"  # code of models, which no test waits for
+    found = [file for file, text in sources().items() if file != generated and endless.search(text)]
+    assert found == []
+
+
 # --- comparisons of time and memory ----------------------------------------------------------
 
 CLOCKS = re.compile(
