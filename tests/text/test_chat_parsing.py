@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import count, groupby, pairwise
+from typing import Any
 
 import hypothesis.strategies as st
 import jsonschema
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from tests.helpers.tools import ping_and_set_tree
+from trtllm_bls.text.call_reader import MAX_TOKENS
 from trtllm_bls.text.chat_formats import (
     FORCED,
     REASONING_TAGS,
@@ -21,6 +23,7 @@ from trtllm_bls.text.chat_formats import (
 )
 from trtllm_bls.text.chat_parser import (
     Arguments,
+    CallOutcome,
     ChatEvent,
     ChatParser,
     Content,
@@ -146,7 +149,7 @@ def parse(
     tools: str | None = None,
     tags: str | None = None,
     end: FinishReason = FinishReason.LENGTH,
-    **more: bool,
+    **more: Any,
 ) -> list[ChatEvent]:
     """Return the events of ``text`` cut at these places."""
     ids = count()
@@ -804,3 +807,108 @@ def test_the_template_tells_the_formats(
 ) -> None:
     """By the markers that it writes itself."""
     assert formats_of(template) == found
+
+
+# Beyond what tests/text/model_outputs.json has: format, call, what is read of it.
+MENDED = [
+    (
+        "glm",
+        "<tool_call>run\n<arg_key>command</arg_key>\n<arg_value>rm -r build\n"
+        "<arg_key>cwd</arg_key>\n<arg_value>/tmp</arg_value>\n</tool_call>",
+        {"command": "rm -r build", "cwd": "/tmp"},
+    ),
+    (
+        "qwen3_coder",
+        "<function=run>\n<parameter=command>\nls\n<parameter=cwd>\n/tmp\n</function>\n</tool_call>",
+        {"command": "ls", "cwd": "/tmp"},
+    ),
+    (
+        "qwen3_coder",
+        "<function=run>\n<parameter=command>\nSee\n<parameter=cwd>\nx\n</parameter>\nhere\n"
+        "</parameter>\n</function>",
+        {"command": "See\n<parameter=cwd>\nx\n</parameter>\nhere"},
+    ),
+    (
+        "minimax_m2",
+        '<invoke name="run"><parameter name="command">Say </invoke> once</parameter></invoke>',
+        {"command": "Say </invoke> once"},
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "run", "arguments": {"command": "ls", "cwd": "/",}}</tool_call>',
+        {"command": "ls", "cwd": "/"},
+    ),
+    (
+        "hermes",
+        "<tool_call>{'name': 'run', 'arguments': {'command': 'it\\'s \"a\"'}}</tool_call>",
+        {"command": 'it\'s "a"'},
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "run", "arguments": {"command": "ls", "cwd": ["a"',
+        {"command": "ls", "cwd": ["a"]},
+    ),
+    (
+        "harmony",
+        "<|channel|>commentary<|channel|>commentary to=run <|constrain|>json<|message|>",
+        {},
+    ),
+    (
+        "harmony",
+        '<|channel|>commentary? to=functions.run<|message|>{"command": "ls"}',
+        {"command": "ls"},
+    ),
+    (
+        "kimi_k2",
+        '<|tool_call_begin|>functions_run_1<|tool_call_argument_begin|>{"command": "ls"}',
+        {"command": "ls"},
+    ),
+    (
+        "deepseek_v32",
+        "<｜DSML｜invoke name='run'><｜DSML｜parameter name='command' string=\"True\">ls"
+        "</｜DSML｜parameter></｜DSML｜invoke>",
+        {"command": "ls"},
+    ),
+    ("gemma4", '<|tool_call>call:run({"command": "ls", cwd=\'/\'})<tool_call|>', None),
+    (
+        "gemma4",
+        "<|tool_call>call:run(command: 'ls', \"cwd\": /tmp)<tool_call|>",
+        {"command": "ls", "cwd": "/tmp"},
+    ),
+    (
+        "llama3_json",
+        'I run it.\n[{"name": "run", "parameters": {"command": "ls"}}]',
+        {"command": "ls"},
+    ),
+]
+RUN = {"run": {"properties": {"command": {"type": "string"}, "cwd": {}}}}
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize(("tools", "text", "arguments"), MENDED)
+def test_what_models_get_wrong_is_read(
+    tools: str, text: str, arguments: dict[str, object] | None, size: int
+) -> None:
+    """However it comes: whole with all that was written, else raw text that is no object."""
+    cuts = list(range(0, len(text), size))
+    events = joined(parse(text, cuts, tools, end=FinishReason.END_ID, schemas=RUN))
+    (written,) = [event.text for event in events if isinstance(event, Arguments)]
+    assert [event.name for event in events if isinstance(event, ToolCall)] == ["run"]
+    assert json_value(written) == arguments
+
+
+@pytest.mark.parametrize(
+    ("tools", "head", "mark"),
+    [
+        ("gemma4", "<|tool_call>call:f{a:[", "1,"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [', "1,"),
+        ("minimax_m2", '<invoke name="f">', '<parameter name="a">1</parameter>'),
+    ],
+)
+def test_a_call_of_too_many_values_is_unreadable(tools: str, head: str, mark: str) -> None:
+    """It would keep the event loop; its text goes on as it is."""
+    parser = ChatParser(TOOL_FORMATS[tools], schemas={"f": {}})
+    events = parser.feed(head + mark * (MAX_TOKENS + 1), FinishReason.END_ID)
+    text = "".join(event.text for event in events if isinstance(event, Arguments))
+    assert text.endswith(mark)
+    assert parser.outcomes == [CallOutcome.UNREADABLE]
