@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,15 +12,11 @@ import pytest
 
 from tests.helpers.server_settings import DEMO
 from tests.helpers.small_tokenizers import MAKERS, directory
-from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.text.tokenizer import (
-    GUARD,
-    TemplateTooCostly,
-    TemplateWatch,
-    Tokenizer,
-    load_tokenizer,
-)
-from trtllm_bls.types import ChatOptions
+from trtllm_bls.errors import InvalidRequest, TokenizerError
+from trtllm_bls.text import template_trial
+from trtllm_bls.text.prompts import PromptMaker
+from trtllm_bls.text.tokenizer import GUARD, Tokenizer, load_tokenizer
+from trtllm_bls.types import ChatOptions, TextRequest
 
 # As DeepSeek's: markers that are added tokens but not special, one of which the template looks for.
 MARKED = (
@@ -177,27 +170,6 @@ def test_a_lone_surrogate_is_refused_by_a_tokenizer_that_normalizes() -> None:
         tokenizer.render_chat(conversation("a \ud800"))
 
 
-def test_a_template_that_loses_the_exception_is_ended_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As a callback of the garbage collector loses it."""
-    monkeypatch.setattr(TemplateTooCostly, "cpu_s", 0.05)
-    lost = 0
-
-    def runs_for_ever() -> None:
-        while True:
-            pass
-
-    with pytest.raises(TemplateTooCostly), TemplateWatch():
-        for _ in range(2):
-            try:
-                runs_for_ever()
-            except TemplateTooCostly:
-                lost += 1
-        runs_for_ever()
-    assert lost == 2
-
-
 # --- templates of checkpoints that nobody has read ------------------------------------------
 
 LOOPS = (
@@ -218,52 +190,62 @@ CHANGES = "{{ messages.append(messages[0]) }}"
 WELL = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-@pytest.mark.parametrize("template", [LOOPS, GROWS, COPIES, WRITES, RECURSES, ESCAPES, CHANGES])
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("template", [LOOPS, GROWS, COPIES, WRITES])
 @pytest.mark.parametrize("place", ["always", "for tools"])
-def test_a_template_can_neither_run_for_ever_nor_grow_without_end(
+def test_a_template_that_runs_or_grows_without_end_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, place: str
 ) -> None:
-    """The request is refused; the next is answered, as are those of other threads meanwhile."""
-    monkeypatch.setattr(TemplateTooCostly, "cpu_s", 0.3)
-    tell = sys.unraisablehook
-
-    def tell_others(lost: Any) -> None:
-        # In a callback of the garbage collector the exception is lost, and raised again.
-        if lost.exc_type is not TemplateTooCostly:
-            tell(lost)
-
-    monkeypatch.setattr(sys, "unraisablehook", tell_others)
-    tools: list[dict[str, Any]] | None = None
+    """It is tried out in a process of its own, so this one neither waits long nor grows."""
+    monkeypatch.setattr(template_trial, "CPU_S", 1)
     if place == "for tools":
-        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        template = "{% if tools %}" + template + "{% endif %}"
+    with pytest.raises(TokenizerError, match="its chat template takes more than 1 s of CPU or 256"):
+        with_template(directory("byte-level"), tmp_path, template + WELL)
+
+
+@pytest.mark.parametrize("template", [RECURSES, ESCAPES, CHANGES, "{{ raise_exception('no') }}"])
+@pytest.mark.parametrize("place", ["always", "for tools"])
+def test_a_template_that_fails_refuses_its_request_alone(
+    tmp_path: Path, template: str, place: str
+) -> None:
+    """The next is answered."""
+    tools = TOOLS if place == "for tools" else None
+    if place == "for tools":
         template = "{% if tools %}" + template + "{% endif %}"
     bad = "{% if 'bad' in messages[0].content %}" + template + "{% endif %}" + WELL
     tokenizer = with_template(directory("byte-level"), tmp_path, bad)
-    asked = conversation("bad")
-    with ThreadPoolExecutor(1) as other:
-        for _ in range(2):
-            with pytest.raises(InvalidRequest, match="the chat template refuses them"):
-                tokenizer.render_chat(asked, tools=tools)
-            meanwhile = other.submit(tokenizer.render_chat, conversation("good"))
-            assert tokenizer.render_chat(conversation("good")) == meanwhile.result() == "good"
-    if template in (LOOPS, WRITES):
-        with pytest.raises(InvalidRequest, match="of CPU or 256 MiB"):
-            tokenizer.render_chat(asked, tools=tools)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="the chat template refuses them"):
+            tokenizer.render_chat(conversation("bad"), tools=tools)
+        assert tokenizer.render_chat(conversation("good")) == "good"
 
 
-def test_an_end_that_comes_too_late_for_its_template_reaches_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_template_makes_no_more_text_than_a_prompt_may_have(tmp_path: Path) -> None:
+    """A short conversation may become a long prompt: the bound holds for what is tokenised."""
+    tokenizer = with_template(directory("byte-level"), tmp_path, WELL * 3)
+    maker = PromptMaker(tokenizer, True, max_prompt_bytes=30)
+    for length, is_refused in ((10, False), (11, True)):
+        messages = json.dumps(conversation("a" * length))
+        request = TextRequest(request_id="r", messages=messages, max_tokens=1)
+        if not is_refused:
+            maker.make(request)
+            continue
+        with pytest.raises(InvalidRequest, match=r"makes 33 characters .* at most 30") as refused:
+            maker.make(request)
+        assert refused.value.limit == "max_prompt_bytes"
+
+
+def test_a_process_that_cannot_fork_loads_a_tokenizer_untried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Templates that end at the very moment: each is refused or is not, and nothing comes later."""
-    watch, ended = TemplateWatch(), 0
-    monkeypatch.setattr(TemplateTooCostly, "cpu_s", 0.0)
-    monkeypatch.setattr(TemplateWatch, "_LOOK_S", 0.002)
-    for turn in range(400):
-        try:
-            with watch:
-                until_at = time.thread_time() + 0.00005 * (turn % 80)
-                while time.thread_time() < until_at:
-                    pass
-        except TemplateTooCostly:
-            ended += 1
-    assert 0 < ended < 400
+    """A container may allow no more processes; the log says that the template was not tried."""
+
+    def no_process() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(template_trial.os, "fork", no_process)
+    assert template_trial.problem_of(lambda: None) is None
+    assert "the chat template is not tried out" in caplog.text

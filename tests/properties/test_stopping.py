@@ -223,6 +223,16 @@ def test_a_stop_sequence_is_found_wherever_it_ends() -> None:
     ]
 
 
+@pytest.mark.parametrize("sequences", [[(2,), (1, 2)], [(1, 2), (2,)]])
+def test_of_stop_sequences_that_end_together_the_longest_is_told(
+    sequences: list[tuple[int, ...]],
+) -> None:
+    """In whichever order they were named."""
+    criteria = StoppingCriteria(100, stop_sequences=sequences)
+    criteria.feed((1, 2))
+    assert criteria.stop_sequence == (1, 2)
+
+
 def test_no_stop_sequences() -> None:
     """Nothing ever stops."""
     criteria = StoppingCriteria(100)

@@ -225,3 +225,21 @@ def test_one_new_token_has_to_fit_behind_the_prompt() -> None:
         ask(saying("one two", max_sequence_tokens=longest), asking(max_tokens=None))
     chunks = ask(saying("one two", max_sequence_tokens=longest + 1), asking(max_tokens=None))
     assert chunks[-1].ending is not None and chunks[-1].ending.completion_tokens == 1
+
+
+@pytest.mark.parametrize(("asked", "sent"), [(50, 5), (5, 5), (3, 3)])
+def test_tokens_that_are_asked_for_as_far_as_they_fit(asked: int, sent: int) -> None:
+    """The engine is asked for no more than there is room for behind the prompt."""
+    engine = saying("one two", max_sequence_tokens=len(prompt_ids()) + 5)
+    ask(engine, asking(max_tokens=asked, fits_max_tokens=True))
+    assert engine.requests[0].max_tokens == sent
+
+
+@pytest.mark.parametrize(("change", "streams"), [({}, False), ({"timeout_s": 60.0}, True)])
+def test_an_answer_that_a_time_limit_may_cut_is_streamed_by_the_engine(
+    change: dict[str, Any], streams: bool
+) -> None:
+    """Otherwise nothing would have arrived when the time is over."""
+    engine = saying("one two")
+    ask(engine, asking(**change))
+    assert engine.requests[0].streaming is streams

@@ -10,7 +10,7 @@ import pytest
 
 from doubles.scripted import Fault
 from tests.helpers.scripted_text import PROMPT, Collected, asking, prompt_ids, saying, tokenizer
-from tests.helpers.virtual_time import run_skipping_waits, skipping_waits
+from tests.helpers.virtual_time import Clock, run_by_the_clock, run_skipping_waits, skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import (
     CancelCause,
@@ -19,7 +19,13 @@ from trtllm_bls.errors import (
     InvalidRequest,
     Overloaded,
 )
-from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Orchestrator, run_rows
+from trtllm_bls.orchestrator.orchestrator import (
+    Admission,
+    Defaults,
+    Orchestrator,
+    RequestTimes,
+    run_rows,
+)
 from trtllm_bls.orchestrator.orchestrator import stats_of as stats_of_error
 from trtllm_bls.settings.request_limits import RequestLimits
 from trtllm_bls.types import Outcome, RequestStats, SpeculationRequest, TextRequest
@@ -239,3 +245,18 @@ async def test_places_and_queues_are_seen() -> None:
     ]
     first, last = found[2:]
     assert (first.queue_s, last.queue_s) == (0, first.duration_s)
+
+
+@pytest.mark.parametrize("times", [(1, 2, 5, 6), (1, 4, 5, 6), (1, 2, 3, 6)])
+def test_the_longest_gap_is_the_longest_wherever_it_is(times: tuple[float, ...]) -> None:
+    """Between two responses, not before the first one."""
+    stats = RequestStats(request_id="r", outcome=Outcome.SUCCESS, reason="end_id")
+
+    async def scenario(clock: Clock) -> None:
+        noted = RequestTimes()
+        for clock.now in times:
+            noted.note_response()
+        noted.add_to(stats, streamed=True)
+
+    run_by_the_clock(scenario)
+    assert (stats.longest_gap_s, stats.ttft_s, stats.responses) == (3, 1, 4)

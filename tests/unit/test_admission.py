@@ -181,3 +181,33 @@ def test_a_caller_that_leaves_the_queue_frees_its_place() -> None:
         assert figures(admission) == (0, 0)
 
     run_by_the_clock(scenario)
+
+
+@skipping_waits
+async def test_a_request_of_several_sequences_waits_where_exactly_so_many_may() -> None:
+    """One more is refused, though a smaller request would still fit."""
+    admission = Admission(2, 3, None)
+    held = [asyncio.create_task(hold(admission, sequences=2)) for _ in range(2)]
+    await settle()
+    assert figures(admission) == (2, 2)
+    with pytest.raises(Overloaded):
+        await hold(admission, sequences=2)
+    held.append(asyncio.create_task(hold(admission)))
+    await settle()
+    assert figures(admission) == (2, 3)
+    await asyncio.gather(*held)
+
+
+def test_a_request_that_got_its_place_leaves_no_timer_behind() -> None:
+    """The limit of its time in the queue would keep the request alive for as long."""
+
+    async def scenario(clock: Clock) -> None:
+        admission = Admission(1, 1, 1000.0)
+        held = [asyncio.create_task(hold(admission)) for _ in range(2)]
+        await settle()
+        for clock.now in (10, 20):
+            await settle()
+        await asyncio.gather(*held)
+        assert [timer for timer in clock._scheduled if not timer.cancelled()] == []
+
+    run_by_the_clock(scenario)

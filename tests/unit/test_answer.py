@@ -426,3 +426,12 @@ def test_an_engine_that_would_work_on_must_be_cancelled(
             assert not answer.must_cancel
             answer.feed([chunk(*ids, final=final, sequence_index=index)])
         assert answer.must_cancel is must
+
+
+def test_the_first_chunk_tells_what_was_cached_of_the_prompt() -> None:
+    """An engine that goes on from a resumed request tells another number later."""
+    rules = replace(RULES.rules(), expose_kv_cache_metrics=True)
+    sequence = SequenceText(RULES.request(), rules, Pieces())
+    for one in (chunk(0, cached_tokens=3), chunk(1, cached_tokens=7), chunk(final=True)):
+        sequence.feed(one)
+    assert sequence.ending is not None and sequence.ending.cached_tokens == 3

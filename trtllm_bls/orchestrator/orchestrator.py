@@ -31,12 +31,14 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.settings.request_limits import RequestLimits, above_limit
 from trtllm_bls.text.answer import Answer, TextRules
+from trtllm_bls.text.detokenizer import Detokenizer
 from trtllm_bls.text.json_values import json_size
-from trtllm_bls.text.prompts import PromptMaker
+from trtllm_bls.text.prompts import Prompt, PromptMaker
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import (
     MOST_CHARACTERS,
     Ending,
+    EngineCapacity,
     EngineRequest,
     FinishReason,
     Outcome,
@@ -266,7 +268,12 @@ class Orchestrator:
         on_end: Callable[[RequestStats], None] = lambda stats: None,
         admission: Admission | None = None,
     ) -> None:
-        self.prompts = PromptMaker(tokenizer, defaults.add_special_tokens, defaults.draft_source)
+        self.prompts = PromptMaker(
+            tokenizer,
+            defaults.add_special_tokens,
+            defaults.draft_source,
+            defaults.limits.max_prompt_bytes,
+        )
         self._engine = engine
         self._defaults = defaults
         self.admission = admission or Admission(sys.maxsize, 0, None)
@@ -322,7 +329,7 @@ class Orchestrator:
         try:
             self._check(request)
             async with time_limit, self.admission.acquire(request.num_return_sequences):
-                engine_request, answer = await self._prepared(request)
+                engine_request, answer = await self._prepare(request)
                 on_prompt(len(engine_request.input_ids))
                 record.asked, record.answer = engine_request, answer
                 record.begun_at = asyncio.get_running_loop().time()
@@ -387,72 +394,107 @@ class Orchestrator:
         limits.check("max_timeout_seconds", "timeout_ms", request.timeout_s, "s")
         limits.check_guide(request.guide)
 
-    async def _prepared(self, request: TextRequest) -> tuple[EngineRequest, Answer]:
-        """What is asked of the engine, and what its chunks will become."""
-        defaults, limits = self._defaults, self._defaults.limits
-        sampling = request.sampling
-        if sampling != _GREEDY and not sampling.is_greedy:
-            # An engine's default seed gives the same text every time. A request that brings its
-            # seed is to get the same text again, so it is decoded without drafts: how many tokens a
-            # round drafts depends on what else runs, and with it the random numbers that are drawn.
-            if sampling.seed is not None:
-                request = replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
-            else:
-                seeded = replace(sampling, seed=secrets.randbits(63))
-                request = replace(request, sampling=seeded)
+    async def _prepare(self, request: TextRequest) -> tuple[EngineRequest, Answer]:
+        """Return what the engine is asked, and what its chunks will become."""
+        request = _with_seed(request)
         capacity = await self._engine.capacity()
+        prompt = await self._make_prompt(request, capacity)
+        engine_request = prompt.asked
+        if request.wants.top_log_probs and not capacity.tells_top_log_probs:
+            # The engine does not tell the likeliest ids of a place, but its logits do.
+            engine_request.wants = replace(request.wants, top_log_probs=0, generation_logits=True)
+        max_tokens = self._max_tokens(request, engine_request, capacity)
+        engine_request.max_tokens = max(1, max_tokens)  # engines have no smaller number
+        engine_request.streaming = self._streams(request, engine_request.wants)
+        self._check_logits(engine_request, capacity)
+        rules = self._rules(request, prompt, max_tokens, capacity)
+        return engine_request, Answer(request, rules, self._detokenizers(request))
+
+    async def _make_prompt(self, request: TextRequest, capacity: EngineCapacity) -> Prompt:
+        """Tokenise the request. Raises ``InvalidRequest``, also for a prompt that is too long."""
         longest = capacity.max_prompt_tokens
         if capacity.max_sequence_tokens is not None:  # at least one new token has to fit
             room = capacity.max_sequence_tokens - 1
             longest = room if longest is None else min(longest, room)
         if request.text_ids is None and self.prompts.is_long(request):
             # On the event loop, tokenising a long text would hold up every other stream.
-            prompt = await asyncio.to_thread(self.prompts.make, request, longest, _give_way)
-        else:
-            prompt = self.prompts.make(request, longest)
-        engine_request, wants = prompt.asked, request.wants
-        if wants.top_log_probs and not capacity.tells_top_log_probs:
-            # The engine does not tell the likeliest ids of a place, but its logits do.
-            engine_request.wants = wants = replace(wants, top_log_probs=0, generation_logits=True)
+            return await asyncio.to_thread(self.prompts.make, request, longest, _give_way)
+        return self.prompts.make(request, longest)
+
+    def _max_tokens(
+        self, request: TextRequest, engine_request: EngineRequest, capacity: EngineCapacity
+    ) -> int:
+        """Return how many tokens the answer may have: those asked for, or at most all that fit."""
         max_tokens = request.max_tokens
-        if max_tokens is None or request.fits_max_tokens:  # at most all that fit
-            room = _UNKNOWN_ROOM if max_tokens is None else max_tokens
-            if capacity.max_sequence_tokens is not None:
-                room = capacity.max_sequence_tokens - len(engine_request.input_ids)
-            most = limits.max_output_tokens
-            room = room if most is None else min(room, most)
-            max_tokens = room if max_tokens is None else min(room, max_tokens)
-        engine_request.max_tokens = max(1, max_tokens)  # engines have no smaller number
-        # A stream of the engine can be ended half-way, by a stop in the text or by a time limit of
-        # the caller's own, and shows that the engine works.
-        timed = request.timeout_s is not None
-        ends_early = request.stop_words or request.sampling.min_tokens or timed
-        shows = not defaults.engine_shows_progress and wants == _NOTHING_MORE
-        engine_request.streaming = bool(request.stream or ends_early or shows)
+        if max_tokens is not None and not request.fits_max_tokens:
+            return max_tokens
+        room = _UNKNOWN_ROOM if max_tokens is None else max_tokens
+        if capacity.max_sequence_tokens is not None:
+            room = capacity.max_sequence_tokens - len(engine_request.input_ids)
+        if self._defaults.limits.max_output_tokens is not None:
+            room = min(room, self._defaults.limits.max_output_tokens)
+        return room if max_tokens is None else min(room, max_tokens)
+
+    def _streams(self, request: TextRequest, wants: Wants) -> bool:
+        """Return true if the engine is to stream.
+
+        A stream can be ended half-way, by a stop in the text or by a time limit of the caller's
+        own, and shows that the engine works.
+        """
+        if request.stream or request.stop_words or request.sampling.min_tokens:
+            return True
+        if request.timeout_s is not None:
+            return True
+        return not self._defaults.engine_shows_progress and wants == _NOTHING_MORE
+
+    def _check_logits(self, engine_request: EngineRequest, capacity: EngineCapacity) -> None:
+        wants = engine_request.wants
         if wants.context_logits or wants.generation_logits:
-            limits.check_logits(engine_request.logit_rows(capacity), capacity.vocab_size)
+            rows = engine_request.logit_rows(capacity)
+            self._defaults.limits.check_logits(rows, capacity.vocab_size)
+
+    def _rules(
+        self, request: TextRequest, prompt: Prompt, max_tokens: int, capacity: EngineCapacity
+    ) -> TextRules:
+        prompt_ids = prompt.asked.input_ids
         # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is asked for.
         with_prompt = request.echo or not (request.stream or request.exclude_input_in_output)
-        rules = TextRules(
-            prompt_tokens=len(engine_request.input_ids),
+        return TextRules(
+            prompt_tokens=len(prompt_ids),
             max_tokens=max_tokens,
             end_ids=prompt.end_ids,
             kept_ids=prompt.kept_ids,
             stop_sequences=prompt.stop_sequences,
             markup=prompt.markup,
-            echo_ids=engine_request.input_ids if with_prompt else (),
-            accumulate=defaults.accumulate,
+            echo_ids=prompt_ids if with_prompt else (),
+            accumulate=self._defaults.accumulate,
             max_sequence_tokens=capacity.max_sequence_tokens,
-            expose_kv_cache_metrics=defaults.expose_kv_cache_metrics,
+            expose_kv_cache_metrics=self._defaults.expose_kv_cache_metrics,
         )
+
+    def _detokenizers(self, request: TextRequest) -> list[Detokenizer]:
+        """Return one detokenizer for each sequence."""
         skip = request.skip_special_tokens
-        skip = defaults.skip_special_tokens if skip is None else skip
+        if skip is None:
+            skip = self._defaults.skip_special_tokens
         markers = request.markup.markers if request.markup is not None else ""
-        tokenizer = self.prompts.tokenizer
-        detokenizers = [
-            tokenizer.detokenizer(skip, markers) for _ in range(request.num_return_sequences)
-        ]
-        return engine_request, Answer(request, rules, detokenizers)
+        make = self.prompts.tokenizer.detokenizer
+        return [make(skip, markers) for _ in range(request.num_return_sequences)]
+
+
+def _with_seed(request: TextRequest) -> TextRequest:
+    """Return a request whose random numbers differ from every other's, or repeat if it says so.
+
+    An engine's default seed gives the same text every time. A request that brings its seed is to
+    get the same text again, so it is decoded without drafts: how many tokens a round drafts depends
+    on what else runs, and with it the random numbers that are drawn.
+    """
+    sampling = request.sampling
+    if sampling == _GREEDY or sampling.is_greedy:
+        return request
+    if sampling.seed is not None:
+        return replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
+    return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
 
 
 class RequestTimes:

@@ -67,12 +67,14 @@ class PromptMaker:
     """Tokenises requests; ``add_special_tokens`` and ``draft_source`` apply where a request does
     not say.
 
-    Safe to share between threads.
+    ``max_prompt_bytes`` bounds the prompt that a chat template makes; ``None``: nothing does. Safe
+    to share between threads.
     """
 
     tokenizer: Tokenizer
     add_special_tokens: bool
     draft_source: str = "off"
+    max_prompt_bytes: int | None = None
 
     def is_long(self, request: TextRequest) -> bool:
         """Whether ``make`` takes so long that it should run on a thread, not on an event loop."""
@@ -207,6 +209,19 @@ class PromptMaker:
             return NO_MARKUP
         return answer_markup(None, tags, opened=prompt_end.endswith(tags.begin))
 
+    def _check_rendered(self, text: str) -> None:
+        """Raise ``InvalidRequest`` for more text than a prompt may have: a template repeats some.
+
+        A character has at least one byte, and to count those of every prompt would cost more.
+        """
+        limit = self.max_prompt_bytes
+        if limit is not None and len(text) > limit:
+            problem = f"the chat template makes {len(text)} characters of them; at most {limit} are"
+            parameter = "max_prompt_bytes"
+            raise InvalidRequest(
+                "messages", f"{problem} allowed (parameter {parameter})", parameter
+            )
+
     def _adds_special(self, request: TextRequest) -> bool:
         adds = request.add_special_tokens
         return self.add_special_tokens if adds is None else adds
@@ -225,6 +240,7 @@ class PromptMaker:
             if messages is not None:
                 field = "messages"
                 text = tokenizer.render_chat(messages, request.chat, request.chat.tools)
+                self._check_rendered(text)
             if not text:
                 raise InvalidRequest(field, "is empty; send at least one character")
             if messages is not None:

@@ -12,7 +12,6 @@ splits the finished prompt there and sees plain text on both sides.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import inspect
 import itertools
@@ -22,7 +21,6 @@ import os
 import re
 import struct
 import sys
-import threading
 import time
 from array import array
 from collections import deque
@@ -33,8 +31,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import psutil
-
 from trtllm_bls.errors import InvalidRequest, TokenizerError, half_character
 from trtllm_bls.text.checkpoint_dir import (
     check_tokenizer,
@@ -44,6 +40,7 @@ from trtllm_bls.text.checkpoint_dir import (
 )
 from trtllm_bls.text.detokenizer import Detokenizer, KeepingVocabulary, choose_detokenizer
 from trtllm_bls.text.json_values import MAX_DEPTH
+from trtllm_bls.text.template_trial import problem_of
 from trtllm_bls.types import ChatOptions, PromptIds
 
 logger = logging.getLogger(__name__)
@@ -374,75 +371,6 @@ def _probes(backend: Any, added: Collection[Any]) -> Iterator[str]:
 # --- one directory --------------------------------------------------------------------------
 
 
-class TemplateTooCostly(Exception):
-    """A chat template used more CPU or memory than any conversation needs."""
-
-    cpu_s, memory = 2.0, 256 << 20
-
-    def __str__(self) -> str:
-        return f"it took more than {self.cpu_s:g} s of CPU or {self.memory >> 20} MiB"
-
-
-class TemplateWatch:
-    """``with`` it, a thread runs a chat template, and ends with ``TemplateTooCostly`` if need be.
-
-    A template is a program that came with a checkpoint. Jinja's sandbox keeps it from everything
-    but time and memory, so another thread looks at those, and raises the exception in this one.
-    """
-
-    _LOOK_S = 0.02
-    _AGAIN_S = 0.2  # of CPU, until it is raised once more
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # By thread: its CPU time at which it is ended, and the process's memory at the first look.
-        self._running: dict[int, tuple[float, int]] = {}
-        self._looking = False  # a thread, until nothing runs: processes that fork want no other
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._running[threading.get_ident()] = time.thread_time() + TemplateTooCostly.cpu_s, 0
-            if not self._looking:
-                self._looking = True
-                threading.Thread(target=self._look, name="templates", daemon=True).start()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            self._leave()
-        except TemplateTooCostly:  # raised on the way out of the template
-            self._leave()
-            raise
-
-    def _leave(self) -> None:
-        thread = threading.get_ident()
-        with self._lock:
-            self._running.pop(thread, None)
-        # An exception that is still on its way would be raised outside of the template.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
-
-    def _look(self) -> None:
-        while True:
-            time.sleep(self._LOOK_S)
-            with self._lock:
-                self._looking = bool(self._running)
-                if not self._looking:
-                    return
-                memory = psutil.Process().memory_info().rss
-                for thread, (last, before) in list(self._running.items()):
-                    self._running[thread] = last, before or memory
-                    used = time.clock_gettime(time.pthread_getcpuclockid(thread))
-                    if used > last or (before and memory > before + TemplateTooCostly.memory):
-                        # An exception in a callback of the garbage collector is lost.
-                        self._running[thread] = used + self._AGAIN_S, memory
-                        raising = ctypes.c_ulong(thread), ctypes.py_object(TemplateTooCostly)
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(*raising)
-
-
-_template_watch = TemplateWatch()
-# A forked process has none of the threads, and its copy of the lock may be held by one of them.
-os.register_at_fork(after_in_child=lambda: TemplateWatch.__init__(_template_watch))
-
-
 class Tokenizer:
     """A loaded tokenizer; made by ``load_tokenizer``. Safe to share between threads.
 
@@ -655,11 +583,26 @@ class Tokenizer:
                 if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
                     tool["function"].setdefault("description", "")
         try:
-            with _template_watch:
-                return self._written_by_template(conversation, known_tools, further)
+            return self._written_by_template(conversation, known_tools, further)
         except Exception as error:  # a template is a program: it may raise anything
             problem = f"the chat template refuses them: {one_line(error)}"
             raise InvalidRequest("messages", problem) from error
+
+    def try_chat_template(self) -> None:
+        """Render short conversations, with tools and without. Raises ``MemoryError``."""
+        messages = [{"role": "user", "content": "a"}, *_calls_and_results({"probe": {"key": "a"}})]
+        function = {"name": "probe", "description": "a", "parameters": {}}
+        tools = [{"type": "function", "function": function}]
+        conversations: list[tuple[list[Any], Any]] = [(messages[:1], None), (messages[:1], tools)]
+        for form in _CALL_FORMS:
+            conversations.append((list(_calls_in_form(messages, form)), tools))
+        for conversation, functions in conversations:
+            try:
+                self._written_by_template(conversation, functions, {})
+            except MemoryError:
+                raise
+            except Exception:
+                continue  # it may refuse a conversation
 
     def prompt_end(self, options: ChatOptions) -> str:
         """Return the end of a prompt by the template, without white space behind it.
@@ -706,7 +649,7 @@ class Tokenizer:
         probe = [{"role": "user", "content": "a"}, *_calls_and_results(calls)]
         function = {"name": names[0], "description": "a", "parameters": {}}
         tools = [{"type": "function", "function": function}]
-        with suppress(Exception), _template_watch:  # a template is a program: it may raise anything
+        with suppress(Exception):  # a template is a program: it may raise anything
             prompt = self._written_by_template(list(_calls_in_form(probe, form)), tools, {})
             # Arguments are shown neither escaped nor in Python's spelling.
             is_altered = '\\"probe_key' in prompt or "'probe_key'" in prompt
@@ -884,8 +827,14 @@ def load_tokenizer(directory: str | Path, *, hides_torch: bool = True) -> Tokeni
         finally:
             if hides_torch:
                 del sys.modules["torch"]
-        return Tokenizer(hf, eos, logits)
+        tokenizer = Tokenizer(hf, eos, logits)
     except Exception as error:  # the libraries raise anything, also for a missing file
         problem = f"cannot be loaded as a tokenizer ({one_line(error)})"
         mend = "copy tokenizer.json and tokenizer_config.json of the model into it"
         raise TokenizerError(f"{path}: {problem}; {mend}") from error
+    if tokenizer.chat_template:
+        costs = problem_of(tokenizer.try_chat_template)
+        if costs is not None:
+            mend = "correct chat_template.jinja, or chat_template in tokenizer_config.json"
+            raise TokenizerError(f"{path}: its chat template {costs}; {mend}")
+    return tokenizer
