@@ -54,7 +54,7 @@ class Behaviour:
     told why they ended. ``silent_abort``: an aborted stream just stops. ``leaks``: of calls that
     are cancelled without an Abort every second one runs on. ``breaks_off``: no ``complete``.
     ``unreadable``: the unary method whose answers are bytes that are no message. ``speculates``:
-    how many drafted tokens it tells, half of them accepted, as from proto 0.4.17 on.
+    how many drafted tokens it tells, half of them accepted, as from proto 0.4.19 on.
     """
 
     model_id: str = "tensorrt-llm"

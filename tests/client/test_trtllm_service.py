@@ -91,7 +91,7 @@ def test_nothing_is_told_twice_and_nothing_is_lost(
 
 
 def test_the_last_chunk_tells_what_the_service_drafted() -> None:
-    """From proto 0.4.17 on; earlier services tell nothing."""
+    """From proto 0.4.19 on; earlier services tell nothing."""
     for told in (8, 0):
         chunks, _ = answered(replace(ASK, streaming=False), speculates=told)
         done = chunks[-1].speculation

@@ -31,9 +31,10 @@ from trtllm_bls.orchestrator.status import CANARY_ID
 from trtllm_bls.types import FinishReason, Outcome, RequestStats, SpeculationStats
 
 EVERY_SECONDS = 0.25
-_MOST_WAITING = 2**17  # if Triton no longer answers, the oldest figures are dropped
+_MAX_REPORTS = 2**17  # if Triton no longer answers, the oldest figures are dropped
 _LAG_TURNS = 4  # the event loop's lag is measured every so many turns
 
+MetricKind: TypeAlias = Literal["counter", "gauge", "histogram"]
 Labels: TypeAlias = tuple[str, ...]  # values, in the order of the metric's label names
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Metric:
 
     name: str
     meaning: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: MetricKind
     labels: tuple[str, ...] = ()
     known: tuple[Labels, ...] = ((),)
     buckets: tuple[float, ...] = ()
@@ -63,7 +64,7 @@ _FIRST_TOKENS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
     *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
 )
-_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _ENGINE_ERRORS: tuple[type, ...] = (EngineError, *EngineError.__subclasses__())
 _OUTCOMES = (
     *((Outcome.SUCCESS.value, reason.value) for reason in list(FinishReason)[:3]),
@@ -76,9 +77,19 @@ _OUTCOMES = (
 )
 
 
-_counter = partial(Metric, kind="counter")
-_gauge = partial(Metric, kind="gauge")
-_seconds = partial(Metric, kind="histogram", buckets=_FIRST_TOKENS)
+METRICS: list[Metric] = []  # in the order in which ``/metrics`` shows them
+
+
+def _declare(kind: MetricKind, name: str, meaning: str, **options: Any) -> Metric:
+    """Return a new row of the table."""
+    metric = Metric(name, meaning, kind, **options)
+    METRICS.append(metric)
+    return metric
+
+
+_counter = partial(_declare, "counter")
+_gauge = partial(_declare, "gauge")
+_seconds = partial(_declare, "histogram", buckets=_FIRST_TOKENS)
 
 REQUESTS = _counter(
     "trtllm_bls_requests_total",
@@ -129,7 +140,7 @@ FIRST_TOKEN = _seconds(
 PER_TOKEN = _seconds(
     "gen_ai_server_time_per_output_token_seconds",
     "Mean time between two tokens of a stream, after its first response",
-    buckets=_TOKENS,
+    buckets=_TOKEN_BUCKETS,
 )
 LONGEST_GAP = _seconds(
     "trtllm_bls_longest_response_gap_seconds", "Longest time between two responses of a stream"
@@ -161,8 +172,6 @@ SPECULATION = {
         "draft_failures": "Requests that went on without drafts, because drafting failed",
     }.items()
 }
-METRICS = [each for each in list(globals().values()) if isinstance(each, Metric)]
-METRICS += SPECULATION.values()
 _MOST_REASONS, _LONGEST_REASON = 100, 64  # of requests that are over
 
 
@@ -307,7 +316,7 @@ class RequestReports:
         self._readers = (metrics.add, *readers)
         # The last kind of item is the event loop's lag.
         self._queue: collections.deque[RequestStats | SpeculationStats | float]
-        self._queue = collections.deque(maxlen=_MOST_WAITING)
+        self._queue = collections.deque(maxlen=_MAX_REPORTS)
         self.add: Callable[[RequestStats], None] = self._queue.append
         self.add_speculation: Callable[[SpeculationStats], None] = self._queue.append
         self._load: tuple[int, ...] = (0, 0)  # running and waiting, as published
@@ -369,8 +378,8 @@ class RequestReports:
 # --- the log ---------------------------------------------------------------------------------
 
 # Characters of a value, as written, so that no line is too long for ``TritonLogHandler``.
-_LONGEST, _LONGEST_PROMPT = 250, 900
-_PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
+_MAX_VALUE_CHARS, _LONGEST_PROMPT = 250, 900
+_BARE_VALUE = re.compile(r"[\w.:/@+-]+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,7 +403,7 @@ class RequestLog:
         """The line; what a request does not have is left out."""
         done = stats.speculation
         fields: dict[str, Any] = {
-            "id": _cut(stats.request_id, _LONGEST),
+            "id": _cut(stats.request_id, _MAX_VALUE_CHARS),
             "api": stats.api,
             "outcome": stats.outcome.value,
             "reason": stats.reason,
@@ -409,14 +418,14 @@ class RequestLog:
             rate = done.acceptance_rate
             fields["acceptance"] = None if rate is None else round(rate, 3)
         fields["trace_id"] = stats.traceparent and stats.traceparent.split("-")[1]
-        fields["error"] = _cut(stats.error, _LONGEST)
+        fields["error"] = _cut(stats.error, _MAX_VALUE_CHARS)
         fields["prompt"] = _cut(stats.prompt, _LONGEST_PROMPT) if self.prompts else None
         present = {key: value for key, value in fields.items() if value is not None}
         if self.as_json:
             return json.dumps(present)
         pairs = ["request"]
         for key, value in present.items():
-            plain = _PLAIN.fullmatch(str(value))
+            plain = _BARE_VALUE.fullmatch(str(value))
             pairs.append(f"{key}={value if plain else json.dumps(str(value))}")
         return " ".join(pairs)
 

@@ -101,7 +101,7 @@ def option(field: str) -> str:
 
 
 def words_of(options: Any, names: Collection[str]) -> Iterator[str]:
-    """The options that ``options_of`` reads as the fields ``names`` of ``given``."""
+    """Return the words of a command line that ``options_of`` reads as ``names``."""
     for setting in fields(options):
         value = getattr(options, setting.name)
         if setting.name in names and value is not None and value is not False:
@@ -257,7 +257,7 @@ class ServeSettings:
     """Everything a server is started with.
 
     A port of 0 means any free port, except ``openai_port``, where it means no OpenAI API. Times
-    are seconds. ``None`` means: for ``server`` to search for one (``launcher.checks``); for
+    are seconds. ``None`` means: for ``server`` to search for one (``operate.checks``); for
     ``model``, ``draft_model`` and ``model_repository`` to use those of the package; for ``threads``
     the engine's choice; for ``bls_instances`` and ``decoupled`` what the configuration of
     ``tensorrt_llm_bls`` says, except that ``bls_instances`` is ``auto`` with the package's own.

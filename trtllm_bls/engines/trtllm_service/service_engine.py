@@ -160,7 +160,7 @@ class ServiceAnswer:
             response = _response(raw)
             chunks += self._read(response)
             done = response.complete
-            # From proto 0.4.17 on. In a stream the last token may have left before, without them.
+            # From proto 0.4.19 on. In a stream the last token may have left before, without them.
             if done.spec_draft_tokens and chunks and chunks[-1].final:
                 chunks[-1].speculation = SpeculationStats(
                     drafted=done.spec_draft_tokens, accepted=done.spec_accepted_tokens
