@@ -796,6 +796,8 @@ def conformance(engine: str, **options: Any) -> None:
 
     The engine runs in this process, without Triton. Exit code 1: a check failed.
 
+    Deprecated: trtllm-bls prove --only conformance asks through a server, as callers do.
+
     \b
     Examples:
       trtllm-bls conformance --engine llm_api --model /models/llama
@@ -804,6 +806,8 @@ def conformance(engine: str, **options: Any) -> None:
     from trtllm_bls.engines.conformance import examine as ask
     from trtllm_bls.engines.opening import open_local_engine
 
+    mend = "use trtllm-bls prove --only conformance"
+    click.echo(f"warning: conformance is deprecated and goes with 0.6.0; {mend}", err=True)
     check_ours(ENGINE.name, "engine", engine)
     packages = ("trtllm-bls", "tensorrt-llm", "torch", "transformers")
     versions = [f"{name} {version}" for name in packages if (version := installed(name))]

@@ -93,6 +93,10 @@ class Report:
         return any("FAILED" in result for rows in self.sections.values() for _, result in rows)
 
 
+# What a report examines, in this order.
+SECTIONS = ("doctor", "conformance", "text", "cancellation and stop", "speculation", "load")
+
+
 @click.command()
 @click.option("--out", type=_PATH, required=True, help="Directory of the report.")
 @click.option("--model-repository", type=_PATH, help="Serve this repository for the report.")
@@ -110,6 +114,9 @@ class Report:
 @click.option("--metrics-url", help="Its metrics.  [default: port 8002 of the same host]")
 @click.option("--tokenizer-dir", type=_PATH, help="Its tokenizer, where no other option tells.")
 @click.option("--beside", help="Another server's OpenAI API, to load in turns with this one.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(SECTIONS), help="Only this section; repeatable."
+)
 @click.option("--seconds", default=20.0, show_default=True, help="Of load, for each row.")
 @click.option("--minutes", default=15.0, show_default=True, help="After which nothing begins.")
 def command(out: Path, **options: Any) -> None:
@@ -123,6 +130,7 @@ def command(out: Path, **options: Any) -> None:
       trtllm-bls prove --out report
       trtllm-bls prove --out report --model-repository /repository --beside http://127.0.0.1:8080
       trtllm-bls prove --out report --url 127.0.0.1:8001 --tokenizer-dir /models/llama
+      trtllm-bls prove --out report --only conformance --engine trtllm://127.0.0.1:50051
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -142,17 +150,19 @@ def command(out: Path, **options: Any) -> None:
 async def _prove(target: Target, options: dict[str, Any]) -> Report:
     began = time.monotonic()
     report = Report(machine(target))
-    steps: list[tuple[str, Callable[[], Awaitable[list[tuple[str, str]]]]]] = [
-        ("doctor", partial(asyncio.to_thread, _doctor, options["model_repository"])),
-        ("conformance", partial(_conformance, target)),
-        ("text", partial(_text, target)),
-        ("cancellation and stop", partial(_ends, target)),
-        ("speculation", partial(_speculation, target)),
-        ("load", partial(_load, target, options["beside"], options["seconds"], report.load)),
+    steps: list[Callable[[], Awaitable[list[tuple[str, str]]]]] = [
+        partial(asyncio.to_thread, _doctor, options["model_repository"]),
+        partial(_conformance, target),
+        partial(_text, target),
+        partial(_ends, target),
+        partial(_speculation, target),
+        partial(_load, target, options["beside"], options["seconds"], report.load),
     ]
-    for number, (name, step) in enumerate(steps, 1):
+    named = zip(SECTIONS, steps, strict=True)
+    chosen = [(name, step) for name, step in named if name in (options["only"] or SECTIONS)]
+    for number, (name, step) in enumerate(chosen, 1):
         remaining = options["minutes"] * 60 - (time.monotonic() - began)
-        click.echo(f"[{number}/{len(steps)}] {name}", err=True)
+        click.echo(f"[{number}/{len(chosen)}] {name}", err=True)
         try:
             report.sections[name] = await asyncio.wait_for(step(), max(0.0, remaining))
         except asyncio.TimeoutError:
