@@ -228,7 +228,7 @@ def test_a_template_makes_no_more_text_than_a_prompt_may_have(tmp_path: Path) ->
     tokenizer = with_template(directory("byte-level"), tmp_path, WELL * 3)
     maker = PromptMaker(tokenizer, True, max_prompt_bytes=30)
     for length, is_refused in ((10, False), (11, True)):
-        messages = json.dumps(conversation("a" * length))
+        messages = conversation("a" * length)
         request = TextRequest(request_id="r", messages=messages, max_tokens=1)
         if not is_refused:
             maker.make(request)
