@@ -213,7 +213,7 @@ async def test_silence_is_no_stall_while_the_server_answers() -> None:
 
 async def test_a_server_that_does_not_answer_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests fail, and their calls end."""
-    monkeypatch.setattr("trtllm_bls.engines.triton_model._PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("trtllm_bls.engines.triton_model._LIVE_PROBE_SECONDS", 0.05)
     async with reaching(Say((3,)), HOLD, stall=0.02) as (engine, triton):
         triton.frozen = True
         with pytest.raises(EngineStalled, match="does not answer"):

@@ -23,7 +23,7 @@ from trtllm_bls.pipeline.other_models import ModelStream
 from trtllm_bls.settings.model_config import CHAT_EVENTS
 from trtllm_bls.types import EngineRequest
 from trtllm_bls.wire.grpc_client import GrpcError
-from trtllm_bls.wire.streams import MOST_WAITING, MOST_WAITING_BYTES, End, ResponseStream
+from trtllm_bls.wire.streams import MOST_WAITING, MOST_WAITING_BYTES, ResponseStream, StreamEnd
 
 
 class Call:
@@ -64,8 +64,8 @@ class Channel:
     def take(self) -> Call:
         return self.call
 
-    def release(self, call: Any, end: End) -> None:
-        if end is End.LAST:
+    def release(self, call: Any, end: StreamEnd) -> None:
+        if end is StreamEnd.LAST:
             call.half_close()
         elif not call.half_closed:
             call.cancel()

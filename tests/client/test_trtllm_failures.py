@@ -39,7 +39,7 @@ from trtllm_bls.types import (
     EngineChunk,
     FinishReason,
 )
-from trtllm_bls.wire.streams import End
+from trtllm_bls.wire.streams import StreamEnd
 
 # --- errors ---------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ async def test_an_answer_that_is_none_ends_the_request_and_its_work(
     assert [chunk.token_ids for chunk in chunks.take()] == [(7,)]
     with pytest.raises(EngineError, match=problem):
         await chunks.wait()
-    engine.release.assert_called_once_with("r", True, call, End.FAILED)
+    engine.release.assert_called_once_with("r", True, call, StreamEnd.FAILED)
     engine.doubt.assert_called_once_with()
     assert not engine.calls.running
 

@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.server_settings import ROOT
 from tests.helpers.ticking_models import TICKER, write_model
 from tests.helpers.waiting import until, until_ended
-from trtllm_bls.operate.prove import _PROMPTS, Report, page, plot
+from trtllm_bls.operate.prove import _PROOF_PROMPTS, Report, page, plot
 
 
 def test_a_report_tells_all_and_nothing_private(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_report_tells_all_and_nothing_private(tmp_path: Path) -> None:
     assert dict(found["sections"]["text"])["transformers, of the engine's ids"].startswith("8 of 8")
     assert [row["streams"] for row in found["load"]] == [1, 8, 32]
     assert all(row["tokens/s"] > 0 and row["CPU per token, µs"] > 0 for row in found["load"])
-    private = [*_PROMPTS, "sk-secret", str(ROOT), str(tmp_path), str(Path.home()) + "/"]
+    private = [*_PROOF_PROMPTS, "sk-secret", str(ROOT), str(tmp_path), str(Path.home()) + "/"]
     for text in files.values():
         assert not [word for word in (*private, socket.gethostname()) if word in text]
 

@@ -29,7 +29,7 @@ from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.openai.chat import conversation_of
 from trtllm_bls.openai.content import ContentReader
 from trtllm_bls.openai.conversation import form_demand
-from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
+from trtllm_bls.openai.schema import ChatCompletionRequest, CompletionRequest
 from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.text.chat_formats import (
@@ -309,7 +309,7 @@ def test_an_answer_obeys_the_schema_or_is_a_call(tokenizer: Tokenizer, family: s
             "tools": [{"type": "function", "function": {"name": "f"}}],
             "response_format": form,
         },
-        ChatRequest,
+        ChatCompletionRequest,
     )
     turns = ChatTurns(tokenizer, ChatFormats(TOOL_FORMATS[family]))
     turn = turns.turn(conversation_of(request, ContentReader()))

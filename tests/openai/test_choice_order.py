@@ -13,7 +13,7 @@ from tests.helpers.openai_server import MODEL
 from tests.helpers.scripted_text import tokenizer
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.conversation import ChatModel
-from trtllm_bls.openai.schema import ChatRequest, decode
+from trtllm_bls.openai.schema import ChatCompletionRequest, decode
 from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.types import Ending, FinishReason, TextChunk
 
@@ -24,7 +24,7 @@ END = Ending(finish_reason=FinishReason.END_ID, prompt_tokens=1, completion_toke
 def test_openais_stream_helper_reads_choices_in_any_order(order: tuple[int, ...]) -> None:
     """A choice whose beginning could become a stop string has its first text after the others'."""
     fields = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "n": 3}
-    request = decode(json.dumps({**fields, "stream": True}).encode(), ChatRequest)
+    request = decode(json.dumps({**fields, "stream": True}).encode(), ChatCompletionRequest)
     model = ChatModel(tokenizer(), ChatTurns(tokenizer(), ChatFormats()))
     response = ChatResponse(request, model)
     sent = [

@@ -27,7 +27,7 @@ from trtllm_bls.openai import chat as chats
 from trtllm_bls.openai import content, messages, responses
 from trtllm_bls.openai.messages import MessagesRequest
 from trtllm_bls.openai.responses import ResponsesRequest
-from trtllm_bls.openai.schema import ChatRequest
+from trtllm_bls.openai.schema import ChatCompletionRequest
 
 PIXELS = base64.b64encode(b"\x89PNG" + bytes(77)).decode()
 DEEP = '{"a": ' * 120 + "1" + "}" * 120
@@ -182,7 +182,7 @@ def test_what_is_noted_once_stays_small(monkeypatch: pytest.MonkeyPatch) -> None
             request = msgspec.convert(
                 {"model": "m", "input": [{"type": name}, user]}, ResponsesRequest
             )
-            responses._conversation(request, responses._Tools(), reader, ())
+            responses._conversation(request, responses._ResponsesTools(), reader, ())
         elif number % 4 == 1:
             fields = {"model": "m", "max_tokens": 1, "messages": [user], "tools": [{"type": name}]}
             fields["tools"][0]["name"] = "t"
@@ -661,7 +661,7 @@ def test_no_call_of_the_past_ends_a_conversation(
 def test_no_field_of_the_published_packages_is_unknown() -> None:
     """Each is read, refused, or known to have no effect; what is unknown would be lost silently."""
     for kind, declared in (
-        (ChatRequest, chat_params.CompletionCreateParamsBase),
+        (ChatCompletionRequest, chat_params.CompletionCreateParamsBase),
         (ResponsesRequest, response_params.ResponseCreateParamsBase),
         (MessagesRequest, message_params.MessageCreateParamsBase),
         (MessagesRequest, beta_params.MessageCreateParamsBase),

@@ -13,11 +13,11 @@ from tests.helpers.openai_server import MODEL
 from trtllm_bls.openai.api_errors import ApiError
 from trtllm_bls.openai.messages import MessagesRequest
 from trtllm_bls.openai.responses import ResponsesRequest
-from trtllm_bls.openai.schema import ChatRequest, CompletionRequest, Generation, decode
+from trtllm_bls.openai.schema import ChatCompletionRequest, CompletionRequest, Generation, decode
 
 TURN = {"role": "user", "content": "x"}
 APIS: tuple[tuple[type[Generation], dict[str, Any]], ...] = (
-    (ChatRequest, {"messages": [TURN]}),
+    (ChatCompletionRequest, {"messages": [TURN]}),
     (CompletionRequest, {"prompt": "x"}),
     (ResponsesRequest, {"input": "x"}),
     (MessagesRequest, {"messages": [TURN], "max_tokens": 9}),

@@ -20,7 +20,7 @@ from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.conversation import ChatModel
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
-from trtllm_bls.openai.schema import ChatRequest, CompletionRequest, decode
+from trtllm_bls.openai.schema import ChatCompletionRequest, CompletionRequest, decode
 from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.text.answer import Answer, TextRules
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
@@ -30,7 +30,7 @@ CASES = int(os.environ.get("TRTLLM_BLS_CASES", "0"))
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "a": {}}}
 NAMES = ("f", "weather")
 APIS: dict[str, tuple[Any, Any]] = {
-    "chat": (ChatRequest, ChatResponse),
+    "chat": (ChatCompletionRequest, ChatResponse),
     "completions": (CompletionRequest, CompletionResponse),
     "responses": (ResponsesRequest, ResponsesResponse),
     "messages": (MessagesRequest, MessagesResponse),

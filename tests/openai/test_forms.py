@@ -23,7 +23,7 @@ from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.api_errors import ApiError
 from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.conversation import ChatModel
-from trtllm_bls.openai.schema import ChatRequest, decode
+from trtllm_bls.openai.schema import ChatCompletionRequest, decode
 from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
@@ -193,7 +193,7 @@ def response_to(
     body = json.dumps({"model": MODEL, "messages": HELLO, **asked}).encode()
     turns = ChatTurns(reader or tokenizer(), formats or ChatFormats())
     model = ChatModel(reader or tokenizer(), turns)
-    return ChatResponse(decode(body, ChatRequest), model)
+    return ChatResponse(decode(body, ChatCompletionRequest), model)
 
 
 def message_of(response: ChatResponse, text: str) -> dict[str, Any]:
@@ -617,7 +617,7 @@ def test_the_servers_variables_of_the_template_hold_where_a_request_sets_none() 
         ),
     ):
         body = json.dumps({"model": MODEL, "messages": HELLO, **fields}).encode()
-        response = ChatResponse(decode(body, ChatRequest), ChatModel(tokenizer(), turns))
+        response = ChatResponse(decode(body, ChatCompletionRequest), ChatModel(tokenizer(), turns))
         assert response.requests[0].chat.variables == expected
 
 

@@ -23,7 +23,7 @@ from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.conversation import ChatModel, Transcript
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
-from trtllm_bls.openai.schema import ChatRequest, decode
+from trtllm_bls.openai.schema import ChatCompletionRequest, decode
 from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.text.json_values import json_value
@@ -45,7 +45,7 @@ def builders(stream: bool, formats: ChatFormats) -> list[ResponseBuilder]:
     function = {"name": "f", "parameters": SCHEMA}
     asked: list[tuple[Any, Any, dict[str, Any]]] = [
         (
-            ChatRequest,
+            ChatCompletionRequest,
             ChatResponse,
             {"messages": [turn], "tools": [{"type": "function", "function": function}]},
         ),

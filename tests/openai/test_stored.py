@@ -358,7 +358,7 @@ def test_a_store_that_cannot_be_written_costs_no_answer(
 ) -> None:
     """The log and the answer say so; requests that refer to it are to come again."""
     model = speak(store_dir=tmp_path)
-    (tmp_path / stored._FILE).write_bytes(b"no database" * 1000)
+    (tmp_path / stored._STORE_FILE).write_bytes(b"no database" * 1000)
     answer = respond(model)
     assert (answer["status"], answer["store"]) == ("completed", False)
     *_, last = model.openai.responses.create(model=MODEL, input="x", stream=True)
@@ -567,7 +567,7 @@ def test_the_files_are_private(tmp_path: Path) -> None:
         assert len(modes) == 3 and set(modes.values()) == {0o600}
         assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
     (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / stored._FILE).symlink_to(tmp_path / "target")
+    (tmp_path / "linked" / stored._STORE_FILE).symlink_to(tmp_path / "target")
     for wrong in (tmp_path / "linked", tmp_path / "none" / "none", Path("/proc")):
         with pytest.raises(SettingsError, match="--store-dir"):
             store_in(wrong)
@@ -578,7 +578,7 @@ def test_a_deleted_conversation_is_not_in_the_file(tmp_path: Path) -> None:
     with closing(store_in(tmp_path)) as store:
         store.save("", row("secretname", None, 5000))
         assert store.delete("", "secretname") and not store.delete("", "secretname")
-    assert b"secretname" not in (tmp_path / stored._FILE).read_bytes()
+    assert b"secretname" not in (tmp_path / stored._STORE_FILE).read_bytes()
 
 
 def test_directories_of_killed_servers_are_removed(

@@ -23,7 +23,7 @@ from trtllm_bls.wire.contract import MODELS
 ROOT = Path(__file__).parents[2]
 COVERED = [name for budget in BUDGETS for name in budget.covers]
 REQUESTS = (
-    schema.ChatRequest,
+    schema.ChatCompletionRequest,
     schema.ChatMessage,
     schema.CompletionRequest,
     schema.TokenizeRequest,

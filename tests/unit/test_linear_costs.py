@@ -33,7 +33,7 @@ from trtllm_bls.openai.chat import ChatResponse
 from trtllm_bls.openai.conversation import ChatModel
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.responses import ResponsesRequest, ResponsesResponse
-from trtllm_bls.openai.schema import ChatRequest, decode
+from trtllm_bls.openai.schema import ChatCompletionRequest, decode
 from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.orchestrator.reports import REQUESTS, RequestMetrics
@@ -497,7 +497,7 @@ def built(kind: str, stream: bool, mark: str, size: int) -> Callable[[], object]
     function = {"name": "f", "parameters": parameters}
     fields: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "chat": (
-            *(ChatRequest, ChatResponse),
+            *(ChatCompletionRequest, ChatResponse),
             {"messages": [turn], "tools": [{"type": "function", "function": function}]},
         ),
         "responses": (

@@ -1,4 +1,4 @@
-"""A docstring names what the code has."""
+"""One word has one meaning in the package, and a docstring names what the code has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import builtins
 import io
 import re
 import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,11 @@ import trtllm_bls
 
 PACKAGE = Path(trtllm_bls.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
+# Names that more than one module has, and why.
+SHARED = {
+    "TritonPythonModel": "Triton looks for a class of this name in each model",
+    "Tensor": "`pb_utils.Tensor` of the fake backend has Triton's name",
+}
 # Words of Triton, TensorRT-LLM, gRPC, HTTP, Python and others, and values that callers send.
 FOREIGN = {
     "DecodeStream",
@@ -64,6 +70,36 @@ QUOTED = re.compile(r"``([A-Za-z_][\w.]*)(?:\(\))?``")
 @cache
 def tree(module: Path) -> ast.Module:
     return ast.parse(module.read_text())
+
+
+def defined(module: Path) -> Iterator[str]:
+    """The classes of a module, and its private constants."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    constants: set[str] = set()
+    for statement in tree(module).body:
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        else:
+            continue
+        for target in targets:
+            names = {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+            constants |= {name for name in names if re.fullmatch(r"_[A-Z][A-Z0-9_]*", name)}
+    yield from constants
+
+
+def test_no_class_and_no_private_constant_has_a_name_twice() -> None:
+    """A reader who searches for one finds one; but for ``SHARED``."""
+    homes = defaultdict[str, list[str]](list)
+    for module in MODULES:
+        for name in defined(module):
+            homes[name].append(str(module.relative_to(PACKAGE)))
+    twice = {name: files for name, files in homes.items() if len(files) > 1}
+    assert {name: files for name, files in twice.items() if name not in SHARED} == {}
+    assert twice.keys() >= SHARED.keys(), "no longer shared: take it out of the list"
 
 
 def docstrings(module: Path) -> Iterator[tuple[int, str]]:

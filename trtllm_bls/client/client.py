@@ -144,7 +144,7 @@ class Result:
 # Names, types and shapes are checked here. Servers differ in ranges and check those themselves.
 
 # numpy's kinds of values that convert to each type without loss; others are whole numbers.
-_KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu"}
+_NUMPY_KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu"}
 _MOST_CHARACTERS = 80
 
 
@@ -192,9 +192,9 @@ def _array(tensor: Tensor, value: Any) -> NDArray[Any]:
     except (AttributeError, ValueError):  # no text; nested lists of unequal lengths
         raise _misfit(tensor, value) from None
     if array.size and tensor.dtype != "STRING":
-        if array.dtype.kind not in _KINDS.get(tensor.dtype, "iu"):
+        if array.dtype.kind not in _NUMPY_KINDS.get(tensor.dtype, "iu"):
             raise _misfit(tensor, value)
-        if tensor.dtype not in _KINDS:
+        if tensor.dtype not in _NUMPY_KINDS:
             limits: Any = np.iinfo(tensor.numpy_type)
             if array.min() < limits.min or array.max() > limits.max:
                 raise _misfit(tensor, value)

@@ -74,7 +74,7 @@ TEXT_INPUTS = {
 
 # What to do where gRPC's message has these words.
 _HTTP = "; this is an HTTP port: give --url the gRPC port, which is --grpc-port of serve (8001)"
-_MENDS = {
+_CONNECTION_MENDS = {
     "Connection refused": "; nothing listens there: `trtllm-bls serve` starts a server",
     "http1.x server": _HTTP,
     "Expected SETTINGS frame": _HTTP,
@@ -180,7 +180,7 @@ async def open_client(
         try:
             yield client
         except ConnectionFailed as error:
-            mends = (mend for words, mend in _MENDS.items() if words in str(error))
+            mends = (mend for words, mend in _CONNECTION_MENDS.items() if words in str(error))
             raise ConnectionFailed(f"{error}{next(mends, '')}") from error
 
 

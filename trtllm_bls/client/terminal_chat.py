@@ -51,7 +51,7 @@ from trtllm_bls.errors import (
 )
 
 _READY_S = 10.0
-_FIELDS = ("top_p", "top_k", "seed", "draft_source")  # sent when given
+_SAMPLING_FIELDS = ("top_p", "top_k", "seed", "draft_source")  # sent when given
 # A model's text may not move the cursor, clear the screen or set the title.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _INDENTED = re.compile(r"\n\s").search
@@ -72,7 +72,7 @@ Messages = Sequence[Mapping[str, str]]
 @click.option("--system", help="The system prompt.")
 @click.option("-o", "--max-tokens", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")
-@tensor_options(BLS, {name: TEXT_INPUTS[name] for name in _FIELDS})
+@tensor_options(BLS, {name: TEXT_INPUTS[name] for name in _SAMPLING_FIELDS})
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="Key of an OpenAI API.", show_envvar=True)
 @click.option("--plain", is_flag=True, help="Show answers as they come, without Markdown.")
 @connection_options()
@@ -104,7 +104,7 @@ class TerminalChat:
     def __init__(self, server: Server, options: Mapping[str, Any]) -> None:
         self._server = server
         self._max_tokens = options["max_tokens"]
-        names = ("temperature", *_FIELDS)
+        names = ("temperature", *_SAMPLING_FIELDS)
         self._fields = {name: options[name] for name in names if options[name] is not None}
         self._system: str | None = options["system"]
         self._turns: list[dict[str, str]] = []

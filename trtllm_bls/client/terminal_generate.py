@@ -35,7 +35,7 @@ from trtllm_bls.client.terminal import (
 )
 from trtllm_bls.errors import TrtllmBlsError
 
-_FAILED = {Exit.DEADLINE: "deadline", Exit.UNREACHABLE: "connection lost"}
+_EXIT_REASONS = {Exit.DEADLINE: "deadline", Exit.UNREACHABLE: "connection lost"}
 
 
 @program()
@@ -129,7 +129,7 @@ async def _ask(options: dict[str, Any], fields: dict[str, Any]) -> Exit:
             reply.ended_here = "interrupted" if interrupted.is_set() else stopped
     except TrtllmBlsError as error:
         failure = error
-        reply.ended_here = _FAILED.get(Exit.of(error), "error")
+        reply.ended_here = _EXIT_REASONS.get(Exit.of(error), "error")
     display.end(reply, failure)
     if not options["quiet"] and (failure is None or reply.arrivals):
         click.echo("\n".join(reply.lines()), err=True)

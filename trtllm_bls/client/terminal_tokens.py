@@ -37,7 +37,7 @@ from trtllm_bls.errors import EngineError, SettingsError, TrtllmBlsError
 from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
 
 _PRINTED_IDS = 256
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 _AS_FOR_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
@@ -56,9 +56,11 @@ _LOOKAHEAD = [
 @program()
 @click.option("-v", "--verbose", is_flag=True, help="Show the request on standard error.")
 @click.option("--text", default="Once upon a time", show_default=True)
-@click.option("--input-tokens-csv", type=_FILE, help="First row: prompt ids; no tokenizer needed.")
-@click.option("--draft-tokens-csv", type=_FILE, help="First row: draft ids to verify.")
-@click.option("--output-tokens-csv", type=_FILE, help="First row: expected ids, for -c.")
+@click.option(
+    "--input-tokens-csv", type=_INPUT_FILE, help="First row: prompt ids; no tokenizer needed."
+)
+@click.option("--draft-tokens-csv", type=_INPUT_FILE, help="First row: draft ids to verify.")
+@click.option("--output-tokens-csv", type=_INPUT_FILE, help="First row: expected ids, for -c.")
 @click.option("--tokenizer-dir", type=_FOLDER, help="To encode --text and to show text.")
 @click.option("--tokenizer-type", hidden=True, help="Accepted; the directory says it all.")
 @click.option("--end-id", type=int, default=-1, show_default=True, help="Without a tokenizer.")
@@ -90,7 +92,9 @@ _LOOKAHEAD = [
 @click.option(
     "--requested-outputs", multiple=True, help="Repeatable; must have output_ids. Default: all."
 )
-@click.option("--prompt-embedding-table-path", type=_FILE, help="npy file, one table per task.")
+@click.option(
+    "--prompt-embedding-table-path", type=_INPUT_FILE, help="npy file, one table per task."
+)
 @click.option("--prompt-task-id", type=int, default=0, show_default=True)
 @click.option("--prompt-table-extra-id", "--prompt_table_extra_id", type=int)
 @click.option("--vocab-size", "--vocab_size", type=int, help="With --prompt-table-extra-id.")

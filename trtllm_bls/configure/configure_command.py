@@ -46,7 +46,7 @@ from trtllm_bls.wire.contract import (
     PREPROCESSING,
 )
 
-_PATH = click.Path(path_type=Path)
+_OPTION_PATH = click.Path(path_type=Path)
 
 
 def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None) -> None:
@@ -63,7 +63,7 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
 @click.option(
     "--from",
     "existing",
-    type=_PATH,
+    type=_OPTION_PATH,
     metavar="REPOSITORY",
     help="Read engines, tokenizer and values from a repository of TensorRT-LLM's own models.",
 )
@@ -80,7 +80,7 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
     metavar="NAME=MODEL",
     help="The model NAME of --from's is upstream's MODEL.",
 )
-@click.option("--slurm", type=_PATH, metavar="FILE", help="Write a Slurm job script too.")
+@click.option("--slurm", type=_OPTION_PATH, metavar="FILE", help="Write a Slurm job script too.")
 @click.option(
     "--set",
     "sets",
@@ -211,7 +211,7 @@ _NOT_HERE = {
     *("skip_cross_attn_blocks", "context_phase_params", "mrope_rotary_cos_sin"),
     *("mrope_position_deltas", "return_kv_cache_reuse_stats", "runtime_top_p_min"),
 }
-_TEXT = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, BLS)
+_TEXT_MODELS = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, BLS)
 # One process of ``tensorrt_llm_bls`` serves all requests, in batches that it makes itself.
 _NOT_CARRIED = ((BLS.name, "instance_group"), (BLS.name, "dynamic_batching"))
 _CARRIED = ("instance_group", "dynamic_batching", "model_warmup")
@@ -336,7 +336,9 @@ def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Up
             f"tensorrt_llm_bls had {count} instances, one per request at a time; one process "
             "serves them all here (--bls-instances for more)"
         )
-    new_names = {target: ENGINE.name, draft: DRAFT} | {model.name: model.name for model in _TEXT}
+    new_names = {target: ENGINE.name, draft: DRAFT} | {
+        model.name: model.name for model in _TEXT_MODELS
+    }
     _add_fields(upstream, new_names, configs)
     _add_text_parameters(upstream, values, release)
     others = configs.keys() - {model.name for model in MODELS} - {target, draft}
@@ -413,7 +415,7 @@ def _add_text_parameters(
             upstream.notes.append("add_special_tokens was not set, which meant false before 0.11")
         if value is not None:
             upstream.overrides += [Override(name, key, value) for name in models]
-    for text_model in _TEXT:
+    for text_model in _TEXT_MODELS:
         for key, value in values.get(text_model.name, {}).items():
             try:
                 check(text_model.name, key, value)

@@ -22,7 +22,7 @@ from trtllm_bls.bundled import REPOSITORY
 _TODAYS = re.compile(
     r'\s*(?:""".*?"""\s*)?from trtllm_bls\.triton\.(\w+) import TritonPythonModel\s*', re.S
 )
-_PACKAGE = Path(trtllm_bls.__file__).parent
+_PACKAGE_DIR = Path(trtllm_bls.__file__).parent
 
 
 @cache
@@ -89,11 +89,11 @@ def new_place(name: str) -> str | None:
     module_before, _, last = name.rpartition(".")
     stem = module_before.rpartition(".")[2]
     # A module often keeps its own name where its folder gets another one.
-    files = sorted(_PACKAGE.rglob("*.py"), key=lambda file: (file.stem != stem, file))
+    files = sorted(_PACKAGE_DIR.rglob("*.py"), key=lambda file: (file.stem != stem, file))
     for file in files:
         if last not in file.read_text(encoding="utf-8"):
             continue
-        module = ".".join(file.relative_to(_PACKAGE.parent).with_suffix("").parts)
+        module = ".".join(file.relative_to(_PACKAGE_DIR.parent).with_suffix("").parts)
         for statement in ast.parse(file.read_bytes()).body:
             if last in _names_defined(statement):
                 return f"{module.removesuffix('.__init__')}.{last}"

@@ -20,7 +20,7 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.model_config import CHAT_REQUEST, model_class, read_config
 from trtllm_bls.wire.contract import NUMPY_TYPES, Model, Tensor
 
-_NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and outputs there.\n"
+_NEW_NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and outputs there.\n"
 # What such a model needs of the parameters of ``tensorrt_llm_bls``; the others have defaults.
 _PARAMETERS = {"tokenizer_dir": "../assets/demo/target", "tensorrt_llm_model_name": "tensorrt_llm"}
 
@@ -105,13 +105,13 @@ def config_of(model: Path, parameters: dict[str, str]) -> str:
     own = {key: str(value) for key, value in declared.parameters.items()}
     config = model_config(tensors, {**parameters, **own}, max_batch_size=0)
     if not file.is_file():
-        return _NOTE + str(text_format.MessageToString(config))
+        return _NEW_NOTE + str(text_format.MessageToString(config))
     read_config(file)  # raises where it cannot be read
     text = file.read_text(encoding="utf-8")
     others, place = _without(text, ("input", "output", "name"))
     fields = model_config_pb2.ModelConfig(name=name, input=config.input, output=config.output)
     changed = others[:place] + str(text_format.MessageToString(fields)) + others[place:]
-    return changed if text.startswith(_NOTE) else _NOTE + changed
+    return changed if text.startswith(_NEW_NOTE) else _NEW_NOTE + changed
 
 
 def _without(text: str, fields: Collection[str]) -> tuple[str, int]:

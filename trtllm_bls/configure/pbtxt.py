@@ -136,7 +136,7 @@ def _join(input_map: Any, ensemble: Model, step: Model, skip: Set[str]) -> None:
 
 # --- what is generated in the source tree ----------------------------------------------------
 
-_NOTE = "# Written by `make generate`: edit parameters, not tensors.\n"
+_GENERATED_NOTE = "# Written by `make generate`: edit parameters, not tensors.\n"
 _INTRODUCTION = """\
 # Parameters
 
@@ -167,7 +167,9 @@ def generated(root: Path = Path()) -> dict[str, str]:
     files = {}
     for model in MODELS:
         config = model_config(model, PARAMETERS[model.name])
-        files[f"models/{model.name}/config.pbtxt"] = _NOTE + text_format.MessageToString(config)
+        files[f"models/{model.name}/config.pbtxt"] = _GENERATED_NOTE + text_format.MessageToString(
+            config
+        )
     parts = [_INTRODUCTION]
     for name in ("tensorrt_llm_bls", "tensorrt_llm", "preprocessing", "postprocessing"):
         about = " (the embedded engine)" if name == "tensorrt_llm" else ""

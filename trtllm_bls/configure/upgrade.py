@@ -39,7 +39,7 @@ from trtllm_bls.settings.model_config import dtype_of, read_config, values_of
 from trtllm_bls.settings.parameters import FORMAT_VERSION, WRITTEN_BY, check
 from trtllm_bls.wire.contract import BLS, ENGINE, ENSEMBLE, LLMAPI, MODELS, Model
 
-_STEPS = [model.name for model in STEPS]
+_ENSEMBLE_STEPS = [model.name for model in STEPS]
 _SPELLED_ANEW = {  # values that earlier versions wrote, and how they are spelled today
     ("one_core", "true"): "on",
     ("one_core", "false"): "off",
@@ -168,7 +168,7 @@ def plan_upgrade(
         if values_of(old).get("tensors") == "llmapi":
             models[role] = LLMAPI
         if role in models:
-            calls = zip(_STEPS, old.ensemble_scheduling.step, strict=False)
+            calls = zip(_ENSEMBLE_STEPS, old.ensemble_scheduling.step, strict=False)
             steps = [replace(models[model], name=step.model_name) for model, step in calls]
             model = replace(models[role], name=name)
             _add_tensors(plan, new, model_config(model, {}, steps, old.max_batch_size))
@@ -231,7 +231,9 @@ def _roles(
             for code in codes:
                 _keep_program(plan, name, code, keep)
     for name, config in configs.items():
-        if [roles.get(step.model_name) for step in config.ensemble_scheduling.step] == _STEPS:
+        if [
+            roles.get(step.model_name) for step in config.ensemble_scheduling.step
+        ] == _ENSEMBLE_STEPS:
             roles[name] = ENSEMBLE.name
     return roles
 

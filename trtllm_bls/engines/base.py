@@ -22,7 +22,7 @@ import numpy as np
 
 from trtllm_bls.errors import EngineError, EngineStalled
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
-from trtllm_bls.wire.streams import Arrivals, End, Release, ResponseStream
+from trtllm_bls.wire.streams import Arrivals, Release, ResponseStream, StreamEnd
 
 LOOKS_PER_STALL = 4  # how often silence is looked at within the time of a stall
 
@@ -157,7 +157,7 @@ class RunningCalls:
         if self._watching is not None:
             self._watching.cancel()
 
-    def _remove(self, chunks: CallChunks, end: End, error: Exception | None) -> None:
+    def _remove(self, chunks: CallChunks, end: StreamEnd, error: Exception | None) -> None:
         self.running.discard(chunks)
         # The engine's state is doubted from now on, so that its next request asks for it.
         if isinstance(error, EngineError):

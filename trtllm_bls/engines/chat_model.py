@@ -26,11 +26,11 @@ from trtllm_bls.wire.kserve import (
 )
 from trtllm_bls.wire.streams import ResponseStream, close_or_cancel
 
-_SAME = (
+_PASSED_ON = (
     *("max_tokens", "fits_max_tokens", "stop_words", "include_stop", "stop_token_ids"),
     *("bad_words", "end_id", "skip_special_tokens", "prediction"),
 )
-_GUIDES = {"json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
+_GUIDE_NAMES = {"json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
 
 
 def chat_request(request: TextRequest) -> bytes:
@@ -44,7 +44,7 @@ def chat_request(request: TextRequest) -> bytes:
     options: dict[str, Any] = {
         field.name: getattr(request.sampling, field.name) for field in fields(Sampling)
     }
-    options |= {name: getattr(request, name) for name in _SAME}
+    options |= {name: getattr(request, name) for name in _PASSED_ON}
     options |= {
         "token_bias": dict(request.token_bias),
         "variables": request.chat.variables,
@@ -53,7 +53,7 @@ def chat_request(request: TextRequest) -> bytes:
         "continue_final_message": request.chat.continue_final_message,
     }
     if (guide := request.guide) is not None:
-        name = _GUIDES.get(guide.kind, "json_schema")
+        name = _GUIDE_NAMES.get(guide.kind, "json_schema")
         options[name] = '{"type":"object"}' if guide.text is None else guide.text
     salt = request.cache_salt
     body = {

@@ -26,9 +26,9 @@ from trtllm_bls.types import (
     Wants,
 )
 
-_TOKENS, _AT_ONCE = 16, 32
+_KNOWN_TOKENS, _REQUESTS_AT_ONCE = 16, 32
 _SECONDS = 120.0  # for one request
-_SAMPLE = Sampling(top_p=1.0, temperature=1.0, seed=7)
+_SEEDED = Sampling(top_p=1.0, temperature=1.0, seed=7)
 _said = attrgetter("token_ids", "finish_reason")
 _DIGITS = Guide("regex", "[0-9]{4}")
 
@@ -38,14 +38,14 @@ async def examine(
 ) -> AsyncIterator[tuple[str, str]]:
     """Each check's name, and ``ok``, ``refused: …`` or ``FAILED: …``."""
     capacity = await engine.capacity()
-    plain = EngineRequest(request_id="a", input_ids=prompt, max_tokens=_TOKENS, end_id=-1)
+    plain = EngineRequest(request_id="a", input_ids=prompt, max_tokens=_KNOWN_TOKENS, end_id=-1)
     greedy = (await _ask(engine, plain))[0].token_ids
-    sampled = _said((await _ask(engine, replace(plain, sampling=_SAMPLE)))[0])
+    sampled = _said((await _ask(engine, replace(plain, sampling=_SEEDED)))[0])
     one, two = greedy[4], greedy[4:6]
     at, pair = greedy.index(one), next(i for i in range(5) if greedy[i : i + 2] == two)
     too_long = prompt[:1] * ((capacity.max_sequence_tokens or 10**6) + 1)
-    several = {"num_return_sequences": 2, "sampling": _SAMPLE}
-    least = {"end_id": one, "sampling": Sampling(min_tokens=_TOKENS)}
+    several = {"num_return_sequences": 2, "sampling": _SEEDED}
+    least = {"end_id": one, "sampling": Sampling(min_tokens=_KNOWN_TOKENS)}
     best = {"wants": Wants(log_probs=True, top_log_probs=2)}
     guide = {"guide": _DIGITS, "end_id": eos_id}
     # A name, the fields of a request, what is looked at in each sequence, and what it is to be.
@@ -56,11 +56,11 @@ async def examine(
         ("stop", {"stop_sequences": ((one,),)}, _said, (greedy[: at + 1], "stop")),
         ("stop of two tokens", {"stop_sequences": (two,)}, _said, (greedy[: pair + 2], "stop")),
         ("bad word", {"bad_sequences": (two[:1],)}, lambda c: one in c.token_ids, False),
-        ("bias", {"embedding_bias": ((one, 1000.0),)}, _said, ((one,) * _TOKENS, "length")),
+        ("bias", {"embedding_bias": ((one, 1000.0),)}, _said, ((one,) * _KNOWN_TOKENS, "length")),
         ("min_p", {"sampling": Sampling(top_p=1.0, min_p=1.0)}, _said, (greedy, "length")),
-        ("seed", {"sampling": _SAMPLE}, _said, sampled),
-        ("several", several, lambda c: len(c.token_ids), _TOKENS),
-        ("min_tokens", least, lambda c: len(c.token_ids), _TOKENS),
+        ("seed", {"sampling": _SEEDED}, _said, sampled),
+        ("several", several, lambda c: len(c.token_ids), _KNOWN_TOKENS),
+        ("min_tokens", least, lambda c: len(c.token_ids), _KNOWN_TOKENS),
         ("alternatives", best, lambda c: [each[0][0] for each in c.top_log_probs], [*greedy]),
         ("guide", guide, lambda c: re.sub("[0-9]", "0", decode(c.token_ids)), "0000"),
         ("cache_salt", {"cache_salt": CacheSalt("a")}, _said, (greedy, "length")),
@@ -72,8 +72,11 @@ async def examine(
     stream = engine.generate(plain)
     await stream.wait()
     await stream.aclose()
-    at_once = [_verdict(engine, plain, _said, (greedy, "length")) for _ in range(_AT_ONCE)]
-    yield f"{_AT_ONCE} at once, after one that left", "; ".join({*await asyncio.gather(*at_once)})
+    at_once = [_verdict(engine, plain, _said, (greedy, "length")) for _ in range(_REQUESTS_AT_ONCE)]
+    yield (
+        f"{_REQUESTS_AT_ONCE} at once, after one that left",
+        "; ".join({*await asyncio.gather(*at_once)}),
+    )
     last = (await _ask(engine, plain))[0]
     drafts = last.speculation or SpeculationStats()
     detail = f"{last.cached_tokens} of {len(prompt)} prompt tokens cached"

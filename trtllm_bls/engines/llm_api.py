@@ -54,18 +54,18 @@ from trtllm_bls.wire.words import dense_bias
 
 log = logging.getLogger(__name__)
 
-_NOWHERE = "this package does not pass it on to the LLM API"
+_NOT_PASSED_ON = "this package does not pass it on to the LLM API"
 _SPECULATES = "it speculates by speculative_config in its model.yaml"
 _RETENTION = [tensor.name for tensor in ENGINE.inputs if tensor.name.startswith("retention_")]
 _DECODE_PRIORITY = 35  # KvCacheRetentionConfig's own default
 _ADAPTER = ("lora_name", "lora_path", "lora_task_id")
-_TAKEN = {
+_LLM_INPUTS = {
     *(GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, "logits_post_processor_name"),
     *("lora_task_id", "lora_name", "lora_path", "lora_ckpt_source", "cache_salt", "priority"),
     *_RETENTION,
     *("embedding_bias", "return_perf_metrics"),
 }
-_REFUSED = {
+_LLM_REFUSALS = {
     "draft_input_ids": f"the LLM API takes no drafts; {_SPECULATES}",
     "bad_words_list": "the LLM API takes bad words of one token only",
     "lora_weights": "the LLM API loads adapters by name and directory: send lora_name",
@@ -78,7 +78,7 @@ IGNORED_MEND = (
     "set sampler_type: TRTLLMSampler in model.yaml (1.0: enable_trtllm_sampler: true), or take "
     "1.3.0rc29 or later"
 )
-_GUIDES = {"json_schema": "json", "ebnf_grammar": "grammar"}  # others have one name
+_LLM_GUIDES = {"json_schema": "json", "ebnf_grammar": "grammar"}  # others have one name
 # Triton's own MPI job, where there is one, is not that of the workers which the LLM API starts.
 _MPI_JOB = (
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE", "OMPI_FIRST_RANKS", "OMPI_APP_CTX_NUM_PROCS"),
@@ -174,7 +174,7 @@ class LlmApiEngine:
             adapter: (i, path) for i, (adapter, path) in enumerate(adapters.items(), 1)
         }
         self._processors = processors
-        self._refused = {**_REFUSED, **refused}
+        self._refused = {**_LLM_REFUSALS, **refused}
         self._takes = inspect.signature(llm.generate_async).parameters.keys()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llm-api")
         self._closed = False
@@ -187,7 +187,7 @@ class LlmApiEngine:
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """See ``Engine.generate``."""
-        trtllm.check(request, self._capacity, _TAKEN, self._refused, _NOWHERE)
+        trtllm.check(request, self._capacity, _LLM_INPUTS, self._refused, _NOT_PASSED_ON)
         try:
             submit = partial(
                 self._llm.generate_async,
@@ -227,7 +227,7 @@ class LlmApiEngine:
         if guide := request.guide:
             kind = guide.kind
             text = trtllm.guide_text(guide)
-            how = {"json_object": True} if kind == "json" else {_GUIDES.get(kind, kind): text}
+            how = {"json_object": True} if kind == "json" else {_LLM_GUIDES.get(kind, kind): text}
             fields["guided_decoding"] = self._class("GuidedDecodingParams")(**how)
         if name := trtllm.text_of(request.extras, "logits_post_processor_name"):
             field = "logits_post_processor_name"

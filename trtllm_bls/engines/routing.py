@@ -45,7 +45,7 @@ from trtllm_bls.types import (
 )
 
 _NOT_ASKED = SpeculationRequest()
-_PLAIN = SpeculationOptions(num_draft_tokens=0)
+_NO_DRAFTS = SpeculationOptions(num_draft_tokens=0)
 # A full queue in the middle of an answer is waited for: seconds, doubled each time.
 _RETRY_S = Backoff(0.02, 1.0)
 _RETRIES = 40
@@ -112,7 +112,7 @@ class RoutingEngine:
             except Unsupported as error:
                 why = "the deployed engine, built for external drafts, gives one token per request"
                 raise Unsupported(error.field, f"cannot be honoured: {why}") from None
-            options, on_end = _PLAIN, None
+            options, on_end = _NO_DRAFTS, None
         run = SpeculativeRun(request, self.target, self._draft, options, self.shared, on_end)
         return TaskChunks(run.run)
 

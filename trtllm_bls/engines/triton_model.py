@@ -60,7 +60,7 @@ from trtllm_bls.wire.contract import ENGINE
 from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
 from trtllm_bls.wire.kserve import SERVICE, is_final, output_arrays, packed_infer_message
 from trtllm_bls.wire.request_fields import input_arrays
-from trtllm_bls.wire.streams import End
+from trtllm_bls.wire.streams import StreamEnd
 from trtllm_bls.wire.words import dense_bias, pack_words
 
 _ID = struct.Struct("<i")
@@ -75,9 +75,9 @@ _NO_INPUT = "this engine version has no such input"
 IDLE_SECONDS = 1.0  # rounds of speculative decoding come back within milliseconds
 MAX_IDLE = 64
 MAX_REPLIES = 512  # half a megabyte inside Triton 24.10
-_CLOSE_SECONDS = 1.0  # for the server to end its side of idle calls
+_IDLE_CLOSE_SECONDS = 1.0  # for the server to end its side of idle calls
 _CONFIG_SECONDS = 10.0  # for the server to send the model's configuration
-_PROBE_SECONDS = 5.0  # for a silent server to answer that it is alive
+_LIVE_PROBE_SECONDS = 5.0  # for a silent server to answer that it is alive
 _REFRESH_SECONDS = 30.0  # after which the configuration is asked for again: models are reloaded
 _ADVICE = "set engine_url to this server's gRPC port"
 
@@ -152,7 +152,7 @@ class GrpcEngine:
     async def _problem(self) -> str | None:
         """Whether there is no Triton at the address, whatever its models do."""
         try:
-            await self._channel.unary(SERVICE + "ServerLive", b"", _PROBE_SECONDS)
+            await self._channel.unary(SERVICE + "ServerLive", b"", _LIVE_PROBE_SECONDS)
         except GrpcError:
             return f"{self.name} at {self._url}: its server does not answer"
         return None
@@ -234,9 +234,9 @@ class StreamPool:
         expiry.cancel()
         return call
 
-    def release(self, call: GrpcCall, end: End) -> None:
+    def release(self, call: GrpcCall, end: StreamEnd) -> None:
         """Keep the call of a stream that had its last response; cancel that of any other."""
-        if end is End.LAST:
+        if end is StreamEnd.LAST:
             self._keep(call)
         elif not call.half_closed:  # else it is ending already
             call.cancel()
@@ -264,7 +264,7 @@ class StreamPool:
         for call in list(self._idle):
             self.end(call)
         if self._ending:
-            await asyncio.wait(self._ending, timeout=_CLOSE_SECONDS)
+            await asyncio.wait(self._ending, timeout=_IDLE_CLOSE_SECONDS)
 
     def _forget(self, call: GrpcCall) -> None:
         if (expiry := self._idle.pop(call, None)) is not None:
@@ -436,7 +436,7 @@ def _ids_row(ids: PromptIds) -> Array:
 
 
 # What broken numbers, types and shapes raise where they are read.
-_UNREADABLE = (ArithmeticError, LookupError, TypeError, ValueError, struct.error)
+_READ_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError, struct.error)
 
 
 class ResponseReader:
@@ -490,7 +490,7 @@ class ResponseReader:
             return [EngineChunk(token_ids=ids)], False
         try:
             arrays = output_arrays(response)
-        except _UNREADABLE as error:
+        except _READ_ERRORS as error:
             raise EngineError(f"the engine's response cannot be read: {error}") from error
         return list(self.chunks(arrays, last)), last
 
@@ -499,7 +499,7 @@ class ResponseReader:
         if arrays:
             try:
                 chunk = self._chunk(arrays, final=last and self._single)
-            except _UNREADABLE as error:
+            except _READ_ERRORS as error:
                 raise EngineError(f"the engine's response cannot be read: {error}") from error
             if chunk.final:
                 self._unfinished.discard(chunk.sequence_index)

@@ -49,7 +49,7 @@ GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 # What an engine of this kind takes in place of drafts.
 SPECULATES = "it speculates by speculative_config in its own --extra_llm_api_options"
 # The fields of ``Sampling`` that both have, and what they call them.
-_NAMES = {name: name for name in HONOURED} | {"top_p_reset_id": "top_p_reset_ids"}
+_SAMPLING_NAMES = {name: name for name in HONOURED} | {"top_p_reset_id": "top_p_reset_ids"}
 # Not sent: what they say is the default, and an engine that speculates refuses their fields.
 _NEUTRAL = {
     "repetition_penalty": 1.0,
@@ -98,7 +98,7 @@ def check(
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     """What is sent of it, under TensorRT-LLM's names; ``min_tokens`` and beams are not."""
-    fields = {name: getattr(sampling, name) for name in _NAMES}
+    fields = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
     fields |= {"beam_width": None, "min_tokens": None}
     greedy = sampling.is_greedy
     if greedy or (sampling.top_p or 0) <= 0:
@@ -107,7 +107,7 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     if sampling.early_stopping is not None:
         fields["early_stopping"] = int(sampling.early_stopping)
     return {
-        _NAMES[name]: value
+        _SAMPLING_NAMES[name]: value
         for name, value in fields.items()
         if value is not None and value != _NEUTRAL.get(name)
     }

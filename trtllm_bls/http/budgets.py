@@ -101,7 +101,7 @@ _GUARD = "tests/openai/test_http_guard.py"
 _SOCKETS = "tests/openai/test_sockets.py"
 _STORED = "tests/openai/test_stored.py"
 _INFER = "tests/unit/test_infer.py"
-_SHARE = "; half of it while others ask"
+_SHARE_NOTE = "; half of it while others ask"
 
 _CONNECTION = (
     Budget(
@@ -160,7 +160,7 @@ _CONNECTION = (
 _WEBSOCKETS = (
     Budget(
         unit="WebSockets",
-        limit=f"{SOCKETS}{_SHARE}",
+        limit=f"{SOCKETS}{_SHARE_NOTE}",
         holder="key or address",
         beyond="503; an idle one of the client with most of them is closed (1013)",
         test=f"{_SOCKETS}:test_one_client_leaves_sockets_for_others",
@@ -258,7 +258,7 @@ _BODIES = (
     ),
     Budget(
         unit="bytes of bodies in flight, for each port",
-        limit=f"{_size(HELD_BODY_BYTES)}{_SHARE}; the last quarter for bodies up to "
+        limit=f"{_size(HELD_BODY_BYTES)}{_SHARE_NOTE}; the last quarter for bodies up to "
         f"{_size(SMALL_BODY_BYTES)}",
         holder="key or address",
         beyond="503; unfinished bodies of the client with most of them end",
@@ -294,7 +294,7 @@ _BODIES = (
     ),
 )
 
-_TENSORS = (
+_TENSOR_ROWS = (
     Budget(
         unit="parameters; inputs; outputs of `infer`; other members of `generate`",
         limit=f"{MAX_MEMBERS:,}",
@@ -359,7 +359,7 @@ _TENSORS = (
     ),
 )
 
-_REQUESTS = (
+_REQUEST_ROWS = (
     Budget(
         unit="fields of a request",
         limit=f"{MAX_FIELDS}",
@@ -391,7 +391,7 @@ _REQUESTS = (
     ),
     Budget(
         unit="stored bytes; of one response; responses of a chain",
-        limit=f"`--store-bytes`{_SHARE}; {_size(STORED_RESPONSE_BYTES)}; {STORED_CHAIN:,}",
+        limit=f"`--store-bytes`{_SHARE_NOTE}; {_size(STORED_RESPONSE_BYTES)}; {STORED_CHAIN:,}",
         holder="key",
         beyond="the least used go; it is not stored; it is refused",
         test=f"{_STORED}:test_a_key_pushes_out_its_own_responses",
@@ -459,7 +459,7 @@ _REQUESTS = (
     ),
     Budget(
         unit="sequences that run; that wait",
-        limit=f"`max_running_requests`; `max_queued_requests`; of both together{_SHARE}",
+        limit=f"`max_running_requests`; `max_queued_requests`; of both together{_SHARE_NOTE}",
         holder="key or address",
         beyond="429 with `Retry-After`",
         test="tests/unit/test_triton_http.py:test_one_client_leaves_places_for_others",
@@ -467,7 +467,7 @@ _REQUESTS = (
     ),
 )
 
-_KEPT = (
+_KEPT_ROWS = (
     Budget(
         unit="kinds of content, tools and fields that are logged once",
         limit=f"{MAX_NOTES} lines of {MAX_NOTE} characters",
@@ -506,7 +506,7 @@ _KEPT = (
     ),
 )
 
-BUDGETS = (*_CONNECTION, *_WEBSOCKETS, *_BODIES, *_TENSORS, *_REQUESTS, *_KEPT)
+BUDGETS = (*_CONNECTION, *_WEBSOCKETS, *_BODIES, *_TENSOR_ROWS, *_REQUEST_ROWS, *_KEPT_ROWS)
 
 
 def table() -> str:

@@ -91,7 +91,7 @@ _HTTP_STATUSES = {
 _READ_BY_TRITON = frozenset(
     ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 )
-_FINAL = "triton_final_response"
+_FINAL_PARAMETER = "triton_final_response"
 _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode
 
 log = logging.getLogger(__name__)
@@ -626,7 +626,7 @@ def response_json(response: Any) -> bytes:
     if response.id:
         members["id"] = response.id
     for key, parameter in response.parameters.items():
-        if key != _FINAL:
+        if key != _FINAL_PARAMETER:
             members[key] = getattr(parameter, parameter.WhichOneof("parameter_choice"))
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
         values: list[Any] = []

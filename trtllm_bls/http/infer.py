@@ -31,13 +31,13 @@ from trtllm_bls.http.values import (
 )
 from trtllm_bls.types import CacheSalt
 
-_INT64 = 2**63
+_INT64_BOUND = 2**63
 _UINT64 = 2**64
 
 Parameters: TypeAlias = Annotated[
     dict[str, bool | int | float | str], msgspec.Meta(max_length=MAX_MEMBERS)
 ]
-Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_INT64 - 1)]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_INT64_BOUND - 1)]
 _Optional: TypeAlias = msgspec.UnsetType
 
 
@@ -236,7 +236,7 @@ def _check_parameters(parameters: Mapping[str, object]) -> None:
         if is_allowed is not None:
             if not is_allowed(value):
                 raise wrong(place, problem)
-        elif isinstance(value, int) and not -_INT64 <= value < _INT64:
+        elif isinstance(value, int) and not -_INT64_BOUND <= value < _INT64_BOUND:
             raise wrong(place, "must fit 64 bits")
 
 

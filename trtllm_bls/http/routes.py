@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from trtllm_bls.http.limits import JSON, OCTETS, UNNAMED, Refused
 
-_NAME = r"(?!\.{1,2}(?:/|$))[\w.@+=,:~-]+"  # no dot segment
-_PLACES = {"{model}": rf"({_NAME})(?:/versions/([0-9]{{1,18}}))?", "{name}": _NAME}
+_MODEL_NAME = r"(?!\.{1,2}(?:/|$))[\w.@+=,:~-]+"  # no dot segment
+_PATH_PLACES = {"{model}": rf"({_MODEL_NAME})(?:/versions/([0-9]{{1,18}}))?", "{name}": _MODEL_NAME}
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Route:
 
     def __post_init__(self) -> None:
         pattern = self.path
-        for place, names in _PLACES.items():
+        for place, names in _PATH_PLACES.items():
             pattern = pattern.replace(place, names)
         object.__setattr__(self, "pattern", re.compile(pattern.encode()))
 
 
 TRACE = b"traceparent"
 JSON_LENGTH = b"inference-header-content-length"  # of the JSON before binary tensors
-_TENSORS = (JSON, OCTETS, UNNAMED)  # Triton's published client names no type
+_TENSOR_TYPES = (JSON, OCTETS, UNNAMED)  # Triton's published client names no type
 _SETTINGS = (JSON, UNNAMED)
 
 
@@ -74,7 +74,13 @@ ROUTES = (
     Route("GET", "/v2/models/{model}/stats"),
     Route("POST", "/v2/models/{model}/generate", (JSON,), by_grpc=True, headers=(TRACE,)),
     Route("POST", "/v2/models/{model}/generate_stream", (JSON,), by_grpc=True, headers=(TRACE,)),
-    Route("POST", "/v2/models/{model}/infer", _TENSORS, headers=(TRACE, JSON_LENGTH), tensors=True),
+    Route(
+        "POST",
+        "/v2/models/{model}/infer",
+        _TENSOR_TYPES,
+        headers=(TRACE, JSON_LENGTH),
+        tensors=True,
+    ),
     *(Route("GET", f"/v2/{path}", control=True) for path in _CONTROL_READS),
     *(Route("POST", f"/v2/{path}", _SETTINGS, control=True) for path in _CONTROL_WRITES),
 )

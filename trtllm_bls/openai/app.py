@@ -44,7 +44,7 @@ from trtllm_bls.openai.responses import (
     ResponsesRequest,
     ResponsesResponse,
 )
-from trtllm_bls.openai.schema import ChatRequest, CompletionRequest
+from trtllm_bls.openai.schema import ChatCompletionRequest, CompletionRequest
 from trtllm_bls.openai.served_models import ServedModels
 from trtllm_bls.openai.sockets import PATH, ResponsesSocket, denying
 from trtllm_bls.openai.stored_routes import StoredRoutes
@@ -106,7 +106,7 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
 
     post = partial(Route, methods=["POST"])
     routes = [
-        post("/v1/chat/completions", Generate(services, ChatRequest, ChatResponse)),
+        post("/v1/chat/completions", Generate(services, ChatCompletionRequest, ChatResponse)),
         post("/v1/completions", Generate(services, CompletionRequest, CompletionResponse)),
         post(PATH, responses),
         WebSocketRoute(PATH, socket),

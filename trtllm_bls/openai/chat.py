@@ -26,8 +26,8 @@ from trtllm_bls.openai.conversation import (
     turn_request,
 )
 from trtllm_bls.openai.schema import (
+    ChatCompletionRequest,
     ChatMessage,
-    ChatRequest,
     Function,
     Tool,
     ToolChoice,
@@ -46,7 +46,7 @@ from trtllm_bls.text.chat_parser import (
 )
 from trtllm_bls.types import ChatOptions, Ending, TextChunk, Wants
 
-_TEXTS = {"function": "arguments", "custom": "input"}  # of a call, by its kind
+_CALL_TEXTS = {"function": "arguments", "custom": "input"}  # of a call, by its kind
 
 
 def _delta(event: ChatEvent) -> dict[str, Any]:
@@ -66,14 +66,17 @@ def _delta(event: ChatEvent) -> dict[str, Any]:
 
 
 class ChatResponse(ChoicesBuilder):
-    """Builds the response to a ``ChatRequest``. Raises ``ApiError`` if it cannot be served."""
+    """Builds the response to a ``ChatCompletionRequest``.
+
+    Raises ``ApiError`` if it cannot be served.
+    """
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     prompt_field = "messages"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, request: ChatRequest, model: ChatModel) -> None:
+    def __init__(self, request: ChatCompletionRequest, model: ChatModel) -> None:
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
         limit, prediction = request.max_completion_tokens, request.prediction
@@ -194,7 +197,7 @@ class ChatResponse(ChoicesBuilder):
                     name = call[kind]["name"]
                     calls.append({"id": call["id"], "type": kind, kind: {"name": name}})
                 whole = calls[call["index"]]
-                kind, key = whole["type"], _TEXTS[whole["type"]]
+                kind, key = whole["type"], _CALL_TEXTS[whole["type"]]
                 whole[kind].setdefault(key, []).append(call[kind][key])
             if fields["logprobs"]:
                 scores += fields["logprobs"]["content"]
@@ -206,7 +209,7 @@ class ChatResponse(ChoicesBuilder):
         if reasoning:
             message["reasoning_content"] = reasoning
         for call in calls:
-            own, key = call[call["type"]], _TEXTS[call["type"]]
+            own, key = call[call["type"]], _CALL_TEXTS[call["type"]]
             own[key] = "".join(own[key])
         if calls:
             message["tool_calls"] = calls
@@ -230,7 +233,7 @@ class ChatResponse(ChoicesBuilder):
         return details
 
 
-def conversation_of(request: ChatRequest, reader: ContentReader) -> Conversation:
+def conversation_of(request: ChatCompletionRequest, reader: ContentReader) -> Conversation:
     """What a chat asks for. Raises ``ApiError`` for demands that make no sense."""
     choice, forced, allowed = request.tool_choice or "auto", None, None
     tools = _functions("tools", request.tools or ())
@@ -243,7 +246,7 @@ def conversation_of(request: ChatRequest, reader: ContentReader) -> Conversation
                 raise invalid("tool_choice.allowed_tools", problem)
             named = _functions("tool_choice.allowed_tools.tools", few.tools)
             choice, allowed = few.mode, {tool["function"]["name"] for tool in named}
-        elif kind not in _TEXTS:
+        elif kind not in _CALL_TEXTS:
             choice = "auto"  # a tool that others run
         elif function is None:
             raise invalid(f"tool_choice.{kind}", "is missing")

@@ -24,12 +24,12 @@ from trtllm_bls.types import TextChunk, TextRequest, Wants
 _DEFAULT_TOKENS = 16  # as OpenAI's
 _MOST_CHOICES = 1024
 # What a list of prompts is, by its first item.
-_TEXTS: Any = Annotated[list[str], msgspec.Meta(max_length=MAX_PROMPTS)]
-_IDS: Any = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)]
-_KINDS: dict[type, Any] = {
-    str: _TEXTS,
-    int: _IDS,
-    list: Annotated[list[_IDS], msgspec.Meta(max_length=MAX_PROMPTS)],
+_PROMPT_TEXTS: Any = Annotated[list[str], msgspec.Meta(max_length=MAX_PROMPTS)]
+_PROMPT_IDS: Any = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)]
+_PROMPT_FORMS: dict[type, Any] = {
+    str: _PROMPT_TEXTS,
+    int: _PROMPT_IDS,
+    list: Annotated[list[_PROMPT_IDS], msgspec.Meta(max_length=MAX_PROMPTS)],
 }
 
 
@@ -95,12 +95,12 @@ def _prompts(prompt: str | list[Any]) -> list[dict[str, Any]]:
     """The fields of each prompt's ``TextRequest``: of a string, strings, ids, or lists of ids."""
     if isinstance(prompt, str):
         return [{"text": prompt}]
-    kind = _KINDS.get(type(prompt[0])) if prompt else None
+    kind = _PROMPT_FORMS.get(type(prompt[0])) if prompt else None
     if kind is None:
         raise invalid("prompt", "must be text, a list of texts, token ids, or a list of those")
     prompts = checked("prompt", prompt, kind)
-    if kind is _IDS:
+    if kind is _PROMPT_IDS:
         return [{"prompt_ids": tuple(prompts)}]
-    if kind is _TEXTS:
+    if kind is _PROMPT_TEXTS:
         return [{"text": text} for text in prompts]
     return [{"prompt_ids": tuple(ids)} for ids in prompts]

@@ -22,11 +22,17 @@ from trtllm_bls.openai.api_errors import ApiError, invalid
 log = logging.getLogger(__name__)
 
 Content: TypeAlias = str | Sequence[dict[str, Any]]
-_TEXTS = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
-_KINDS = ("image", "file", "document", "audio", "video")  # that are counted by their names
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
+_UNREADABLE_KINDS = (
+    "image",
+    "file",
+    "document",
+    "audio",
+    "video",
+)  # that are counted by their names
 _AFFIXES = re.compile(r"^(input|output)_|_url$")
 _DATA_URL = re.compile(r"data:([^;,]*)(?:;[^,]*)?,(.*)", re.DOTALL)
-_NAMES = ("filename", "title", "name", "image_url", "file_url", "url", "file_id")
+_NAME_KEYS = ("filename", "title", "name", "image_url", "file_url", "url", "file_id")
 _notes: set[str] = set()
 
 
@@ -62,7 +68,7 @@ class ContentReader:
         for text in (part.get("text"), part.get("refusal")):
             if isinstance(text, str):
                 return text
-        if kind in _TEXTS:
+        if kind in _TEXT_PARTS:
             raise invalid(place, "must have a text")
         if kind == "tool_reference":
             return f"Tool {part.get('tool_name')} is now available."
@@ -84,7 +90,7 @@ class ContentReader:
                 return data
             with suppress(ValueError):
                 return base64.b64decode(data, validate=True).decode()
-        name = next((flat[key] for key in _NAMES if flat.get(key, "data:")[:5] != "data:"), "")
+        name = next((flat[key] for key in _NAME_KEYS if flat.get(key, "data:")[:5] != "data:"), "")
         size = f"{len(data) * 3 // 4 - data[-2:].count('=')} bytes" if data else ""
         about = ", ".join(filter(None, (media_type, size, " ".join(name.split())[:200])))
         return self._left_out(place, _AFFIXES.sub("", kind), about)
@@ -95,7 +101,7 @@ class ContentReader:
             param = f"{place}.{kind}"
             problem = f"{param}: the model reads text only; leave the {kind} out"
             raise ApiError(400, problem, param=param)
-        self.count(kind if kind in _KINDS else "other")
+        self.count(kind if kind in _UNREADABLE_KINDS else "other")
         note_once(f"content of type {kind!r}, in whose place the model reads that it was left out")
         told = f"{kind} left out ({about})" if about else f"{kind} left out"
         return f"[{told}: this model reads text only. Tell the user; do not try to read it again.]"

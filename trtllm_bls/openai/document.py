@@ -27,8 +27,8 @@ from trtllm_bls.openai.docs_page import docs_page
 from trtllm_bls.openai.messages import PATH, CountTokensRequest, MessagesRequest
 from trtllm_bls.openai.responses import CompactRequest, ResponsesRequest
 from trtllm_bls.openai.schema import (
+    ChatCompletionRequest,
     ChatMessage,
-    ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
@@ -102,35 +102,37 @@ def _object(*further: str, **properties: object) -> dict[str, Any]:
 
 
 def _choices(kind: str, **choice: object) -> dict[str, Any]:
-    head = {name: _TEXT for name in Head.__struct_fields__}
-    head |= {"object": {"const": kind}, "created": _NUMBER}
+    head = {name: _STRING for name in Head.__struct_fields__}
+    head |= {"object": {"const": kind}, "created": _INTEGER}
     item = _object("index", "finish_reason", "logprobs", **choice)
     usage = _object("prompt_tokens", "completion_tokens", "total_tokens")
     return _object(**head, choices={"type": "array", "items": item}, usage=usage)
 
 
-_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
-_MODEL = _object(id=_TEXT, object=_TEXT, created=_NUMBER, owned_by=_TEXT)
-_MODELS = _object(object=_TEXT, data={"type": "array", "items": _MODEL})
-_IDS, _WORD = {"type": "array", "items": _NUMBER}, {"type": "string", "minLength": 1}
+_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+_MODEL = _object(id=_STRING, object=_STRING, created=_INTEGER, owned_by=_STRING)
+_MODEL_LIST = _object(object=_STRING, data={"type": "array", "items": _MODEL})
+_INTEGERS, _NONEMPTY = {"type": "array", "items": _INTEGER}, {"type": "string", "minLength": 1}
 _LIST = {"type": "array", "items": {"type": "object"}}
-_RESPONSE = _object("usage", id=_TEXT, object={"const": "response"}, status=_TEXT, output=_LIST)
-_MESSAGE = _object("stop_reason", "usage", id=_TEXT, type={"const": "message"}, content=_LIST)
+_RESPONSE = _object("usage", id=_STRING, object={"const": "response"}, status=_STRING, output=_LIST)
+_ANTHROPIC_MESSAGE = _object(
+    "stop_reason", "usage", id=_STRING, type={"const": "message"}, content=_LIST
+)
 _COMPACTION = _object("usage", object={"const": "response.compaction"}, output=_LIST)
-_COUNT = _object(input_tokens=_NUMBER)
+_COUNT_ANSWER = _object(input_tokens=_INTEGER)
 _CHAT = _choices("chat.completion", message=_object("role", "content"))
-_TOKENS = _object("token_strs", "max_model_len", count=_NUMBER, tokens=_IDS)
+_TOKENIZE_ANSWER = _object("token_strs", "max_model_len", count=_INTEGER, tokens=_INTEGERS)
 # By path: what is taken, what is given, and whether it can be streamed.
 _POSTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any], bool]] = {
-    "/v1/chat/completions": (ChatRequest, _CHAT, True),
-    "/v1/completions": (CompletionRequest, _choices("text_completion", text=_TEXT), True),
+    "/v1/chat/completions": (ChatCompletionRequest, _CHAT, True),
+    "/v1/completions": (CompletionRequest, _choices("text_completion", text=_STRING), True),
     "/v1/responses": (ResponsesRequest, _RESPONSE, True),
-    "/v1/responses/input_tokens": (ResponsesRequest, _COUNT, False),
+    "/v1/responses/input_tokens": (ResponsesRequest, _COUNT_ANSWER, False),
     "/v1/responses/compact": (CompactRequest, _COMPACTION, False),
-    PATH: (MessagesRequest, _MESSAGE, True),
-    f"{PATH}/count_tokens": (CountTokensRequest, _COUNT, False),
-    "/tokenize": (TokenizeRequest, _TOKENS, False),
-    "/detokenize": (DetokenizeRequest, _object(prompt=_TEXT), False),
+    PATH: (MessagesRequest, _ANTHROPIC_MESSAGE, True),
+    f"{PATH}/count_tokens": (CountTokensRequest, _COUNT_ANSWER, False),
+    "/tokenize": (TokenizeRequest, _TOKENIZE_ANSWER, False),
+    "/detokenize": (DetokenizeRequest, _object(prompt=_STRING), False),
 }
 _SUMMARIES = {
     "post /v1/chat/completions": 'Answer a conversation, in pieces with "stream": true.',
@@ -158,11 +160,11 @@ _SUMMARIES = {
     "get /": "A page to chat with the model.",
 }
 # What is checked beyond the types.
-_PROMPTS = [
-    _WORD,
-    {"type": "array", "minItems": 1, "items": _WORD},
-    {**_IDS, "minItems": 1},
-    {"type": "array", "items": _IDS},
+_PROMPT_FORM = [
+    _NONEMPTY,
+    {"type": "array", "minItems": 1, "items": _NONEMPTY},
+    {**_INTEGERS, "minItems": 1},
+    {"type": "array", "items": _INTEGERS},
 ]
 _MESSAGES = {"items": {"$ref": "#/components/schemas/ChatMessage"}}
 _WHY = {
@@ -178,7 +180,7 @@ _WHY = {
     529: "The server is full, or shuts down",
 }
 _ERROR = _object(error={"$ref": "#/components/schemas/Error"})
-_ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))
+_ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_STRING, message=_STRING))
 
 
 @cache
@@ -190,15 +192,15 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     )
     for kind in kinds:
         schemas[kind.__name__]["properties"]["model"] = {"enum": list(model_names)}
-    schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": _PROMPTS}
-    schemas["ChatRequest"]["properties"]["messages"] |= _MESSAGES
-    name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
-    response_id = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
+    schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": _PROMPT_FORM}
+    schemas["ChatCompletionRequest"]["properties"]["messages"] |= _MESSAGES
+    name = {"name": "name", "in": "path", "required": True, "schema": _STRING}
+    response_id = {"name": "id", "in": "path", "required": True, "schema": _STRING}
     model = {"responses": _responses(_MODEL, 401, 404), "parameters": [name]}
-    metrics = {"description": "For Prometheus", "content": {"text/plain": {"schema": _TEXT}}}
-    html = {"description": "A page", "content": {"text/html": {"schema": _TEXT}}}
-    deleted = _object(id=_TEXT, object={"const": "response"}, deleted={"const": True})
-    items = _object("first_id", "last_id", "has_more", object=_TEXT, data=_LIST)
+    metrics = {"description": "For Prometheus", "content": {"text/plain": {"schema": _STRING}}}
+    html = {"description": "A page", "content": {"text/html": {"schema": _STRING}}}
+    deleted = _object(id=_STRING, object={"const": "response"}, deleted={"const": True})
+    items = _object("first_id", "last_id", "has_more", object=_STRING, data=_LIST)
     stored: dict[str, Any] = {
         "get": {"responses": _responses(_RESPONSE, 400, 401, 404), "parameters": [response_id]},
         "delete": {"responses": _responses(deleted, 400, 401, 404), "parameters": [response_id]},
@@ -210,14 +212,14 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         "/docs": {"get": {"responses": {"200": html}}},
         "/openapi.json": {"get": {"responses": _responses({"type": "object"})}},
         "/v1": {"get": {"responses": _responses({"type": "object"}, 401)}},
-        "/v1/models": {"get": {"responses": _responses(_MODELS, 401)}},
+        "/v1/models": {"get": {"responses": _responses(_MODEL_LIST, 401)}},
         "/v1/models/{name}": {"get": model},
         "/v1/responses/{id}": stored,
         "/v1/responses/{id}/input_items": {"get": listed},
         "/v1/responses/{id}/cancel": {"post": cancelled},
         "/health": {"get": {"responses": _responses({"type": "object"}, 503)}},
         "/health/ready": {"get": {"responses": _responses({"type": "object"}, 503)}},
-        "/version": {"get": {"responses": _responses(_object(version=_TEXT))}},
+        "/version": {"get": {"responses": _responses(_object(version=_STRING))}},
         "/metrics": {"get": {"responses": {"200": metrics}}},
     }
     for path, (kind, answer, streams) in _POSTS.items():

@@ -34,8 +34,8 @@ from trtllm_bls.types import EngineRequest
 # Where Dynamo's runtime listens: for requests, for answers (in a front end), for events.
 _LISTENS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
 _MOST_TOKENS = 1024  # of an answer, where neither the request nor the engine tells
-_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed"}
-_SAMPLING |= {"frequency_penalty", "presence_penalty", "repetition_penalty"}
+_DYNAMO_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed"}
+_DYNAMO_SAMPLING |= {"frequency_penalty", "presence_penalty", "repetition_penalty"}
 
 
 @click.command()
@@ -153,10 +153,12 @@ async def _engine_request(backend: Deployment, asked: dict[str, Any], id_: str) 
     """Raises ``ApiError`` and ``TrtllmBlsError``."""
     stops = asked.get("stop_conditions") or {}
     sampling, output = asked.get("sampling_options") or {}, asked.get("output_options") or {}
-    others = [key for key in sampling.keys() - _SAMPLING if sampling[key] not in (None, False, 1)]
+    others = [
+        key for key in sampling.keys() - _DYNAMO_SAMPLING if sampling[key] not in (None, False, 1)
+    ]
     if others or output.get("logprobs") is not None:
         raise invalid([*others, "logprobs"][0], "is only served by a worker without --tokens")
-    known = {key: sampling[key] for key in sampling.keys() & _SAMPLING}
+    known = {key: sampling[key] for key in sampling.keys() & _DYNAMO_SAMPLING}
     known |= {"model": "", "prompt": "", "min_tokens": stops.get("min_tokens")}
     ids = tuple(asked["token_ids"])
     longest = (await backend.engine.capacity()).max_sequence_tokens

@@ -102,7 +102,7 @@ class Block(msgspec.Struct, kw_only=True):
 
 # The fields that a block of each type has to have. What else a user or a tool says is content. What
 # else the assistant said belongs to tools that Anthropic runs, and is left out.
-_NEEDS: dict[str, tuple[str, ...]] = {
+_BLOCK_FIELDS: dict[str, tuple[str, ...]] = {
     "thinking": ("thinking",),
     "redacted_thinking": (),  # nobody but Anthropic can read it
     "tool_use": ("id", "name"),
@@ -295,7 +295,7 @@ def error_answer(error: ApiError) -> tuple[int, dict[str, Any]]:
     return status, answer
 
 
-class _Tools:
+class _MessagesTools:
     """The tools of a request as functions, of which the model is told of those in ``visible``."""
 
     def __init__(self, tools: Sequence[ClientTool]) -> None:
@@ -344,7 +344,7 @@ class _Tools:
 
 
 def _conversation(request: CountTokensRequest, reader: ContentReader) -> Conversation:
-    transcript, tools = Transcript(), _Tools(request.tools or ())
+    transcript, tools = Transcript(), _MessagesTools(request.tools or ())
     if system := request.system:
         if not isinstance(system, str):
             system = [part for part in system if not str(part.get("text")).startswith(_BILLING)]
@@ -356,7 +356,7 @@ def _conversation(request: CountTokensRequest, reader: ContentReader) -> Convers
         texts: list[str] = []
         for index, block in enumerate(message.content):
             place, kind = f"messages[{number}].content[{index}]", str(block.get("type"))
-            if kind in _NEEDS:
+            if kind in _BLOCK_FIELDS:
                 _read_block(place, checked(place, block, Block), transcript, tools, reader)
             elif message.role != "assistant" or "text" in block:
                 texts.append(reader.part(place, block))
@@ -402,9 +402,9 @@ def _conversation(request: CountTokensRequest, reader: ContentReader) -> Convers
 
 
 def _read_block(
-    place: str, block: Block, transcript: Transcript, tools: _Tools, reader: ContentReader
+    place: str, block: Block, transcript: Transcript, tools: _MessagesTools, reader: ContentReader
 ) -> None:
-    for field in _NEEDS[block.type]:
+    for field in _BLOCK_FIELDS[block.type]:
         if getattr(block, field) is None:
             raise invalid(f"{place}.{field}", "is missing")
     content = block.content or ""

@@ -13,7 +13,7 @@ from trtllm_bls.openai.exchange import Reply
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
 
 # The header that a status blames.
-_HEADERS = {401: "authorization", 403: "origin", 415: "content-type", 421: "host"}
+_BLAMED_HEADERS = {401: "authorization", 403: "origin", 415: "content-type", 421: "host"}
 
 
 class Refusals:
@@ -35,7 +35,7 @@ class Refusals:
         """Count and log a refused request, and return the error to answer."""
         error = api_error(cause, prompt_field, None)
         if not isinstance(cause, Overloaded):
-            field = error.param or _HEADERS.get(error.status, "body")
+            field = error.param or _BLAMED_HEADERS.get(error.status, "body")
             limit = "max_body_bytes" if error.status == 413 else None
             cause = InvalidRequest(field, error.problem, limit)
         kind = self._kinds.get(reply.path)

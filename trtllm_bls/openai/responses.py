@@ -46,7 +46,7 @@ from trtllm_bls.text.chat_parser import Content, Reasoning, Refusal, ToolCall
 from trtllm_bls.text.json_values import json_value
 from trtllm_bls.types import ChatOptions, FinishReason, TextChunk, Wants
 
-_SCORES = "message.output_text.logprobs"  # what ``include`` says for log-probabilities
+_INCLUDE_LOGPROBS = "message.output_text.logprobs"  # what ``include`` says for log-probabilities
 # The other values of ``include`` that OpenAI knows; all are of what its own tools and servers add.
 _NOTHING_INCLUDED = {
     *("reasoning.encrypted_content", "message.input_image.image_url"),
@@ -55,7 +55,7 @@ _NOTHING_INCLUDED = {
 }
 # The fields that an item of each type has to have. Items of other types belong to tools that
 # OpenAI runs, in conversations that began there: they are left out.
-_NEEDS: dict[str, tuple[str, ...]] = {
+_ITEM_FIELDS: dict[str, tuple[str, ...]] = {
     "message": ("role", "content"),
     "reasoning": (),
     "function_call": ("call_id", "name", "arguments"),
@@ -118,7 +118,7 @@ class Patch(msgspec.Struct, kw_only=True):
 
 
 # Calls of tools that clients run: what they hold, and under which key.
-_RUN: dict[str, tuple[str, type[Shell | Program | Patch]]] = {
+_CLIENT_CALLS: dict[str, tuple[str, type[Shell | Program | Patch]]] = {
     "shell_call": ("action", Shell),
     "local_shell_call": ("action", Program),
     "apply_patch_call": ("operation", Patch),
@@ -192,7 +192,7 @@ class Item(msgspec.Struct, kw_only=True):
     status: str | None = None
 
 
-class _Tools:
+class _ResponsesTools:
     """The tools of a request as functions, and what each was before it was one."""
 
     def __init__(self) -> None:
@@ -220,7 +220,11 @@ class _Tools:
                 self.origins[model_name] = (name, namespace, call_type)
             elif not isinstance(kind, str):
                 raise invalid(f"{own}.type", "must be a string, such as function")
-            elif f"{kind}_call" in _RUN and _is_local(tool) and (known := client_tool(kind, kind)):
+            elif (
+                f"{kind}_call" in _CLIENT_CALLS
+                and _is_local(tool)
+                and (known := client_tool(kind, kind))
+            ):
                 self.functions.append(known)
                 self.origins[kind] = (kind, None, f"{kind}_call")
             else:
@@ -272,11 +276,11 @@ class ResponsesResponse(PartsBuilder):
         model: ChatModel,
         referred: Referred = _NO_REFERENCES,
     ) -> None:
-        self._tools = _Tools()
+        self._tools = _ResponsesTools()
         alternatives = request.top_logprobs or 0
-        for unknown in {*(request.include or ())} - {_SCORES, *_NOTHING_INCLUDED}:
+        for unknown in {*(request.include or ())} - {_INCLUDE_LOGPROBS, *_NOTHING_INCLUDED}:
             note_once(f"the value {unknown[:80]!r} of include, which is unknown and has no effect")
-        scored = bool(alternatives) or _SCORES in (request.include or ())
+        scored = bool(alternatives) or _INCLUDE_LOGPROBS in (request.include or ())
         super().__init__(
             request,
             model,
@@ -363,8 +367,8 @@ class ResponsesResponse(PartsBuilder):
             known = self._tools.origins.get(event.name)
             name, namespace, kind = known or (event.name, None, "function_call")
             item = {"type": kind, "call_id": event.id}
-            if kind in _RUN:
-                key, form = _RUN[kind]
+            if kind in _CLIENT_CALLS:
+                key, form = _CLIENT_CALLS[kind]
                 item[key] = form()
             else:
                 key = "input" if kind == "custom_tool_call" else "arguments"
@@ -422,8 +426,8 @@ class ResponsesResponse(PartsBuilder):
     def _closed(self, item: dict[str, Any], text: str, tokens: list[Any]) -> bytes:
         index = len(self._items) - 1
         place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
-        if item["type"] in _RUN:
-            key, form = _RUN[item["type"]]
+        if item["type"] in _CLIENT_CALLS:
+            key, form = _CLIENT_CALLS[item["type"]]
             events = b""
             with suppress(msgspec.ValidationError):  # else nothing is run: a guess may do harm
                 item[key] = msgspec.convert(json_value(text), form)
@@ -700,7 +704,7 @@ def _as_stored(item: dict[str, Any]) -> dict[str, Any]:
 
 def _conversation(
     request: ResponsesRequest,
-    tools: _Tools,
+    tools: _ResponsesTools,
     reader: ContentReader,
     earlier: Sequence[dict[str, Any]],
 ) -> Conversation:
@@ -726,7 +730,7 @@ def _conversation(
         kind = demand.get("type")
         if not isinstance(kind, str):
             raise invalid("tool_choice", "must have a type, such as function")
-        if kind in ("function", "custom") or tools.origins.get(kind, ("",))[-1] in _RUN:
+        if kind in ("function", "custom") or tools.origins.get(kind, ("",))[-1] in _CLIENT_CALLS:
             choice = "required"
             forced = _model_name(demand.get("name", kind), demand.get("namespace"))
         elif kind == "allowed_tools":
@@ -738,7 +742,7 @@ def _conversation(
             allowed = set()
             for tool in named:
                 kind = str(tool.get("type", "function"))
-                if tools.origins.get(kind, ("",))[-1] in _RUN:
+                if tools.origins.get(kind, ("",))[-1] in _CLIENT_CALLS:
                     allowed.add(kind)
                 elif kind in ("function", "custom"):
                     allowed.add(_model_name(tool.get("name"), tool.get("namespace")))
@@ -760,15 +764,15 @@ def _read_item(
     place: str,
     fields: dict[str, Any],
     transcript: Transcript,
-    tools: _Tools,
+    tools: _ResponsesTools,
     reader: ContentReader,
 ) -> None:
     kind = fields.get("type")
-    if isinstance(kind, str) and kind not in _NEEDS:
+    if isinstance(kind, str) and kind not in _ITEM_FIELDS:
         note_once(f"items of type {kind!r}, which hold nothing for the model: left out")
         return
     item: Any = checked(place, fields, Item)
-    for field in _NEEDS[item.type]:
+    for field in _ITEM_FIELDS[item.type]:
         if getattr(item, field) is None:
             raise invalid(f"{place}.{field}", "is missing")
     if item.type == "message":
@@ -781,7 +785,7 @@ def _read_item(
     elif item.type == "custom_tool_call":
         arguments = json_text({"input": item.input})
         transcript.call(item.call_id, _model_name(item.name, item.namespace), arguments)
-    elif item.type in _RUN:
+    elif item.type in _CLIENT_CALLS:
         action = json_text(item.action or item.operation)
         transcript.call(item.call_id, item.type.removesuffix("_call"), action)
     elif item.type == "shell_call_output":

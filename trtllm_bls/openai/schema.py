@@ -16,9 +16,9 @@ from trtllm_bls.http.budgets import MAX_FIELDS, MAX_ITEMS, MAX_TEXT_TOKENS, MAX_
 from trtllm_bls.openai.api_errors import ApiError, invalid
 from trtllm_bls.openai.content import note_once
 
-_INT32, _INT64 = 2**31 - 1, 2**63 - 1
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_INT32)]
-Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
+_MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)]
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT32)]
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 RefusedFields: TypeAlias = Mapping[str, tuple[Any, ...]]
@@ -56,8 +56,8 @@ class Generation(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=4096)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-_MAX_INT64 - 1, le=_MAX_INT64)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=_MAX_INT32)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     min_tokens: Natural | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
@@ -187,7 +187,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
     schema: dict[str, Any] | bool | None = None
 
 
-class ChatRequest(Common, kw_only=True):
+class ChatCompletionRequest(Common, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
@@ -216,7 +216,7 @@ class CompletionRequest(Common, kw_only=True):
     best_of: Annotated[int, msgspec.Meta(ge=0, le=128)] | None = None
 
 
-class TokenizeRequest(ChatRequest, kw_only=True):
+class TokenizeRequest(ChatCompletionRequest, kw_only=True):
     """``POST /tokenize``, as vLLM has it: of ``prompt``, or else of ``messages``."""
 
     model: str = ""  # the server's first
@@ -237,12 +237,12 @@ _HALVES = re.compile(
     rb"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)|\\.", re.DOTALL
 )
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
-_PATH = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
+_MISTAKE_PATH = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
 # Fields that say how the answer has to be, by their names in all APIs and servers. A request has at
 # most some of a row. The others are refused, and the error names the first that it has.
-_SAME = (
+_UNCHANGED_FIELDS = (
     ("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "n_predict"),
     ("stop", "stop_sequences"),
     ("response_format", "text", "output_config", "format"),
@@ -275,7 +275,7 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
     refused, no_effect = getattr(kind, "refused", {}), getattr(kind, "no_effect", ())
     known = kind.__struct_fields__
     for name in fields.keys() - set(known):
-        same = next((row for row in _SAME if name in row), ())
+        same = next((row for row in _UNCHANGED_FIELDS if name in row), ())
         if name in refused:
             if fields[name] is not None and fields[name] not in refused[name]:
                 raise invalid(name, "is not supported by this server", "unsupported_parameter")
@@ -300,7 +300,7 @@ def checked(field: str, value: object, kind: type[_Value]) -> _Value:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        path = _PATH.match(str(error))
+        path = _MISTAKE_PATH.match(str(error))
         problem, place = path.groups() if path else (str(error), "")
         name = (field + place).removeprefix(".")
         if missing := _MISSING.match(problem):

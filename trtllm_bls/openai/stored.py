@@ -33,7 +33,7 @@ from trtllm_bls.http.budgets import REFERENCE_BYTES, STORED_CHAIN
 from trtllm_bls.http.limits import RETRY
 from trtllm_bls.openai.api_errors import ApiError, invalid
 
-_FILE = "responses-1.sqlite3"  # the number is that of this schema
+_STORE_FILE = "responses-1.sqlite3"  # the number is that of this schema
 _PREFIX = "trtllm-bls-responses-"
 _SCHEMA = """
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;
@@ -121,7 +121,7 @@ class StoredResponses:
     def __init__(
         self, directory: Path, *, max_bytes: int, max_s: float, max_chain_bytes: int
     ) -> None:
-        self._file = directory / _FILE
+        self._file = directory / _STORE_FILE
         self._max_bytes = max_bytes
         self._max_s = max_s
         self.max_chain_bytes = max_chain_bytes

@@ -74,7 +74,7 @@ from trtllm_bls.settings.parameters import (
 from trtllm_bls.settings.parameters import check as check_ours
 from trtllm_bls.wire.contract import BLS, ENGINE, POSTPROCESSING, PREPROCESSING
 
-_PATH = click.Path(path_type=Path)
+_DIRECTORY_OPTION = click.Path(path_type=Path)
 
 
 def diagnose(subject: Subject) -> Iterator[tuple[str, Finding]]:
@@ -544,7 +544,7 @@ def memory_shares(subject: Subject) -> Findings:
 # --- addresses: who listens there, and whether it serves this repository ----------------------
 
 
-_ANSWER_S = 5.0
+_SERVICE_ANSWER_S = 5.0
 _LOCAL = (*_LOOPBACK, "[::1]")
 _SERVER = "tritonserver"
 _NO_SERVICE = {
@@ -604,7 +604,7 @@ def _unreachable(address: str) -> str:
     """Why nobody answers at ``host:port``; empty where somebody does."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_SERVICE_ANSWER_S).close()
     except OSError as error:
         return str(error.strerror or error)
     return ""
@@ -619,7 +619,7 @@ def _service_problem(address: str) -> str:
             response_deserializer=messages.HealthCheckResponse.FromString,
         )
         try:
-            status = ask(messages.HealthCheckRequest(), timeout=_ANSWER_S).status
+            status = ask(messages.HealthCheckRequest(), timeout=_SERVICE_ANSWER_S).status
         except grpc.RpcError as error:
             return _NO_SERVICE.get(error.code(), "")
     return "" if status == "OK" else f"it is not healthy: {status}"
@@ -648,12 +648,12 @@ def _listeners(url: str) -> list[str]:
 def server(subject: Subject) -> Findings:
     with _client(subject) as client:
         try:
-            name = client.get_server_metadata(client_timeout=_ANSWER_S).name
+            name = client.get_server_metadata(client_timeout=_SERVICE_ANSWER_S).name
             if name != "triton":
                 yield fault(f"{subject.url}: {name} answers", "name Triton's gRPC port")
                 return
             for model in sorted(subject.configs) or [BLS.name, subject.target]:
-                if not client.is_model_ready(model, client_timeout=_ANSWER_S):
+                if not client.is_model_ready(model, client_timeout=_SERVICE_ANSWER_S):
                     yield fault(f"{subject.url}: {model} is not ready", "see the server's log")
         except InferenceServerException as error:
             what = f"{subject.url}: no answer from Triton ({error.message()})"
@@ -666,7 +666,7 @@ def same_repository(subject: Subject) -> Findings:
     with _client(subject) as client:
         for model in sorted(subject.configs):
             with suppress(InferenceServerException):  # told by the check of the server
-                answer = client.get_model_config(model, client_timeout=_ANSWER_S)
+                answer = client.get_model_config(model, client_timeout=_SERVICE_ANSWER_S)
                 values, mine = values_of(answer.config), subject.values(model)
                 differing = [key for key in mine.keys() & values if mine[key] != values[key]]
                 if differing:
@@ -748,7 +748,7 @@ def draft_vocabulary(subject: Subject) -> Findings:
 # --- the command line -------------------------------------------------------------------------
 
 
-_STYLES = {"ok": "green", "warn": "yellow", "error": "red"}
+_FINDING_STYLES = {"ok": "green", "warn": "yellow", "error": "red"}
 
 
 @click.command(name="doctor")
@@ -779,7 +779,7 @@ def command(as_json: bool, **options: Any) -> None:
     else:
         console = Console(highlight=False)
         for name, finding in findings:
-            level = (f"{finding.level:<5} ", _STYLES[finding.level])
+            level = (f"{finding.level:<5} ", _FINDING_STYLES[finding.level])
             console.print(Text.assemble(level, f"{name}: {finding}"), soft_wrap=True)
         errors = "1 error" if count["error"] == 1 else f"{count['error']} errors"
         warnings = "1 warning" if count["warn"] == 1 else f"{count['warn']} warnings"
@@ -789,8 +789,10 @@ def command(as_json: bool, **options: Any) -> None:
 
 @click.command()
 @click.option("--engine", default="embedded", help="embedded, llm_api or trtllm://HOST:PORT.")
-@click.option("--model", "model_dir", required=True, type=_PATH, help="Directory of the model.")
-@click.option("--model-yaml", type=_PATH, help="Arguments of the LLM API.")
+@click.option(
+    "--model", "model_dir", required=True, type=_DIRECTORY_OPTION, help="Directory of the model."
+)
+@click.option("--model-yaml", type=_DIRECTORY_OPTION, help="Arguments of the LLM API.")
 def conformance(engine: str, **options: Any) -> None:
     """Send an engine requests whose answers are known, and print a report for an issue.
 

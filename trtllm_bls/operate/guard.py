@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 _WAITING_OUTPUT = 8 << 20  # bytes that the launcher has not read
-_LAST_LINES_S = 5.0
+_GUARD_LINES_S = 5.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOP, KILL = b"s", b"k"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -166,7 +166,7 @@ def _pass_on(reading: int, output: QueuedStream) -> None:
     with open(reading, "rb") as lines:
         for line in lines:
             output.write(line.decode("latin-1"))  # Each byte stays what it is.
-    output.drain(_LAST_LINES_S)
+    output.drain(_GUARD_LINES_S)
 
 
 def _kill_children() -> None:

@@ -36,12 +36,12 @@ _HEAVY_BACKENDS = frozenset({"tensorrtllm", "vllm"})
 _BACKEND_NAME = re.compile(r"\w[\w.-]*")
 STAND_IN = Path(__file__).with_name("stand_in.py")
 _NO_REASON = "tritonserver does not load it, and gives no reason"
-_ANSWER_S = 10.0
+_VERDICT_S = 10.0
 _EXIT_S = 5
 
 
 @dataclass
-class Verdict:
+class ServerJudgement:
     """What became of the models: Triton's ``reasons`` by model that it refuses, and the models on
     which it gave no verdict in time."""
 
@@ -56,7 +56,7 @@ def judge(
     *,
     seconds: float,
     progress: Callable[[str], object] = lambda text: None,
-) -> Verdict:
+) -> ServerJudgement:
     """Have ``server`` load each model of a repository, within ``seconds``.
 
     ``configs``: the configurations that can be read, by model. Some faults crash a server (24.10),
@@ -65,7 +65,7 @@ def judge(
     """
     deadline = time.monotonic() + seconds
     names = [path.name for path in sorted(repository.iterdir()) if path.is_dir()]
-    verdict = Verdict()
+    verdict = ServerJudgement()
     waiting = list(groups_of(names, configs))
     while waiting:
         group = waiting.pop(0)
@@ -256,7 +256,7 @@ class _Run:
         )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=_ANSWER_S) as answer:
+            with opener.open(request, timeout=_VERDICT_S) as answer:
                 rows = json.load(answer)
         except OSError:
             return None

@@ -27,7 +27,7 @@ _FURNITURE = re.compile(r"\s*(?:[+|].*)?|At:|  .+\(\d+\): .+|Signal \(\d+\) rece
 
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _UNLOADED = re.compile(r"successfully unloaded '([^']+)' version \d+")
-_FAILED = (
+_FAILURE_TEXTS = (
     re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.+)", re.DOTALL),
     re.compile(r"failed to load model '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
     re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
@@ -38,18 +38,18 @@ _FAILED = (
         re.DOTALL,
     ),
 )
-_HANGS = _FAILED[-1]  # Triton waits for this stub for ever.
+_HANGS = _FAILURE_TEXTS[-1]  # Triton waits for this stub for ever.
 _FAILED_ENSEMBLE = (
     re.compile(r"Invalid argument: (?P<reason>(?:in )?ensemble '?(?P<model>[^\s',]+)'?,? .+)"),
     re.compile(
         r"Invalid argument: (?P<reason>circular dependency between ensembles: (?P<model>\S+) -> .+)"
     ),
 )
-# Printed just before a line of _FAILED that names the file alone.
+# Printed just before a line of _FAILURE_TEXTS that names the file alone.
 _PARSE_ERROR = re.compile(r"\[libprotobuf ERROR .+\] Error parsing text-format \S+: (.+)")
-_UNREADABLE = re.compile(r"failed to read text proto from (\S+)")
+_UNREADABLE_CONFIG = re.compile(r"failed to read text proto from (\S+)")
 _REQUEST = re.compile(r"\[request id: <id_unknown>\] ")
-# Repeated with the model's name, by a line that is in _FAILED.
+# Repeated with the model's name, by a line that is in _FAILURE_TEXTS.
 _FAILED_INSTANCE = re.compile(r"ERROR: Failed to create instance: ")
 _STATUS = re.compile(r"^(?:Internal|Invalid argument|Unavailable|Not found|Unknown): ")
 # How the Python backend writes this package's errors: class and message.
@@ -86,7 +86,7 @@ class LogLine:
             return False
         if _FAILED_INSTANCE.match(self.text) or _PARSE_ERROR.match(self.text):
             return False
-        if any(pattern.match(self.text) for pattern in (*_FAILED, *_FAILED_ENSEMBLE)):
+        if any(pattern.match(self.text) for pattern in (*_FAILURE_TEXTS, *_FAILED_ENSEMBLE)):
             return False  # shown once, in the end, by ``LogBook.failure_summary``
         # What a model or the OpenAI API logged counts, for example the line of a request.
         return self.severity != "info" or self.source.endswith(".py")
@@ -147,10 +147,10 @@ class LogBook:
         self.hangs = self.hangs or bool(_HANGS.match(line.text))
         if parse_error := _PARSE_ERROR.fullmatch(line.text):
             self._parse_error = parse_error[1]
-        for pattern in (*_FAILED, *_FAILED_ENSEMBLE):
+        for pattern in (*_FAILURE_TEXTS, *_FAILED_ENSEMBLE):
             if failed := pattern.match(line.text):
                 reason = failed["reason"].strip()
-                if _UNREADABLE.fullmatch(reason):
+                if _UNREADABLE_CONFIG.fullmatch(reason):
                     reason = f"{reason}: {self._parse_error}"
                 self.failures.setdefault(failed["model"], reason)
         return line

@@ -46,7 +46,7 @@ from trtllm_bls.settings.command_options import GrpcAddress
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.text.tokenizer import load_tokenizer
 
-_PROMPTS = (
+_PROOF_PROMPTS = (
     "The capital of France is",
     "Count: one, two, three,",
     "def fibonacci(n):\n",
@@ -56,15 +56,15 @@ _PROMPTS = (
     "😀 😃 😄",
     '{"name": "Ada", "born":',
 )
-_TOKENS = 48
-_LONG = 1900  # tokens; fewer end before the metric of a fast engine shows the request
+_PROOF_TOKENS = 48
+_LONG_PROMPT_WORDS = 1900  # tokens; fewer end before the metric of a fast engine shows the request
 _READY_SECONDS, _FREED_SECONDS = 600.0, 30.0
 _PACKAGES = ("tensorrt-llm", "torch", "transformers", "tokenizers", "tritonclient", "numpy")
 _RUNNING = re.compile(
     rf"{ENGINE_REQUESTS}{{[^{{}}]{{0,200}}{REQUESTS_LABEL}="
     r'"(?:scheduled|waiting)"[^{}]{0,200}} (\d+)'
 )
-_PATH = click.Path(path_type=Path)
+_REPORT_PATH = click.Path(path_type=Path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +98,10 @@ SECTIONS = ("doctor", "conformance", "text", "cancellation and stop", "speculati
 
 
 @click.command()
-@click.option("--out", type=_PATH, required=True, help="Directory of the report.")
-@click.option("--model-repository", type=_PATH, help="Serve this repository for the report.")
-@click.option("--model", type=_PATH, help="Serve this checkpoint (default: the demo's).")
-@click.option("--draft-model", type=_PATH, help="With drafts of this one.")
+@click.option("--out", type=_REPORT_PATH, required=True, help="Directory of the report.")
+@click.option("--model-repository", type=_REPORT_PATH, help="Serve this repository for the report.")
+@click.option("--model", type=_REPORT_PATH, help="Serve this checkpoint (default: the demo's).")
+@click.option("--draft-model", type=_REPORT_PATH, help="With drafts of this one.")
 @click.option("--engine", metavar="trtllm://HOST:PORT", help="Serve an engine that runs elsewhere.")
 @click.option(
     "--url",
@@ -112,7 +112,9 @@ SECTIONS = ("doctor", "conformance", "text", "cancellation and stop", "speculati
 @click.option("--http-url", help="Its port 8000.  [default: on the same host]")
 @click.option("--openai-url", help="Its OpenAI API.  [default: port 9000 of the same host]")
 @click.option("--metrics-url", help="Its metrics.  [default: port 8002 of the same host]")
-@click.option("--tokenizer-dir", type=_PATH, help="Its tokenizer, where no other option tells.")
+@click.option(
+    "--tokenizer-dir", type=_REPORT_PATH, help="Its tokenizer, where no other option tells."
+)
 @click.option("--beside", help="Another server's OpenAI API, to load in turns with this one.")
 @click.option(
     "--only", multiple=True, type=click.Choice(SECTIONS), help="Only this section; repeatable."
@@ -304,13 +306,13 @@ def _http() -> httpx.AsyncClient:
 
 
 async def _generate(http: httpx.AsyncClient, url: str, prompt: str) -> str:
-    body = {"text_input": prompt, "max_tokens": _TOKENS}
+    body = {"text_input": prompt, "max_tokens": _PROOF_TOKENS}
     answer = await http.post(f"{url}/generate", json=body)
     return str(answer.raise_for_status().json()["text_output"])
 
 
 async def _generate_stream(http: httpx.AsyncClient, url: str, prompt: str) -> str:
-    body = {"text_input": prompt, "max_tokens": _TOKENS, "stream": True}
+    body = {"text_input": prompt, "max_tokens": _PROOF_TOKENS, "stream": True}
     async with http.stream("POST", f"{url}/generate_stream", json=body) as answer:
         answer.raise_for_status()
         lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
@@ -318,7 +320,7 @@ async def _generate_stream(http: httpx.AsyncClient, url: str, prompt: str) -> st
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """A streamed completion: its text, when each part came, and how many tokens it has."""
 
     text: str = ""
@@ -326,10 +328,10 @@ class Answer:
     tokens: int = 0
 
 
-async def _complete(http: httpx.AsyncClient, url: str, model: str, prompt: str) -> Answer:
-    body = {"model": model, "prompt": prompt, "max_tokens": _TOKENS, "temperature": 0}
+async def _complete(http: httpx.AsyncClient, url: str, model: str, prompt: str) -> TimedAnswer:
+    body = {"model": model, "prompt": prompt, "max_tokens": _PROOF_TOKENS, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    answer, at = Answer(), time.perf_counter()
+    answer, at = TimedAnswer(), time.perf_counter()
     async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
@@ -361,13 +363,13 @@ async def _text(target: Target) -> list[tuple[str, str]]:
         name = await _model_of(http, target.openai)
 
         async def streamed(prompt: str) -> str:
-            request = client.stream(text_input=prompt, max_tokens=_TOKENS, stream=True)
+            request = client.stream(text_input=prompt, max_tokens=_PROOF_TOKENS, stream=True)
             async with request as stream:
                 return "".join([event.text async for event in stream])
 
         async def transformers(prompt: str) -> str:
             ids = hugging.encode(prompt)
-            answer = await continued(engine, tuple(ids), _TOKENS, hugging.eos_token_id)
+            answer = await continued(engine, tuple(ids), _PROOF_TOKENS, hugging.eos_token_id)
             return str(decode([*ids, *answer]))[len(decode(ids)) :]
 
         async def completions(prompt: str) -> str:
@@ -385,12 +387,12 @@ async def _text(target: Target) -> list[tuple[str, str]]:
             apis["transformers, of the engine's ids"] = transformers
             await engine.capacity()
         expected = []
-        for prompt in _PROMPTS:
-            result = await client.generate(text_input=prompt, max_tokens=_TOKENS)
+        for prompt in _PROOF_PROMPTS:
+            result = await client.generate(text_input=prompt, max_tokens=_PROOF_TOKENS)
             expected.append(result.text)
         rows = []
         for api, complete in apis.items():
-            texts = [await complete(prompt) for prompt in _PROMPTS]
+            texts = [await complete(prompt) for prompt in _PROOF_PROMPTS]
             equal = sum(text == other for text, other in zip(texts, expected, strict=True))
             rows.append((api, _equality(equal)))
         await engine.close()
@@ -399,8 +401,8 @@ async def _text(target: Target) -> list[tuple[str, str]]:
 
 def _equality(equal: int) -> str:
     """The verdict on how many prompts have the same text twice."""
-    verdict = f"{equal} of {len(_PROMPTS)} texts equal"
-    return verdict if equal == len(_PROMPTS) else f"FAILED: {verdict}"
+    verdict = f"{equal} of {len(_PROOF_PROMPTS)} texts equal"
+    return verdict if equal == len(_PROOF_PROMPTS) else f"FAILED: {verdict}"
 
 
 async def _running(http: httpx.AsyncClient, target: Target) -> int | None:
@@ -412,13 +414,17 @@ async def _running(http: httpx.AsyncClient, target: Target) -> int | None:
 
 async def _ends(target: Target) -> list[tuple[str, str]]:
     """After each way of ending a long answer: when does the engine run nothing any more?"""
-    long: dict[str, Any] = {"max_tokens": _LONG, "end_id": -1, "text_input": _PROMPTS[0]}
+    long: dict[str, Any] = {
+        "max_tokens": _LONG_PROMPT_WORDS,
+        "end_id": -1,
+        "text_input": _PROOF_PROMPTS[0],
+    }
     rows = []
     async with Client(target.grpc) as client, _http() as http:
         if await _running(http, target) is None:
             return [("requests that the engine runs", "not told by this server")]
         name = await _model_of(http, target.openai)
-        text = (await client.generate(text_input=_PROMPTS[0], max_tokens=64, end_id=-1)).text
+        text = (await client.generate(text_input=_PROOF_PROMPTS[0], max_tokens=64, end_id=-1)).text
 
         async def becomes(busy: bool) -> bool:
             """Whether the engine runs something, or nothing, soon; it tells once a second."""
@@ -433,7 +439,12 @@ async def _ends(target: Target) -> list[tuple[str, str]]:
                 return await becomes(busy=True)
 
         async def left() -> bool:
-            body = {"model": name, "prompt": _PROMPTS[0], "max_tokens": _LONG, "stream": True}
+            body = {
+                "model": name,
+                "prompt": _PROOF_PROMPTS[0],
+                "max_tokens": _LONG_PROMPT_WORDS,
+                "stream": True,
+            }
             body["ignore_eos"] = True
             async with http.stream("POST", f"{target.openai}/v1/completions", json=body) as answer:
                 await answer.aiter_lines().__anext__()
@@ -461,8 +472,8 @@ async def _speculation(target: Target) -> list[tuple[str, str]]:
     """Greedy texts with drafts and without are equal."""
     equal = drafted = accepted = 0
     async with Client(target.grpc) as client:
-        for prompt in _PROMPTS:
-            ask = partial(client.generate, text_input=prompt, max_tokens=_TOKENS)
+        for prompt in _PROOF_PROMPTS:
+            ask = partial(client.generate, text_input=prompt, max_tokens=_PROOF_TOKENS)
             plain = await ask(num_draft_tokens=0)
             result = await ask(num_draft_tokens=5, return_perf_metrics=True)
             equal += result.text == plain.text
@@ -514,17 +525,17 @@ async def _load(
 
 async def _completions(
     http: httpx.AsyncClient, url: str, seconds: float, number: int
-) -> list[tuple[str, Answer]]:
+) -> list[tuple[str, TimedAnswer]]:
     """One stream after the other, each with the next prompt."""
     model, until = await _model_of(http, url), time.monotonic() + seconds
-    answers: list[tuple[str, Answer]] = []
+    answers: list[tuple[str, TimedAnswer]] = []
     while time.monotonic() < until:
-        prompt = _PROMPTS[(number + len(answers)) % len(_PROMPTS)]
+        prompt = _PROOF_PROMPTS[(number + len(answers)) % len(_PROOF_PROMPTS)]
         answers.append((prompt, await _complete(http, url, model, prompt)))
     return answers
 
 
-def _times(answers: list[Answer]) -> dict[str, float]:
+def _times(answers: list[TimedAnswer]) -> dict[str, float]:
     """Milliseconds to the first part, and between parts."""
     firsts, gaps = list[float](), list[float]()
     for answer in answers:

@@ -47,8 +47,8 @@ from trtllm_bls.orchestrator.log_lines import json_line
 from trtllm_bls.orchestrator.output import LAST_LINES_S, QueuedStream, dropped_lines, gap_text
 from trtllm_bls.settings.command_options import ServeSettings, listen, options_of
 
-_POLL_S = 0.1
-_STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
+_SERVE_POLL_S = 0.1
+_LINE_STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
 
 
 VERBOSE = click.option("--verbose", is_flag=True, help="Show every line of the server's log.")
@@ -183,7 +183,7 @@ class _Service:
             while time.monotonic() < now + delay:
                 if server.stop_requested:
                     raise ServerStopped("stopped before the server was started again")
-                time.sleep(_POLL_S)
+                time.sleep(_SERVE_POLL_S)
 
     def _on_http_problem(self, problem: str | None) -> None:
         self.state.api_problem = problem
@@ -322,7 +322,7 @@ class Terminal(Listener):
     def _print(
         self, text: str, level: str = "info", source: str = "serve", style: str = ""
     ) -> None:
-        style = style or _STYLES.get(level, "")
+        style = style or _LINE_STYLES.get(level, "")
         shown = Text(json_line(text, level, source)) if self.as_json else Text(text, style=style)
         self._console.print(shown, soft_wrap=True)
 

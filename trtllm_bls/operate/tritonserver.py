@@ -379,7 +379,7 @@ class TritonServer:
             process.close()
 
 
-_ANSWER_S = 2.0
+_SERVER_ANSWER_S = 2.0
 
 
 def is_ready(ports: Ports, missing: list[str]) -> bool:
@@ -391,11 +391,11 @@ def is_ready(ports: Ports, missing: list[str]) -> bool:
     with suppress(OSError):
         while missing:
             url = f"{ports.http_url}/v2/models/{quote(missing[0])}/ready"
-            if ask(url, _ANSWER_S)[0] != HTTPStatus.OK:
+            if ask(url, _SERVER_ANSWER_S)[0] != HTTPStatus.OK:
                 return False
             missing.pop(0)
         for address in ((ports.host, ports.grpc), (ports.plain_host, ports.metrics)):
-            socket.create_connection(address, timeout=_ANSWER_S).close()
+            socket.create_connection(address, timeout=_SERVER_ANSWER_S).close()
         return True
     return False
 

@@ -56,8 +56,10 @@ from trtllm_bls.orchestrator.status import (
 from trtllm_bls.settings.command_options import is_loopback, listen
 
 _LABELS = r"[^{}]{0,200}"
-_REQUESTS = re.compile(rf'{ENGINE_REQUESTS}{{{_LABELS}{REQUESTS_LABEL}="(\w+)"{_LABELS}}} (\S+)')
-_STEPS = re.compile(
+_ENGINE_REQUESTS_LINE = re.compile(
+    rf'{ENGINE_REQUESTS}{{{_LABELS}{REQUESTS_LABEL}="(\w+)"{_LABELS}}} (\S+)'
+)
+_ENGINE_STEPS_LINE = re.compile(
     rf'{ENGINE_STEPS}{{{_LABELS}{STEPS_LABEL[0]}="{STEPS_LABEL[1]}"{_LABELS}}} (\S+)'
 )
 _SCRAPE_S = 2.0  # between two looks at the engine's own figures
@@ -258,7 +260,7 @@ class Watch:
                 _, body = await asyncio.to_thread(ask, url, self._pace.answer_s)
                 metrics = body.decode()
                 self.engine_load = engine_load(metrics)
-                self._steps = sum(map(float, _STEPS.findall(metrics)))
+                self._steps = sum(map(float, _ENGINE_STEPS_LINE.findall(metrics)))
             await asyncio.sleep(min(_SCRAPE_S, self._pace.canary_s))
 
     async def _ask(self, probe: Probe) -> None:
@@ -310,7 +312,7 @@ def _progress(statuses: list[ProcessStatus]) -> int:
 def engine_load(metrics: str) -> RequestCounts | None:
     """The requests that run and wait by the engines' own figures in Triton's ``metrics``."""
     counts: dict[str, float] = {}
-    for kind, number in _REQUESTS.findall(metrics):
+    for kind, number in _ENGINE_REQUESTS_LINE.findall(metrics):
         counts[kind] = counts.get(kind, 0) + float(number)
     if "scheduled" not in counts:
         return None
@@ -342,7 +344,10 @@ class ProblemLog:
 
 _counter = partial(ServerMetric, kind="counter")
 _RESTARTED = "Times that {} was started again"
-_RUN, _WAIT = "Requests that have a token and are not over", "Requests that have no token yet"
+_RUNNING_MEANING, _WAITING_MEANING = (
+    "Requests that have a token and are not over",
+    "Requests that have no token yet",
+)
 SERVER_METRICS = (
     ServerMetric("trtllm_bls_server_ready", "1 while /health/ready says so, else 0"),
     _counter(
@@ -353,10 +358,14 @@ SERVER_METRICS = (
     ServerMetric("trtllm_bls_server_processes", "Processes that run, by name", ("process",)),
     _counter("trtllm_bls_server_restarts_total", _RESTARTED.format("the server")),
     _counter("trtllm_bls_openai_restarts_total", _RESTARTED.format("the OpenAI API")),
-    ServerMetric("trtllm_bls_server_num_requests_running", f"{_RUN}, of all APIs"),
-    ServerMetric("trtllm_bls_server_num_requests_waiting", f"{_WAIT}, of all APIs"),
-    ServerMetric("trtllm_bls_engine_num_requests_running", f"{_RUN}, as the engine says"),
-    ServerMetric("trtllm_bls_engine_num_requests_waiting", f"{_WAIT}, as the engine says"),
+    ServerMetric("trtllm_bls_server_num_requests_running", f"{_RUNNING_MEANING}, of all APIs"),
+    ServerMetric("trtllm_bls_server_num_requests_waiting", f"{_WAITING_MEANING}, of all APIs"),
+    ServerMetric(
+        "trtllm_bls_engine_num_requests_running", f"{_RUNNING_MEANING}, as the engine says"
+    ),
+    ServerMetric(
+        "trtllm_bls_engine_num_requests_waiting", f"{_WAITING_MEANING}, as the engine says"
+    ),
     ENGINE_UP,
 )
 

@@ -28,12 +28,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 DRAIN, _LEAVING = "drain", "leaving"
-_LONGEST = ".longest"
+_LONGEST_SUFFIX = ".longest"
 # ``touch`` sets the time of day, which is above this, while ``time.monotonic()`` stays far below. A
 # drain file with a time of day has no deadline.
 _NO_DEADLINE = 1e9
 _CANNOT_BE_WRITTEN, _WRITABLE = 0o400, 0o200
-_LARGEST = 1 << 20  # bytes of a status
+_MAX_STATUS_BYTES = 1 << 20  # bytes of a status
 
 # The environment variable with the id of the requests that ``serve`` itself sends to probe the
 # server. They are neither counted nor logged. The id is random, so no caller can hide behind it.
@@ -161,7 +161,7 @@ class StatusDirectory:
                     file.unlink()
                     continue
                 with _opened(file) as descriptor:
-                    state, text = os.fstat(descriptor), os.read(descriptor, _LARGEST)
+                    state, text = os.fstat(descriptor), os.read(descriptor, _MAX_STATUS_BYTES)
                 if state.st_uid != os.stat(f"/proc/{pid}").st_uid:
                     continue
                 status = ProcessStatus(**json.loads(text))
@@ -208,7 +208,7 @@ class StatusDirectory:
 
     def clear(self) -> None:
         """Remove the files of an earlier server."""
-        for pattern in ("*.json", "*.new", f"*{_LONGEST}", DRAIN, _LEAVING):
+        for pattern in ("*.json", "*.new", f"*{_LONGEST_SUFFIX}", DRAIN, _LEAVING):
             for file in self.path.glob(pattern):
                 file.unlink(missing_ok=True)
 
@@ -217,12 +217,12 @@ class StatusDirectory:
 
         For engines whose configuration does not say so. Raises ``OSError``.
         """
-        self._replace(self.path / f"{model}{_LONGEST}", str(tokens))
+        self._replace(self.path / f"{model}{_LONGEST_SUFFIX}", str(tokens))
 
     def longest(self, model: str) -> int | None:
         """The longest sequence that ``model`` has published, in tokens; ``None`` if it has not."""
         with suppress(OSError, ValueError):
-            return int((self.path / f"{model}{_LONGEST}").read_text(encoding="ascii"))
+            return int((self.path / f"{model}{_LONGEST_SUFFIX}").read_text(encoding="ascii"))
         return None
 
     def forget_drain(self) -> None:

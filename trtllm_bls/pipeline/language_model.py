@@ -56,7 +56,7 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import Unpack
 
-_FAILED = (FinishReason.ERROR, FinishReason.CANCELLED)  # an error follows
+_FAILED_REASONS = (FinishReason.ERROR, FinishReason.CANCELLED)  # an error follows
 _numbers = itertools.count(1)
 
 
@@ -156,9 +156,9 @@ _HINTS = get_type_hints(ConversationOptions)
 _PLAIN_HINTS = get_type_hints(Options)
 _STREAMED: dict[str, Any] = {"request_id": "", "stream": True, "return_tokens": True}
 _BOUNDED = {tensor.key: tensor for tensor in BLS.inputs if tensor.bounds is not None}
-_GUIDES = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}
-_SAMPLING = frozenset(each.name for each in fields(Sampling))
-_WANTS = frozenset(each.name for each in fields(Wants))
+_GUIDE_OPTIONS = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}
+_SAMPLING_OPTIONS = frozenset(each.name for each in fields(Sampling))
+_WANTS_OPTIONS = frozenset(each.name for each in fields(Wants))
 _ADAPTERS = ("lora_task_id", "lora_name")
 
 
@@ -222,8 +222,8 @@ def request_fields(
     for name in ("token_bias", "embedding_bias"):
         if name in read:
             read[name] = tuple(read[name].items())
-    sampling = {name: read.pop(name) for name in _SAMPLING & read.keys()}
-    wants = {name: read.pop(name) for name in _WANTS & read.keys()}
+    sampling = {name: read.pop(name) for name in _SAMPLING_OPTIONS & read.keys()}
+    wants = {name: read.pop(name) for name in _WANTS_OPTIONS & read.keys()}
     return {
         "max_tokens": None,
         "sampling": Sampling(**sampling),
@@ -251,7 +251,7 @@ def _engine_inputs(read: dict[str, Any]) -> dict[str, Array]:
 
 def _form(read: dict[str, Any]) -> FormDemand | None:
     """Take the option that demands a form out of ``read``. Raises ``InvalidRequest``."""
-    names = [name for name in _GUIDES if name in read]
+    names = [name for name in _GUIDE_OPTIONS if name in read]
     if not names:
         return None
     if len(names) > 1:
@@ -262,7 +262,7 @@ def _form(read: dict[str, Any]) -> FormDemand | None:
         text = form if isinstance(form, str) else json.dumps(form)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(name, f"is not JSON: {error}") from None
-    return FormDemand(field=name, guide=Guide(_GUIDES[name], text))
+    return FormDemand(field=name, guide=Guide(_GUIDE_OPTIONS[name], text))
 
 
 def _conversation(
@@ -313,7 +313,7 @@ def _copied(name: str, values: Sequence[Mapping[str, Any]]) -> Any:
 
 
 @dataclass(frozen=True)
-class Call:
+class StepCall:
     """A tool that the model calls; ``text``: its arguments, as the model wrote them."""
 
     id: str
@@ -352,7 +352,7 @@ class Step:
     completion_tokens: int = 0
     index: int = 0
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[StepCall, ...] = ()
     log_probs: tuple[float | None, ...] = ()
     top_log_probs: tuple[TopLogProbs, ...] = ()
     context_logits: Array | None = None
@@ -478,7 +478,7 @@ class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
         step = Step(tuple([token.token_id for token in tokens]), chunk.text)
         step.index = chunk.sequence_index
         ending = chunk.ending
-        if ending is not None and ending.finish_reason not in _FAILED:
+        if ending is not None and ending.finish_reason not in _FAILED_REASONS:
             step.finish_reason = ending.finish_reason.value
             step.stop_reason = ending.stop_reason
             step.prompt_tokens = ending.prompt_tokens
@@ -508,7 +508,7 @@ class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
                 self._calls[step.index][1].append(event.text)
                 continue
             if (call := self._calls.pop(step.index, None)) is not None:
-                calls.append(Call(call[0].id, call[0].name, "".join(call[1]) or "{}"))
+                calls.append(StepCall(call[0].id, call[0].name, "".join(call[1]) or "{}"))
             if isinstance(event, ToolCall):
                 self._calls[step.index] = event, []
             elif event is not None:
@@ -575,7 +575,9 @@ class LLM:
         ``tools`` (as in OpenAI's API) may be called: see ``Step.calls``.
         """
         fields = request_fields(options, _HINTS)
-        form_field = next((name for name in _GUIDES if options.get(name) is not None), "extras")
+        form_field = next(
+            (name for name in _GUIDE_OPTIONS if options.get(name) is not None), "extras"
+        )
         turn = self._turns.turn(_conversation(messages, tools or (), fields, form_field))
         parsers = [turn.parser() for _ in range(fields.get("num_return_sequences", 1))]
         return self._begin(turn.request(**fields, **_STREAMED), parsers)

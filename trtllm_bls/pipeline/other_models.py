@@ -38,7 +38,7 @@ from trtllm_bls.wire.kserve import (
 )
 from trtllm_bls.wire.streams import ResponseStream, close_or_cancel
 
-_CONFIG_SECONDS = 10.0  # for the server to send a model's configuration
+_OTHER_CONFIG_SECONDS = 10.0  # for the server to send a model's configuration
 _READY_POLL_SECONDS = 0.2
 _Answer = TypeVar("_Answer")
 
@@ -179,7 +179,7 @@ class OtherModels:
         """Return once the server is ready."""
         while True:
             with suppress(EngineError):
-                answer = await self._unary("server", "ServerReady", b"", _CONFIG_SECONDS)
+                answer = await self._unary("server", "ServerReady", b"", _OTHER_CONFIG_SECONDS)
                 if service_pb2.ServerReadyResponse.FromString(answer).ready:
                     return
             await asyncio.sleep(_READY_POLL_SECONDS)
@@ -220,7 +220,7 @@ class OtherModels:
 
     async def _ask(self, model: str, version: str) -> DeclaredModel:
         request = service_pb2.ModelConfigRequest(name=model, version=version).SerializeToString()
-        answer = await self._unary(model, "ModelConfig", request, _CONFIG_SECONDS)
+        answer = await self._unary(model, "ModelConfig", request, _OTHER_CONFIG_SECONDS)
         return DeclaredModel.of(service_pb2.ModelConfigResponse.FromString(answer).config)
 
     async def _unary(self, model: str, method: str, message: bytes, seconds: float | None) -> bytes:

@@ -82,7 +82,7 @@ __all__ = ["EngineError", "InvalidRequest", "Step", "Tensor"]  # for ``trtllm_bl
 
 Value: TypeAlias = bool | int | float | str
 _WARM_UP_LOG_SECONDS = 10  # between two lines on what a warm-up waits for
-_KINDS = {
+_PARAMETER_KINDS = {
     bool: FLAG,
     int: Kind("a whole number", int),
     float: Kind("a number", float),
@@ -669,11 +669,11 @@ def own_parameters(
     Raises ``SettingsError`` for a value of another type.
     """
     for key, default in declared.items():
-        if not isinstance(key, str) or type(default) not in _KINDS:
+        if not isinstance(key, str) or type(default) not in _PARAMETER_KINDS:
             mend = "write a name, and a text, a number, True or False"
             raise SettingsError(f"model {model}: parameters = {{{key!r}: {default!r}}}: {mend}")
     return {
-        key: Parameter(_KINDS[type(default)], "", str(default)).parse(
+        key: Parameter(_PARAMETER_KINDS[type(default)], "", str(default)).parse(
             model, key, texts.get(key, "")
         )
         for key, default in declared.items()

@@ -391,7 +391,7 @@ class FakeServer(GrpcChannel):
 
     def open(self, method: str, on_messages: Any, on_end: Any, *_: Any) -> GrpcCall:
         call = GrpcCall(b"", on_messages, on_end)
-        call.connection = _Connection(self, call, method)  # type: ignore[assignment]
+        call.connection = _FakeConnection(self, call, method)  # type: ignore[assignment]
         return call
 
     async def close(self) -> None:
@@ -449,7 +449,7 @@ class FakeServer(GrpcChannel):
         return self.doubles[name].declared(name)
 
 
-class _Connection:
+class _FakeConnection:
     """Of one call to a ``FakeServer``, whose task plays the model."""
 
     def __init__(self, server: FakeServer, call: GrpcCall, method: str) -> None:
@@ -570,7 +570,7 @@ def serving(
     }
     server = FakeServer(doubles)
 
-    class Deployment(PipelineDeployment):
+    class LoadedDeployment(PipelineDeployment):
         def __init__(self, parameters: PipelineParameters, pb_utils: Any, model_name: str) -> None:
             super().__init__(parameters, None, model_name)
             self.other_models = _Models(server)
@@ -593,7 +593,7 @@ def serving(
         "model_transaction_policy": {"decoupled": decoupled},
     }
     served = model()
-    served.deployment_type = Deployment  # type: ignore[misc, assignment]
+    served.deployment_type = LoadedDeployment  # type: ignore[misc, assignment]
     arguments = {"model_config": json.dumps(config), "model_name": "model"}
     served.initialize({**arguments, "model_repository": os.getcwd()}, triton)
     try:

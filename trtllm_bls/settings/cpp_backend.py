@@ -58,7 +58,7 @@ class Key:
         return self.demanded is not None and self.demanded <= version
 
 
-_KINDS = {
+_VALUE_KINDS = {
     "flag": ("true or false", r"true|True|TRUE|1|false|False|FALSE|0"),
     "count": ("a whole number, at least 0", r"[0-9]+"),
     "number": ("a whole number, at least 1", r"0*[1-9][0-9]*"),
@@ -101,7 +101,7 @@ with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
     for _row in csv.DictReader(_file):  # without "until" the last release reads the key too
         _since, _until = parse_version(_row["since"]), parse_version(_row["until"] or "last")
         _demanded = parse_version(_row["demanded"]) if _row["demanded"] else None
-        _expected, _pattern = _KINDS[_row["kind"]]
+        _expected, _pattern = _VALUE_KINDS[_row["kind"]]
         KEYS.append(Key(_row["key"], _expected, _pattern, _since, _until, _demanded))
 _FACTS = parameters_in(EngineFacts)
 

@@ -264,7 +264,7 @@ ENGINE_CHOICE = Kind(
 
 _DEMO_MODEL = "../assets/demo/target"
 _BYTES = count(1, "bytes")
-_TOKENS = count(0, "tokens")
+_TOKEN_COUNT = count(0, "tokens")
 _SWITCH = choice(auto=None, on=True, off=False)
 
 
@@ -324,7 +324,7 @@ class _Decoding(_Tokenizer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Generating(ModelParameters):
-    max_output_tokens: int | None = none_if_zero(_TOKENS).parameter(
+    max_output_tokens: int | None = none_if_zero(_TOKEN_COUNT).parameter(
         "Largest `max_tokens` of a request; 0 = any: the model's longest sequence ends the answer."
     )
     max_logits_bytes: int = count(0, "bytes").parameter(
@@ -413,15 +413,15 @@ class EngineParameters(_Generating):
     max_queue_size: int = count(0).parameter(
         "Sequences that may wait; one more is refused. 0 = the engine's choice.", "0"
     )
-    max_tokens_per_step: int = _TOKENS.parameter(
+    max_tokens_per_step: int = _TOKEN_COUNT.parameter(
         "Rows of one forward pass. A prompt is processed in pieces of this size, each of which "
         "delays the running streams.",
         "512",
     )
-    max_sequence_tokens: int = _TOKENS.parameter(
+    max_sequence_tokens: int = _TOKEN_COUNT.parameter(
         "Longest prompt and completion together; 0 = the engine's choice.", "0"
     )
-    max_draft_len: int = _TOKENS.parameter("Longest draft that a request may bring.", "32")
+    max_draft_len: int = _TOKEN_COUNT.parameter("Longest draft that a request may bring.", "32")
     guide_compile_seconds: float = SECONDS.parameter(
         "CPU time that compiling one guide may take, in a process apart.", "2"
     )
@@ -446,7 +446,7 @@ class EngineFacts:
     max_prompt_tokens: int | None = count(1, "tokens").parameter(
         "Longest prompt; with drafts, the text generated before them and the draft count too."
     )
-    max_draft_len: int | None = _TOKENS.parameter(
+    max_draft_len: int | None = _TOKEN_COUNT.parameter(
         "Longest draft that a request may bring; 0 = it cannot verify drafts."
     )
     speculative_decoding_mode: str = TEXT.parameter(
@@ -476,7 +476,7 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         "TensorRT-LLM's own gRPC service. With several addresses each request goes to the least "
         "loaded one. Empty: `triton:` and `tensorrt_llm_model_name`."
     )
-    engine_max_sequence_tokens: int | None = none_if_zero(_TOKENS).parameter(
+    engine_max_sequence_tokens: int | None = none_if_zero(_TOKEN_COUNT).parameter(
         "Longest prompt and completion together of a `trtllm://` engine, which reports it only if "
         "it was started with `--max_seq_len`; 0 = what it reports."
     )
@@ -533,12 +533,14 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     draft_source: str = choice("off", "model", "ngram", "mixed").parameter(
         "Where drafts come from for a request that does not say."
     )
-    num_draft_tokens: int | None = none_if_zero(_TOKENS).parameter(
+    num_draft_tokens: int | None = none_if_zero(_TOKEN_COUNT).parameter(
         "Length of a draft for a request that does not say, whatever the load; 0 = as many tokens "
         "as pay off."
     )
-    max_draft_len: int = _TOKENS.parameter("Longest draft, beside the engine's own limit.", "32")
-    draft_memory_tokens: int = _TOKENS.parameter(
+    max_draft_len: int = _TOKEN_COUNT.parameter(
+        "Longest draft, beside the engine's own limit.", "32"
+    )
+    draft_memory_tokens: int = _TOKEN_COUNT.parameter(
         "Tokens of finished answers that n-gram drafts may come from, for each API key of the "
         "OpenAI API; 0 = none.",
         "0",
@@ -616,7 +618,7 @@ def share_of(limit: int, processes: int) -> int:
     return min(limit, max(1, 2 * limit // processes))
 
 
-_MODELS: Mapping[str, type] = {
+_MODEL_PARAMETERS: Mapping[str, type] = {
     "tensorrt_llm_bls": BlsParameters,
     "tensorrt_llm": EngineParameters,
     "preprocessing": PreprocessingParameters,
@@ -626,7 +628,7 @@ _MODELS: Mapping[str, type] = {
 
 def parameters_of(model: str) -> dict[str, Parameter]:
     """The parameters of one of our models, by key; none for another model."""
-    return parameters_in(_MODELS[model]) if model in _MODELS else {}
+    return parameters_in(_MODEL_PARAMETERS[model]) if model in _MODEL_PARAMETERS else {}
 
 
 def check(model: str, key: str, value: str, known: Mapping[str, Parameter] | None = None) -> None:

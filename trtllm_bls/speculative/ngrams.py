@@ -19,13 +19,13 @@ from trtllm_bls.speculative.options import DraftSource
 from trtllm_bls.types import TokenIds
 
 ORDER = 3  # tokens that a match has; where there is none, one is enough
-_LONGEST = 24  # beyond this, a longer match says nothing more
-_PLACES = 16  # latest places that are compared; more change little and cost time
-_AT_ONCE = 4096  # tokens that are indexed at once, about 2 ms
+_MAX_ORDER = 24  # beyond this, a longer match says nothing more
+_MAX_PLACES = 16  # latest places that are compared; more change little and cost time
+_INDEXED_AT_ONCE = 4096  # tokens that are indexed at once, about 2 ms
 TIME_TO_LIVE_S = 3600.0  # of finished answers
 MEMORY_BYTES = 1 << 28  # of the finished answers of all tenants, with their indexes
 
-_KEPT = 0.97  # weight kept per guessed token: about the last 33 count
+_DECAY = 0.97  # weight kept per guessed token: about the last 33 count
 # Small, so that the first answer of a process finds out whether drafts pay and loses little if they
 # do not.
 _PRIOR_WEIGHT = 3.0  # guessed tokens that the prior counts for
@@ -45,7 +45,7 @@ class Acceptance:
     def add(self, drafted: int, accepted: int) -> None:
         """A round accepted so many; only the first refused token was a trial, the rest unseen."""
         trials = min(drafted, accepted + 1)
-        kept = _KEPT**trials
+        kept = _DECAY**trials
         self._hits = self._hits * kept + accepted
         self._trials = self._trials * kept + trials
 
@@ -82,7 +82,7 @@ class NgramIndex:
         if (begin := len(before_one)) >= len(ids):
             return
         first, second = (ids[place] if place >= 0 else 0 for place in (begin - 3, begin - 2))
-        for place in range(begin, min(len(ids), begin + _AT_ONCE)):
+        for place in range(begin, min(len(ids), begin + _INDEXED_AT_ONCE)):
             third = ids[place - 1]
             slot = third & mask
             before_one.append(one[slot])
@@ -98,7 +98,7 @@ class NgramIndex:
         first, second, third = tail[-ORDER:] if order == ORDER else (0, 0, tail[-1])
         slot = third if order == 1 else _hash(first, second, third)
         place = self._heads[order][slot & self._mask]
-        for _ in range(_PLACES):
+        for _ in range(_MAX_PLACES):
             if not place:
                 break
             if ids[place - 1] == third and (
@@ -199,7 +199,7 @@ class NgramDrafts:
         return None
 
     def _longest(self) -> _Match | None:
-        tail = self._ids[-_LONGEST:]
+        tail = self._ids[-_MAX_ORDER:]
         for order in (ORDER, 1):
             if len(tail) < order:
                 continue

@@ -102,14 +102,14 @@ class ReasoningTags(NamedTuple):
 
 
 _GAP = r"\s{0,64}+"  # white space
-_NAME = r"(?P<name>[\w.-]{1,256})"
+_NAME_GROUP = r"(?P<name>[\w.-]{1,256})"
 _QUOTED_NAME = r"[\"']?(?P<name>[^\"'<>\s]{1,256})[\"']?"
 _QUOTED_KEY = r"[\"']?(?P<key>[^\"'<>\n]{1,256})[\"']?"
 _SEP = "<｜tool▁sep｜>"
 _DSML_GAP = "｜ ?"
 # Harmony: a message is a header and a text. The header has a channel and may have a recipient.
 _HEADER_PART = r"<\|channel\|>(?P<channel>\w{1,64})|<\|constrain\|>|[^<]"
-_MESSAGE = rf"{_GAP}<\|message\|>"
+_MESSAGE_TAG = rf"{_GAP}<\|message\|>"
 _HARMONY = ToolFormat(
     mark=r"<\|channel\|>analysis",
     begin=("<|end|>", "<|return|>", "<|start|>assistant", "<|channel|>"),
@@ -219,7 +219,7 @@ TOOL_FORMATS = {
         mark="<｜tool▁call▁begin｜>",
         begin=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
         noise=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        header=rf"<｜tool▁call▁begin｜>{_GAP}(?:function{_SEP}){{0,1}}+{_NAME}"
+        header=rf"<｜tool▁call▁begin｜>{_GAP}(?:function{_SEP}){{0,1}}+{_NAME_GROUP}"
         rf"(?:{_SEP}{_GAP}(?:```json)?|{_GAP}```json|{_GAP}(?=\{{))",
         special=True,
         may_be_empty=True,
@@ -244,7 +244,7 @@ TOOL_FORMATS = {
         mark="<arg_key>",
         begin=("<tool_call>",),
         noise=("</tool_call>",),
-        header=rf"<tool_call>{_GAP}{_NAME}{_GAP}(?=<arg_key>|</arg_value>|</tool_call>)",
+        header=rf"<tool_call>{_GAP}{_NAME_GROUP}{_GAP}(?=<arg_key>|</arg_value>|</tool_call>)",
         language="xml",
         key=rf"<arg_key>(?P<key>[^<>\n]{{1,256}})</arg_key>{_GAP}(?:<arg_value>|(?=[^<\s]))",
         closer="</arg_value>",
@@ -287,7 +287,7 @@ TOOL_FORMATS = {
         mark=r"<\|tool_call>call:",
         begin=("<|tool_call>",),
         noise=("<tool_call|>", "<|tool_response>"),
-        header=rf"<\|tool_call>{_GAP}call:{_NAME}{_GAP}(?=[{{(])",
+        header=rf"<\|tool_call>{_GAP}call:{_NAME_GROUP}{_GAP}(?=[{{(])",
         special=True,
         language="gemma",
     ),
@@ -315,7 +315,7 @@ TOOL_FORMATS = {
         mark=r"\[TOOL_CALLS\]",
         begin=("[TOOL_CALLS]",),
         noise=("[", "]", ","),
-        header=rf"\[TOOL_CALLS\]{_GAP}{_NAME}{_GAP}(?:\[CALL_ID\][\w-]{{0,256}}{_GAP})?"
+        header=rf"\[TOOL_CALLS\]{_GAP}{_NAME_GROUP}{_GAP}(?:\[CALL_ID\][\w-]{{0,256}}{_GAP})?"
         rf"(?:\[ARGS\])?{_GAP}(?=\{{)|(?=\{{)",
         special=True,
         id_length=9,  # the templates refuse others

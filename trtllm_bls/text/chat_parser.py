@@ -78,8 +78,8 @@ class Annotation:
 ChatEvent: TypeAlias = Content | Reasoning | ToolCall | Arguments | Refusal | Annotation
 
 
-_TEXTS: dict[str, Callable[[str], ChatEvent]]
-_TEXTS = {"text": Content, "reasoning": Reasoning, "refusal": Refusal}
+_TEXT_EVENTS: dict[str, Callable[[str], ChatEvent]]
+_TEXT_EVENTS = {"text": Content, "reasoning": Reasoning, "refusal": Refusal}
 
 
 def check_event(event: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ def check_event(event: Mapping[str, Any]) -> None:
     if len(event) != 1:
         raise TrtllmBlsError(f"an event of chat has one kind, not {sorted(event)!r:.200}")
     ((kind, value),) = event.items()
-    value_types = {**dict.fromkeys(_TEXTS, str), "annotation": Mapping, "call": Mapping}
+    value_types = {**dict.fromkeys(_TEXT_EVENTS, str), "annotation": Mapping, "call": Mapping}
     if kind not in value_types:
         kinds = "text, reasoning, refusal, annotation and call"
         raise TrtllmBlsError(f"{kind!r:.80} is no event of chat; there are {kinds}")
@@ -117,8 +117,8 @@ class EventParser:
         events: list[ChatEvent] = []
         for part in itertools.chain.from_iterable(map(json.loads, text.splitlines())):
             ((kind, value),) = part.items()
-            if kind in _TEXTS:
-                events.append(_TEXTS[kind](value))
+            if kind in _TEXT_EVENTS:
+                events.append(_TEXT_EVENTS[kind](value))
             elif kind == "annotation":
                 events.append(Annotation(value))
             else:

@@ -104,10 +104,10 @@ codecs.register_error("trtllm_bls.one_mark_per_byte", _one_mark_per_byte)
 
 
 # The GPT-2 alphabet: printable Latin-1 stands for itself, the other bytes from U+0100 on.
-_PLAIN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_OTHERS = (byte for byte in range(256) if byte not in _PLAIN)
-_BYTE_OF = {chr(byte): byte for byte in _PLAIN} | {
-    chr(256 + index): byte for index, byte in enumerate(_OTHERS)
+_PRINTABLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_SHIFTED_BYTES = (byte for byte in range(256) if byte not in _PRINTABLE_BYTES)
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE_BYTES} | {
+    chr(256 + index): byte for index, byte in enumerate(_SHIFTED_BYTES)
 }
 
 

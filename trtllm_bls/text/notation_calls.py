@@ -22,7 +22,7 @@ STRING_BODIES = {
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 _ESCAPES = re.compile(r"\\(.)|\"", re.S)
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
-_WORD = re.compile(r"[\w.+-]{1,4096}")
+_NOTATION_WORD = re.compile(r"[\w.+-]{1,4096}")
 _ENDED_WORD = r"[\w.+-]{1,4096}(?=[^\w.+-])"
 _GEMMA_QUOTE = r'<\|"\|>'
 _NAMES = ("name", "tool_name")
@@ -235,7 +235,7 @@ def _read_word(call: CallReader) -> Reading:
         match = unread.match(_ENDED_WORD)
         if match is not None and not match.partial:
             break
-        word = _WORD.fullmatch(unread.text, unread.at)
+        word = _NOTATION_WORD.fullmatch(unread.text, unread.at)
         if word is not None and unread.ended:
             call.output.append(unread.read(word.end()))
         elif match is None:

@@ -32,8 +32,8 @@ MAX_PREDICTION_CHARS = 1 << 20  # far more than an answer has
 
 _W = TypeVar("_W")
 
-_LONG = 4096  # characters of a request from which on tokenising takes milliseconds
-_WORD = 256  # a word costs as much as so many characters of a prompt, however short it is
+_LONG_REQUEST = 4096  # characters of a request from which on tokenising takes milliseconds
+_WORD_COST = 256  # a word costs as much as so many characters of a prompt, however short it is
 
 
 class Prompt(NamedTuple):
@@ -80,12 +80,12 @@ class PromptMaker:
         """Whether ``make`` takes so long that it should run on a thread, not on an event loop."""
         biased = request.embedding_bias
         number = len(request.stop_words) + len(request.bad_words) + len(biased)
-        if number * _WORD >= _LONG:
+        if number * _WORD_COST >= _LONG_REQUEST:
             return True
         words = (*request.stop_words, *request.bad_words, *(word for word, _ in biased))
         characters = sum(map(len, words)) + len(request.text or "") + len(request.prediction or "")
         characters += json_size(request.messages) + json_size(request.chat.tools)
-        return number * _WORD + characters >= _LONG
+        return number * _WORD_COST + characters >= _LONG_REQUEST
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
         """Tokenise, as a batch, requests that ``make`` will soon be called for; on any thread."""

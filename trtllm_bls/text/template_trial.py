@@ -20,7 +20,7 @@ from pathlib import Path
 CPU_S = 2
 MEMORY_BYTES = 256 << 20
 _WAIT_S = 20.0  # for a child that uses no CPU, as after a fork of a process with many threads
-_LOOK_S = 0.002
+_POLL_CHILD_S = 0.002
 _NO_MEMORY = 3  # exit code of the child
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _wait(child: int) -> int | None:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 return status
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_CHILD_S)
         os.kill(child, 9)
         os.waitpid(child, 0)
     return None

@@ -49,8 +49,8 @@ _PLAIN_CHAT = ChatOptions()
 _PROMPT_END = 256  # characters, more than any tag has
 _MAX_ID = 2**31 - 1  # ids are int32 on the wire
 # Characters. Shorter texts are tokenised faster than the interpreter's lock is released and taken.
-_SHORT = 1024
-_MANY = 1 << 14  # ids, which are packed in a fraction of a millisecond
+_SHORT_TEXT = 1024
+_MANY_TO_PACK = 1 << 14  # ids, which are packed in a fraction of a millisecond
 
 
 # --- conversations --------------------------------------------------------------------------
@@ -296,7 +296,7 @@ _BESIDE = (
     *("", "  ", "\r\n\n", "word ", " Word", "'s", "##a", "e\u0301", "|>", "\n\n\n", "13"),
     *" \n\t\u3000\xa0\u2028a1_.\u2581\u0301\u200d\u203f\U0001f3fd\u6f22<[\ufffd",
 )
-_SAMPLE = 5000  # characters of all Unicode; tokens of the table; parts of texts
+_SAMPLE_SIZE = 5000  # characters of all Unicode; tokens of the table; parts of texts
 
 
 class FastEncoder:
@@ -359,13 +359,13 @@ def _probes(backend: Any, added: Collection[Any]) -> Iterator[str]:
     names = [token.content for token in added] or [""]
     yield "".join(text + name + text for name in special for text in _BESIDE)
     yield "".join(name + chance.choice(_BESIDE) for name in names)
-    points = chance.choices([*range(0xD800), *range(0xE000, 0x3FFFF)], k=_SAMPLE)
+    points = chance.choices([*range(0xD800), *range(0xE000, 0x3FFFF)], k=_SAMPLE_SIZE)
     yield "".join(chr(point) + chance.choice(_BESIDE) for point in points)
     table = sorted(backend.get_vocab())
     decoder = backend.decoder
-    tokens = chance.choices(table, k=_SAMPLE)
+    tokens = chance.choices(table, k=_SAMPLE_SIZE)
     yield "".join(tokens) if decoder is None else decoder.decode(tokens)
-    yield "".join(chance.choices((*_BESIDE, *map(chr, range(128)), *names), k=_SAMPLE))
+    yield "".join(chance.choices((*_BESIDE, *map(chr, range(128)), *names), k=_SAMPLE_SIZE))
 
 
 # --- one directory --------------------------------------------------------------------------
@@ -433,7 +433,7 @@ class Tokenizer:
             (ids,) = self._fast.encode([text], add_special_tokens)
         else:
             ids = _packed(self._encode(text, add_special_tokens, field))
-        return self._begun_once(tuple(ids) if len(ids) < _MANY else ids)
+        return self._begun_once(tuple(ids) if len(ids) < _MANY_TO_PACK else ids)
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[PromptIds]:
         """What ``encode`` gives for each text; releases the interpreter's lock meanwhile."""
@@ -510,7 +510,7 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
         _check_unicode(text, field)
         ids: list[int]
-        if self._backend is not None and len(text) < _SHORT:
+        if self._backend is not None and len(text) < _SHORT_TEXT:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
             (ids,) = self._encode_all([text], add_special_tokens)
@@ -775,13 +775,13 @@ def _packed(ids: list[int]) -> array[int]:
     Packing or freeing half a million ids takes milliseconds with the interpreter's lock. So both
     are done in pieces, and a sleep before each lets other threads have the lock.
     """
-    if len(ids) < _MANY:
+    if len(ids) < _MANY_TO_PACK:
         return array("i", ids)
     pieces = []
     while ids:
         time.sleep(0.0001)
-        piece = ids[-_MANY:]
-        del ids[-_MANY:]
+        piece = ids[-_MANY_TO_PACK:]
+        del ids[-_MANY_TO_PACK:]
         pieces.append(struct.pack(f"={len(piece)}i", *piece))
     return array("i", b"".join(reversed(pieces)))
 

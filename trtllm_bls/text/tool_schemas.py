@@ -22,9 +22,9 @@ from trtllm_bls.text.json_values import dumped
 # What readers raise for a text that is no value, or no call.
 NO_VALUE = (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError)
 _MAX_STEPS = 256  # schemas that one argument's kinds may be spread over
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _MAX_LITERAL = 1 << 16  # characters of a Python literal, which costs a microsecond each
-_MAX_DIGITS = 4000  # Python and other readers of JSON refuse longer integers
+_MAX_INTEGER_DIGITS = 4000  # Python and other readers of JSON refuse longer integers
 
 
 class ValueKinds:
@@ -91,7 +91,7 @@ class ValueKinds:
         if kind == "string":
             return dumped(text)
         if kind in ("integer", "number"):
-            is_number = _NUMBER.fullmatch(word) and len(word) <= _MAX_DIGITS
+            is_number = _JSON_NUMBER.fullmatch(word) and len(word) <= _MAX_INTEGER_DIGITS
             if not is_number or (kind == "integer" and not word.lstrip("-").isdigit()):
                 return None
             return word if math.isfinite(float(word)) else None
@@ -205,7 +205,7 @@ WORD_KINDS = ValueKinds({"type": ["null", "number", "boolean"]})  # of a word wi
 
 # --- Python's literals ---------------------------------------------------------------------------
 
-_NAMES = {"true": True, "false": False, "null": None}
+_JSON_LITERALS = {"true": True, "false": False, "null": None}
 
 
 def parsed_python(text: str) -> ast.expr:
@@ -233,7 +233,7 @@ def literal_value(node: ast.AST | None) -> Any:
         pairs = zip(node.keys, node.values, strict=True)
         return {_key(literal_value(key)): literal_value(value) for key, value in pairs}
     if isinstance(node, ast.Name):
-        return _NAMES[node.id]
+        return _JSON_LITERALS[node.id]
     if isinstance(node, (ast.Constant, ast.UnaryOp)):
         return ast.literal_eval(node)
     raise ValueError("no literal")

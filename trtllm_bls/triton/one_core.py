@@ -17,7 +17,7 @@ from pathlib import Path
 
 # Share of a core's time that others may take; at more, the threads leave for a core with less. If
 # there is none, they stay until the core is full, and then run on any.
-_OTHERS, _FULL = 0.3, 0.9
+_OTHERS_LOAD, _FULL = 0.3, 0.9
 _CLAIM = "\0trtllm-bls core"  # an abstract socket's name, before the core's number
 
 
@@ -47,11 +47,11 @@ class OneCore:
                 full = shares[core] >= _FULL
                 shares[core] -= (own - self._own_before) * os.sysconf("SC_CLK_TCK") / all_
         self._before, self._own_before = now, own
-        if self.core in shares and shares[self.core] < _OTHERS:
+        if self.core in shares and shares[self.core] < _OTHERS_LOAD:
             return
         # Low cores serve most interrupts: with 128 requests at once, TTFT is 14 ms longer there.
         for core in sorted(shares, key=lambda core: (round(shares[core], 1), -core)):
-            if shares[core] < _OTHERS and self._claims(core):
+            if shares[core] < _OTHERS_LOAD and self._claims(core):
                 self._pin(core, {core})
                 return
         if self.core is not None and (self.core not in shares or full):

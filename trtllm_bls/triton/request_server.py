@@ -65,7 +65,7 @@ SENDERS = 4  # threads; each waits for the server most of its time
 # instead, and the tokens that arrive meanwhile go into the same response.
 MAX_QUEUED = 4 * SENDERS
 MAX_ID = 128  # characters of a client's id in a log line
-_FINAL = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_FINAL_FLAG = 1  # pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # A client can ask for errors as gRPC status, with metadata that ``serve`` has Triton pass on as a
 # parameter. On such an error Triton 24.10 closes the stream. It crashes if the thread that handed
 # the request to the model has not returned to reading that stream. ``BeforeErrorStatus`` returns
@@ -510,7 +510,7 @@ class Call:
             return True
 
     def _try(self, response: _Response, final: bool) -> bool:
-        flags, pb = _FINAL if final else 0, self._pb
+        flags, pb = _FINAL_FLAG if final else 0, self._pb
         try:
             if response is None:
                 self._sender.send(flags=flags)

@@ -49,8 +49,8 @@ Fields = dict[str, Any]
 MAX_STRINGS = 1024  # of one row; decoding many more would hold up every other stream
 _MAX_WORD_BYTES = 1024  # of each of several; a word has at most 256 characters
 
-_SAMPLING = tuple(field.name for field in fields(Sampling))
-_WANTS = tuple(field.name for field in fields(Wants))
+_SAMPLING_FIELD_NAMES = tuple(field.name for field in fields(Sampling))
+_WANTS_FIELD_NAMES = tuple(field.name for field in fields(Wants))
 _SPECULATION = tuple(field.name for field in fields(SpeculationRequest))
 # Inputs of a request's own fields, of which code below makes the value.
 _CONVERTED = {
@@ -67,11 +67,11 @@ def _copied(kind: type[TextRequest] | type[EngineRequest], model: Model) -> tupl
 
 
 _TEXT_REQUEST, _ENGINE_REQUEST = _copied(TextRequest, BLS), _copied(EngineRequest, ENGINE)
-_WANT_KEYS = frozenset(f"return_{name}" for name in _WANTS)
+_WANT_KEYS = frozenset(f"return_{name}" for name in _WANTS_FIELD_NAMES)
 # What this package's requests have fields for. Every other engine input is passed on as an extra.
 _OPENED = {
     *_WANT_KEYS,
-    *_SAMPLING,
+    *_SAMPLING_FIELD_NAMES,
     *("input_ids", "input_lengths", "max_tokens", "streaming", "num_return_sequences"),
     *("end_id", "pad_id", "stop_sequences", "bad_sequences", "embedding_bias"),
     *("draft_input_ids", "draft_logits", "draft_acceptance_threshold"),
@@ -182,13 +182,15 @@ def _given_fields(row: Fields, names: Iterable[str]) -> dict[str, Any]:
     arrays without batch dimension.
     """
     values = {name: row[name] for name in names if name in row}
-    sampling = {name: row[name] for name in _SAMPLING if name in row}
+    sampling = {name: row[name] for name in _SAMPLING_FIELD_NAMES if name in row}
     if sampling.get("top_p", 1) <= 0:
         del sampling["top_p"]
     if sampling:
         values["sampling"] = Sampling(**sampling)
     if not _WANT_KEYS.isdisjoint(row):
-        values["wants"] = Wants(**{name: row.get(f"return_{name}", False) for name in _WANTS})
+        values["wants"] = Wants(
+            **{name: row.get(f"return_{name}", False) for name in _WANTS_FIELD_NAMES}
+        )
     if not TYPED_INPUTS.isdisjoint(row):
         values |= typed_fields(row)
     if not _EXTRAS.keys().isdisjoint(row):

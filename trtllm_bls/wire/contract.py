@@ -251,12 +251,12 @@ class Model:
 
 # --- the rows ----------------------------------------------------------------------------------
 
-_COUNT = Bounds(low=1)
+_AT_LEAST_ONE = Bounds(low=1)
 _SEQUENCES = Bounds(low=1, high=256)  # each costs memory before the engine sees any of them
 _NOT_NEGATIVE = Bounds(low=0)
 _POSITIVE = Bounds(low=0, above=True)
 _FINITE = Bounds()
-_SHARE = Bounds(low=0, high=1, above=True)
+_PROBABILITY = Bounds(low=0, high=1, above=True)
 _UNSIGNED = Bounds(low=0, high=2**64 - 1)
 _ALTERNATIVES = Bounds(low=0, high=20)
 
@@ -267,7 +267,7 @@ def _alike(dtype: str, *names: str, **more: Any) -> tuple[Tensor, ...]:
 
 # As in the text models. A top_p <= 0 means "not set" on the wire, so it has no lower bound.
 _TEXT_SAMPLING = (
-    Tensor("beam_width", "INT32", bounds=_COUNT),
+    Tensor("beam_width", "INT32", bounds=_AT_LEAST_ONE),
     Tensor("temperature", "FP32", bounds=_NOT_NEGATIVE),
     Tensor("top_k", "INT32", bounds=_NOT_NEGATIVE),
     Tensor("top_p", "FP32", bounds=Bounds(high=1)),
@@ -284,8 +284,8 @@ _TEXT_SAMPLING = (
 # C++ backend looks for runtime_top_p_min under another name, so no release has it, nor min_p. It
 # reads no_repeat_ngram_size, which upstream's configuration does not declare.
 _FINE_SAMPLING = (
-    Tensor("runtime_top_p_min", "FP32", field="top_p_min", bounds=_SHARE),
-    Tensor("runtime_top_p_decay", "FP32", field="top_p_decay", bounds=_SHARE),
+    Tensor("runtime_top_p_min", "FP32", field="top_p_min", bounds=_PROBABILITY),
+    Tensor("runtime_top_p_decay", "FP32", field="top_p_decay", bounds=_PROBABILITY),
     Tensor("runtime_top_p_reset_ids", "INT32", field="top_p_reset_id", bounds=_NOT_NEGATIVE),
     Tensor("min_p", "FP32", bounds=Bounds(low=0, high=1)),
     Tensor("no_repeat_ngram_size", "INT32", bounds=_NOT_NEGATIVE),
@@ -328,7 +328,7 @@ _LLM_API = (
     Tensor("priority", "FP32", ragged=True, bounds=Bounds(low=0, high=1)),
     Tensor("logits_post_processor_name", "STRING", ragged=True),
 )
-_SCORES = (
+_SCORE_OUTPUTS = (
     Tensor("cum_log_probs", "FP32", (-1,)),
     Tensor("output_log_probs", "FP32", (-1, -1)),
     Tensor("context_logits", "FP32", (-1, -1)),
@@ -342,7 +342,7 @@ _PERF_METRICS = (
     Tensor("acceptance_rate", "FP32"),
     *_alike("INT32", "total_accepted_draft_tokens", "total_draft_tokens"),
 )
-_COUNTS = _alike("INT32", "num_input_tokens", "num_output_tokens")
+_COUNT_OUTPUTS = _alike("INT32", "num_input_tokens", "num_output_tokens")
 _INDICES = _alike("INT32", "batch_index", "sequence_index")
 
 ENGINE = Model(
@@ -357,12 +357,12 @@ ENGINE = Model(
             field="max_tokens",
             required=True,
             scalar=True,
-            bounds=_COUNT,
+            bounds=_AT_LEAST_ONE,
         ),
         Tensor("num_return_sequences", "INT32", scalar=True, bounds=_SEQUENCES),
         Tensor("draft_input_ids", "INT32", (-1,), ragged=True),
         Tensor("draft_logits", "FP32", (-1, -1), ragged=True),
-        Tensor("draft_acceptance_threshold", "FP32", scalar=True, bounds=_SHARE),
+        Tensor("draft_acceptance_threshold", "FP32", scalar=True, bounds=_PROBABILITY),
         Tensor("end_id", "INT32", scalar=True, bounds=Bounds(low=-1)),
         Tensor("pad_id", "INT32", scalar=True),
         Tensor("stop_words_list", "INT32", (2, -1), field="stop_sequences", ragged=True),
@@ -394,10 +394,10 @@ ENGINE = Model(
     outputs=(
         Tensor("output_ids", "INT32", (-1, -1)),
         Tensor("sequence_length", "INT32", (-1,)),
-        *_SCORES,
+        *_SCORE_OUTPUTS,
         *_INDICES,
         *_PERF_METRICS,
-        *_COUNTS,
+        *_COUNT_OUTPUTS,
         # Ours.
         Tensor("top_log_prob_ids", "INT32", (-1, -1)),
         Tensor("top_log_probs", "FP32", (-1, -1)),
@@ -456,7 +456,7 @@ POSTPROCESSING = Model(
 
 _TEXT_INPUTS = (
     Tensor("text_input", "STRING"),
-    Tensor("max_tokens", "INT32", required=True, bounds=_COUNT),
+    Tensor("max_tokens", "INT32", required=True, bounds=_AT_LEAST_ONE),
     *_TEXT_WORDS,
     _END,
     _PAD,
@@ -466,10 +466,10 @@ _TEXT_INPUTS = (
 )
 _TEXT_OUTPUTS = (
     Tensor("text_output", "STRING", (-1,)),
-    *_SCORES,
+    *_SCORE_OUTPUTS,
     *_INDICES,
     *_PERF_METRICS,
-    *_COUNTS,
+    *_COUNT_OUTPUTS,
 )
 
 ENSEMBLE = Model(
@@ -501,8 +501,8 @@ BLS = Model(
         *_alike("BOOL", "include_stop", "skip_special_tokens"),  # ours
         Tensor("draft_source", "STRING"),  # ours: off, model, ngram, mixed or prediction
         Tensor("prediction", "STRING"),  # ours
-        Tensor("timeout_ms", "INT32", bounds=_COUNT),  # ours
-        Tensor("stream_interval", "INT32", bounds=_COUNT),  # ours
+        Tensor("timeout_ms", "INT32", bounds=_AT_LEAST_ONE),  # ours
+        Tensor("stream_interval", "INT32", bounds=_AT_LEAST_ONE),  # ours
         *_TEXT_PROMPT_TABLE,
         Tensor("prompt_table_extra_id", "UINT64", bounds=_UNSIGNED),
         *_LORA,
@@ -523,7 +523,7 @@ BLS = Model(
 # what an input means. kv_cache_missed_block and kv_cache_hit_rate are left out: no engine of ours
 # reports them.
 _UPSTREAM = "sampling_param_"
-_KEPT = {tensor.name: tensor for tensor in (*_TEXT_SAMPLING, *_TEXT_INPUTS)}
+_TEXT_TENSORS = {tensor.name: tensor for tensor in (*_TEXT_SAMPLING, *_TEXT_INPUTS)}
 LLMAPI = Model(
     "tensorrt_llm",
     inputs=(
@@ -531,7 +531,7 @@ LLMAPI = Model(
         Tensor("streaming", "BOOL", field="stream"),
         Tensor("sampling_param_best_of", "INT32"),
         *(
-            replace(_KEPT[name], name=_UPSTREAM + name, field=name, required=False)
+            replace(_TEXT_TENSORS[name], name=_UPSTREAM + name, field=name, required=False)
             for name in (
                 *("top_k", "max_tokens", "temperature", "top_p"),
                 *("frequency_penalty", "presence_penalty", "seed"),

@@ -45,7 +45,7 @@ from trtllm_bls.types import Backoff
 from trtllm_bls.wire.http2 import GrpcError, Http2Client, Received, State, packed_headers
 
 _CONNECT_SECONDS = 5.0
-_CLOSE_SECONDS = 1.0  # for the server to close its side of the socket
+_SOCKET_CLOSE_SECONDS = 1.0  # for the server to close its side of the socket
 _REFUSED_SECONDS = 10.0  # for which a call is sent again whose stream the server refuses unseen
 _PAUSE_SECONDS = Backoff(0.001, 0.1)  # before it is sent again
 _MOST_UNREAD = 2**22  # bytes that a server has to be told, and does not read
@@ -92,8 +92,8 @@ class GrpcChannel:
             (b"user-agent", b"trtllm-bls"),
         ]
         self._packed_headers: dict[str, bytes] = {}  # by method
-        self._current: _Connection | None = None
-        self.connections: set[_Connection] = set()  # the current one, and those being drained
+        self._current: _Http2Connection | None = None
+        self.connections: set[_Http2Connection] = set()  # the current one, and those being drained
         self._closed = False
 
     def open(
@@ -157,11 +157,11 @@ class GrpcChannel:
     def start(self, call: GrpcCall) -> None:
         """Put a call on the current connection, on a new one if there is none."""
         if self._current is None:
-            self._current = _Connection(self)
+            self._current = _Http2Connection(self)
             self.connections.add(self._current)
         self._current.add(call)
 
-    def retire(self, connection: _Connection) -> None:
+    def retire(self, connection: _Http2Connection) -> None:
         """``connection`` takes no more calls."""
         if self._current is connection:
             self._current = None
@@ -182,7 +182,7 @@ class GrpcCall:
         self.replies = 0
         self.done = self.half_closed = False
         self.headers = headers
-        self.connection: _Connection  # since the channel has started the call
+        self.connection: _Http2Connection  # since the channel has started the call
         self.stream_id = 0  # on `connection`; 0 until the call is sent there
         # All that was sent, until the server begins to answer: it may have to be sent again.
         self.unanswered: list[bytes] | None = []
@@ -248,7 +248,7 @@ def ignore(event: object) -> None:
     """A callback that does nothing."""
 
 
-class _Connection(asyncio.Protocol):
+class _Http2Connection(asyncio.Protocol):
     """One HTTP/2 connection and the calls on it.
 
     It connects, is ready at the server's SETTINGS, drains after the server's GOAWAY, and ends with
@@ -315,7 +315,7 @@ class _Connection(asyncio.Protocol):
             self._transport.write(self.protocol.bytes_to_send(data=False))
             self._transport.close()
             # What a server does not read would keep the socket.
-            self._loop.call_later(_CLOSE_SECONDS, self._transport.abort)
+            self._loop.call_later(_SOCKET_CLOSE_SECONDS, self._transport.abort)
         calls = [*self.calls.values(), *self._waiting]
         self.calls.clear()
         self._waiting.clear()
@@ -326,7 +326,7 @@ class _Connection(asyncio.Protocol):
         """Wait until the socket is closed; not for a server that does not read."""
         await asyncio.wait({self._connecting})
         if self._transport is not None:
-            await asyncio.wait({self._lost}, timeout=_CLOSE_SECONDS)
+            await asyncio.wait({self._lost}, timeout=_SOCKET_CLOSE_SECONDS)
             self._transport.abort()
             await self._lost
 

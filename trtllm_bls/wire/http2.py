@@ -35,25 +35,25 @@ MAX_MESSAGE_BYTES = 1 << 30  # of one message, which is kept until it is whole
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DEFAULT_FRAME_SIZE = 1 << 14  # HTTP/2's default: what the server may send, as we do not raise it
 _DEFAULT_WINDOW = (1 << 16) - 1
-_LARGEST = (1 << 31) - 1  # of a window, and of a stream's id
+_MAX_31_BITS = (1 << 31) - 1  # of a window, and of a stream's id
 _UPDATE_BYTES = 1 << 24  # received before the connection's window is opened again by as much
 _STREAM_WINDOW, _STREAM_UPDATE_BYTES = 1 << 22, 1 << 21  # likewise, of one stream
 _TURN_BYTES = 1 << 18  # of one stream's data, before the other streams have a turn
 
 FRAME_HEADER = struct.Struct(">HBBBI")  # length (upper 16 bits, lower 8), type, flags, stream
 _MESSAGE_PREFIX = struct.Struct(">BI")  # gRPC's: compressed flag, length
-_NUMBER, _SETTING, _GOAWAY = struct.Struct(">I"), struct.Struct(">HI"), struct.Struct(">II")
+_UINT32, _SETTING, _GOAWAY = struct.Struct(">I"), struct.Struct(">HI"), struct.Struct(">II")
 _HEADER_SIZE, _unpack_header = FRAME_HEADER.size, FRAME_HEADER.unpack_from
 _PREFIX_SIZE, _unpack_prefix = _MESSAGE_PREFIX.size, _MESSAGE_PREFIX.unpack_from
 
 # By code, as in gRPC's table of statuses.
-_NAMES = (
+_STATUS_NAMES = (
     *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND"),
     *("ALREADY_EXISTS", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION"),
     *("ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"),
     "UNAUTHENTICATED",
 )
-_STATUSES = {b"%d" % code: name for code, name in enumerate(_NAMES)}
+_STATUS_BY_CODE = {b"%d" % code: name for code, name in enumerate(_STATUS_NAMES)}
 # gRPC's table "HTTP2 Transport Mapping"; any other code is INTERNAL.
 _STATUS_OF_RESET = {
     REFUSED_STREAM: "UNAVAILABLE",
@@ -176,7 +176,7 @@ class Http2Client:
     def __init__(self) -> None:
         settings = ((_ENABLE_PUSH, 0), (_INITIAL_WINDOW, _STREAM_WINDOW), (_HEADER_LIST, 1 << 16))
         own = b"".join([_SETTING.pack(*setting) for setting in settings])
-        update = number_frame(UPDATE, 0, _LARGEST - _DEFAULT_WINDOW)
+        update = number_frame(UPDATE, 0, _MAX_31_BITS - _DEFAULT_WINDOW)
         self.output: list[bytes] = [_PREFACE, frame(SETTINGS, 0, 0, own), update]
         self.unsent: dict[int, _Stream] = {}  # in the order of their turns
         self._blocked: dict[int, _Stream] = {}  # have more to send than the server takes of them
@@ -191,7 +191,7 @@ class Http2Client:
         self._block: tuple[int, bool, bytearray] | None = None
         # What the server allows.
         self._window = self._initial_window = _DEFAULT_WINDOW  # of all streams together, of each
-        self._max_streams, self._max_frame_size = _LARGEST, _DEFAULT_FRAME_SIZE
+        self._max_streams, self._max_frame_size = _MAX_31_BITS, _DEFAULT_FRAME_SIZE
 
     # Requests
 
@@ -206,7 +206,7 @@ class Http2Client:
         self._streams[stream.id] = stream
         self.output.append(frame(HEADERS, END_HEADERS, stream.id, headers))
         self._next_id += 2
-        if self._next_id > _LARGEST:
+        if self._next_id > _MAX_31_BITS:
             self.state = State.DRAINING
         return stream.id
 
@@ -313,7 +313,7 @@ class Http2Client:
                 windows = [
                     self._initial_window + stream.window for stream in self._streams.values()
                 ]
-                if max(windows, default=0) > _LARGEST or self._initial_window > _LARGEST:
+                if max(windows, default=0) > _MAX_31_BITS or self._initial_window > _MAX_31_BITS:
                     raise ProtocolError(f"SETTINGS with windows of {self._initial_window} bytes")
                 self.unsent |= self._blocked
                 self._blocked.clear()
@@ -375,7 +375,7 @@ class Http2Client:
             ends, block = bool(flags & END_STREAM), bytearray(unpadded(payload, flags))
             self._receive_headers(received, flags, stream_id, ends, block)
         elif kind == RESET:
-            (code,) = _NUMBER.unpack(payload)
+            (code,) = _UINT32.unpack(payload)
             details = f"the server reset the stream: HTTP/2 error {code}"
             error = GrpcError(_STATUS_OF_RESET.get(code, "INTERNAL"), details)
             stream = self._streams.get(stream_id)
@@ -405,7 +405,7 @@ class Http2Client:
 
     def _receive_update(self, stream_id: int, payload: bytes) -> None:
         """The server takes more bytes: on the connection (stream 0) or on one stream."""
-        increment = _NUMBER.unpack(payload)[0] & _LARGEST  # the highest bit is reserved
+        increment = _UINT32.unpack(payload)[0] & _MAX_31_BITS  # the highest bit is reserved
         stream = self._streams.get(stream_id)
         if stream_id == 0:
             window = self._window = self._window + increment
@@ -416,7 +416,7 @@ class Http2Client:
                 self.unsent[stream_id] = self._blocked.pop(stream_id)
         else:  # it was cancelled, and the server did not know yet
             return
-        if not increment or window > _LARGEST:  # (6.9, 6.9.1)
+        if not increment or window > _MAX_31_BITS:  # (6.9, 6.9.1)
             raise ProtocolError(f"a WINDOW_UPDATE by {increment} to {window}")
 
     def _receive_headers(
@@ -477,7 +477,7 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes | memoryview) ->
 
 def number_frame(kind: int, stream_id: int, number: int) -> bytes:
     """A frame of one number: the increment of a window, the code of a reset."""
-    return frame(kind, 0, stream_id, _NUMBER.pack(number))
+    return frame(kind, 0, stream_id, _UINT32.pack(number))
 
 
 def unpadded(payload: bytes, flags: int) -> bytes:
@@ -499,7 +499,7 @@ def status_of(trailers: Mapping[bytes, bytes]) -> GrpcError | None:
         return not_grpc(trailers) or GrpcError("UNKNOWN", "the call ended without a grpc-status")
     # gRPC percent-encodes the text of a status, and takes what is encoded wrongly as it is.
     details = unquote_to_bytes(trailers.get(b"grpc-message", b"")).decode("utf-8", "replace")
-    return None if code == b"0" else GrpcError(_STATUSES.get(code, "UNKNOWN"), details)
+    return None if code == b"0" else GrpcError(_STATUS_BY_CODE.get(code, "UNKNOWN"), details)
 
 
 def not_grpc(headers: Mapping[bytes, bytes]) -> GrpcError | None:

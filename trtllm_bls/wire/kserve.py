@@ -15,7 +15,7 @@ from trtllm_bls.types import Array
 from trtllm_bls.wire.contract import NUMPY_TYPES, bf16_bits
 
 SERVICE = "/inference.GRPCInferenceService/"
-_FIELDS = {  # of a request's parameter, by the type of its value
+_PARAMETER_FIELDS = {  # of a request's parameter, by the type of its value
     bool: "bool_param",
     int: "int64_param",
     float: "double_param",
@@ -49,7 +49,7 @@ def packed_infer_message(
     if traceparent:
         own.parameters["traceparent"].string_param = traceparent
     for name, value in parameters.items():
-        setattr(own.parameters[name], _FIELDS[type(value)], value)
+        setattr(own.parameters[name], _PARAMETER_FIELDS[type(value)], value)
     packed: bytes = _in_common(model, headers, tuple(outputs)) + own.SerializeToString()
     return packed
 

@@ -22,7 +22,7 @@ MOST_WAITING_BYTES = 8 * 2**20  # of one call's messages; from there on the serv
 Item = TypeVar("Item")
 
 
-class End(Enum):
+class StreamEnd(Enum):
     """How a stream has ended."""
 
     LAST = "its last item has arrived"
@@ -30,8 +30,8 @@ class End(Enum):
     LEFT = "its reader has left"
 
 
-AtEnd: TypeAlias = Callable[[End, Exception | None], None]
-Release: TypeAlias = Callable[[GrpcCall, End], None]
+AtEnd: TypeAlias = Callable[[StreamEnd, Exception | None], None]
+Release: TypeAlias = Callable[[GrpcCall, StreamEnd], None]
 
 
 class Arrivals(Generic[Item]):
@@ -67,15 +67,15 @@ class Arrivals(Generic[Item]):
 
     def end(self) -> None:
         """End the stream: its last item has arrived."""
-        self._finish(End.LAST)
+        self._finish(StreamEnd.LAST)
 
     def fail(self, error: Exception) -> None:
         """End the stream; ``wait`` raises ``error`` once what has arrived is taken."""
-        self._finish(End.FAILED, error)
+        self._finish(StreamEnd.FAILED, error)
 
     async def aclose(self) -> None:
         """End the work at once, unless it has ended. May be called twice."""
-        self._finish(End.LEFT)
+        self._finish(StreamEnd.LEFT)
 
     async def wait(self) -> None:
         """Return once ``take`` has something to give, or nothing more will come.
@@ -101,7 +101,7 @@ class Arrivals(Generic[Item]):
         self._waiting_bytes = 0
         return arrived
 
-    def _finish(self, end: End, error: Exception | None = None) -> None:
+    def _finish(self, end: StreamEnd, error: Exception | None = None) -> None:
         if self._over:
             return
         self._over = True
@@ -174,14 +174,14 @@ class ResponseStream(Arrivals[Item]):
         return EngineError(f"a response cannot be read: {error}")
 
 
-def close_or_cancel(call: GrpcCall, end: End) -> None:
+def close_or_cancel(call: GrpcCall, end: StreamEnd) -> None:
     """Release a call: close it in order after the last response, else cancel it.
 
     Triton 24.10 keeps a request for ever whose cancel meets its last response.
     """
     call.on_messages = ignore
     call.on_end = ignore
-    if end is End.LAST:
+    if end is StreamEnd.LAST:
         call.half_close()
     else:
         call.cancel()

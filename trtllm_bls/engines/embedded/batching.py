@@ -51,7 +51,7 @@ from trtllm_bls.types import (
 from trtllm_bls.wire.request_fields import required_inputs
 
 _QUEUE_SIZE = 1024  # where the parameter leaves it to the engine
-_SHORT = 64  # rows; a draft round or a chat's next turn: cheap enough to pass a long prompt
+_SHORT_ROWS = 64  # rows; a draft round or a chat's next turn: cheap enough to pass a long prompt
 
 _log = logging.getLogger(__name__)
 
@@ -315,9 +315,9 @@ class Batcher:
         planned = [(s, s.segment(1)) for s in self._running if s.num_rows == 1]
         several = [s for s in self._running if s.num_rows > 1]
         room = self._max_rows - len(planned)
-        reserved = room // 2 if any(s.num_rows > _SHORT for s in several) else 0
-        for sequence in sorted(several, key=lambda s: s.num_rows > _SHORT):
-            passes = sequence.num_rows <= _SHORT and sequence is not several[0]
+        reserved = room // 2 if any(s.num_rows > _SHORT_ROWS for s in several) else 0
+        for sequence in sorted(several, key=lambda s: s.num_rows > _SHORT_ROWS):
+            passes = sequence.num_rows <= _SHORT_ROWS and sequence is not several[0]
             segment = sequence.segment(max(room - reserved, 0) if passes else room)
             if segment.tokens:
                 planned.append((sequence, segment))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # An earlier one knows neither the option against keys in escapes nor brief errors.
 _LLGUIDANCE = Version("1.6")
 _CACHED = 64  # grammars, those that were refused among them
-_MOST_WAITING = 64  # grammars that wait to be compiled; more are refused
+_MAX_COMPILATIONS = 64  # grammars that wait to be compiled; more are refused
 
 
 class GrammarMatcher:
@@ -123,8 +123,8 @@ class Guides:
         if request.guide is None:
             return None
         grammar = request.guide.kind, guide_text(request.guide, may_be_empty=True)
-        if self._waiting >= _MOST_WAITING:
-            raise Overloaded.for_now(f"{_MOST_WAITING} grammars wait to be compiled", 1)
+        if self._waiting >= _MAX_COMPILATIONS:
+            raise Overloaded.for_now(f"{_MAX_COMPILATIONS} grammars wait to be compiled", 1)
         self._waiting += 1
         loop = asyncio.get_running_loop()
         try:

@@ -44,19 +44,19 @@ from trtllm_bls.types import (
     TopLogProbs,
 )
 from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
-from trtllm_bls.wire.streams import End
+from trtllm_bls.wire.streams import StreamEnd
 
 _ASK_SECONDS = 10.0  # for information about the model
-_PROBE_SECONDS = 5.0  # for a silent server to say how it is
+_HEALTH_PROBE_SECONDS = 5.0  # for a silent server to say how it is
 # For an Abort to be answered, before its call is cancelled all the same: on a busy host a server
 # takes seconds, and a call that is cancelled first may run to its end.
 _ABORT_SECONDS = 10.0
 _AGAIN_SECONDS = 0.2  # until a request that may not have begun is aborted again
-_CLOSE_SECONDS = 1.0  # for aborts under way
+_ABORTS_SECONDS = 1.0  # for aborts under way
 _HEALTH_SECONDS = 1.0  # between questions for its health
 _LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
 
-_TOO_LONG = re.compile(
+_TOO_LONG_WORDS = re.compile(
     r"maximum context length|default_max_tokens.{0,200}must be greater than 0|max_num_tokens"
     r"|message larger than max|(prompt|input) length.{0,200}exceed|exceeds? max_(input|seq)_len",
     re.IGNORECASE,
@@ -68,11 +68,11 @@ log = logging.getLogger(__name__)
 
 # --- a request as a message -----------------------------------------------------------------
 
-_NOWHERE = "TrtllmService has no field for it"
+_NO_FIELD = "TrtllmService has no field for it"
 _DROPPED = "TrtllmService drops what it computes of them"
-_TAKEN = {GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, "lora_task_id"}
-_REFUSED = {
-    "draft_input_ids": f"{_NOWHERE}; {trtllm.SPECULATES}",
+_SERVICE_INPUTS = {GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, "lora_task_id"}
+_SERVICE_REFUSALS = {
+    "draft_input_ids": f"{_NO_FIELD}; {trtllm.SPECULATES}",
     "embedding_bias": "TrtllmService wants another length than that of the logits",
     "return_context_logits": _DROPPED,
     "return_generation_logits": _DROPPED,
@@ -92,7 +92,7 @@ def service_request(
 
     Raises ``InvalidRequest``, or ``Unsupported`` for what the service has no way to honour.
     """
-    trtllm.check(request, capacity, _TAKEN, _REFUSED, _NOWHERE)
+    trtllm.check(request, capacity, _SERVICE_INPUTS, _SERVICE_REFUSALS, _NO_FIELD)
     sampling = trtllm.sampling_fields(request.sampling)
     message = messages.GenerateRequest(
         request_id=request_id,
@@ -255,7 +255,7 @@ class TrtllmServiceEngine:
         self.channel = GrpcChannel(url, tls=tls, coalesce_reads=True)
         self._capacity = AskedCapacity(self._ask_capacity, _HEALTH_SECONDS)
         self._aborting: set[asyncio.Task[None]] = set()
-        probe = partial(self._problem, _PROBE_SECONDS)
+        probe = partial(self._problem, _HEALTH_PROBE_SECONDS)
         self.calls = RunningCalls(self.name, stall_seconds, probe, self._capacity.doubt)
 
     async def capacity(self) -> EngineCapacity:
@@ -280,13 +280,13 @@ class TrtllmServiceEngine:
         for chunks in list(self.calls.running):
             await chunks.aclose()
         if self._aborting:
-            await asyncio.wait(self._aborting, timeout=_CLOSE_SECONDS)
+            await asyncio.wait(self._aborting, timeout=_ABORTS_SECONDS)
         await self.channel.close()
         await self._capacity.close()
 
     # --- used by the running requests ---------------------------------------------------------
 
-    def release(self, request_id: str, ends_known: bool, call: GrpcCall, end: End) -> None:
+    def release(self, request_id: str, ends_known: bool, call: GrpcCall, end: StreamEnd) -> None:
         """End a request's work, unless the server ends it: ``Abort``, then the call is cancelled.
 
         The server ends by itself what has had its last token, unless it does not know of that end
@@ -296,7 +296,7 @@ class TrtllmServiceEngine:
             return
         call.on_messages = ignore
         call.on_end = ignore
-        if end is not End.LAST:
+        if end is not StreamEnd.LAST:
             self._abort_soon(request_id, call)
             return
         seconds = _LINGER_SECONDS if ends_known else 0
@@ -315,7 +315,7 @@ class TrtllmServiceEngine:
         reason = error.reason.strip().partition("\n")[0] or error.status
         if error.status == "UNIMPLEMENTED":
             return EngineError(f"{self.name}: {_OTHER}")
-        if _TOO_LONG.search(error.details):
+        if _TOO_LONG_WORDS.search(error.details):
             return PromptTooLong("input_ids", problem=reason)
         if error.unreachable:
             return EngineUnavailable(f"{self.name}: {reason}")

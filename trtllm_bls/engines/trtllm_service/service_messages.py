@@ -15,15 +15,15 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 DESCRIPTOR = Path(__file__).with_name("trtllm_service.binpb")  # FileDescriptorSet of one file
-_PACKAGE = "trtllm"
-_MANY = 4096  # ids, below which numpy gains nothing
-SERVICE = f"/{_PACKAGE}.TrtllmService/"
+_PROTO_PACKAGE = "trtllm"
+_MANY_IDS = 4096  # ids, below which numpy gains nothing
+SERVICE = f"/{_PROTO_PACKAGE}.TrtllmService/"
 
 (_file,) = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTOR.read_bytes()).file
 _pool = descriptor_pool.DescriptorPool()
 _pool.AddSerializedFile(_file.SerializeToString())
 MESSAGES: dict[str, Any] = {
-    name.removeprefix(f"{_PACKAGE}."): made
+    name.removeprefix(f"{_PROTO_PACKAGE}."): made
     for name, made in message_factory.GetMessageClassesForFiles([_file.name], _pool).items()
 }
 
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 def packed_request(message: Any, ids: Sequence[int]) -> bytes:
     """The request ``message`` with the ids of its prompt, serialised."""
-    if len(ids) < _MANY:
+    if len(ids) < _MANY_IDS:
         message.tokenized.input_token_ids.extend(ids)
         return bytes(message.SerializeToString())
     # ``extend`` makes an object of each id, and protobuf would then write each. To protobuf, two
