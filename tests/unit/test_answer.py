@@ -137,8 +137,9 @@ def plain(rules: Rules, tokens: TokenIds) -> tuple[str, Any, Any, int]:
 
 
 def _first_stop(rules: Rules, text: str, after: int, count: int) -> tuple[str, str] | None:
-    """The stop that first completes in the text beyond ``after``; the longest of several."""
-    if count < rules.min_tokens:
+    """The stop that first completes in the text beyond ``after``; the longest of several. As in
+    vLLM, none completes in the text of the first ``min_tokens`` tokens."""
+    if count <= rules.min_tokens:
         return None
     for end in range(after + 1, len(text) + 1):
         found = [word for word in rules.stop_words if text[:end].endswith(word)]

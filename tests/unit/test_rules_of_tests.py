@@ -205,15 +205,15 @@ SOUND = {
         "a lower bound of a wait"
     ),
 } | {
-    f"unit/test_linear_costs.py::test_{name}": (
+    f"unit/test_linear_{name}": (
         "the CPU time of this process, the least of four tries: linear work grows 16 to 21 times, "
         "the bound is 60 times, quadratic work grows 256 times"
     )
     for name in (
-        "no_regular_expression_reads_a_text_more_than_once",
-        "no_text_of_a_model_is_read_more_than_once",
-        "python_literals_with_equal_hashes",
-        "what_is_fed_grows_with_its_size",
+        "patterns.py::test_no_regular_expression_reads_a_text_more_than_once",
+        "costs.py::test_no_text_of_a_model_is_read_more_than_once",
+        "costs.py::test_python_literals_with_equal_hashes",
+        "costs.py::test_what_is_fed_grows_with_its_size",
     )
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
@@ -90,4 +89,4 @@ def _type_of(field: Mapping[str, Any]) -> str:
 
 
 def _name_of(reference: str) -> str:
-    return re.sub(r".*/", "", reference)
+    return reference.rpartition("/")[2]

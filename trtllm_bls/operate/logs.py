@@ -31,10 +31,10 @@ _FAILURE_TEXTS = (
     re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.+)", re.DOTALL),
     re.compile(r"failed to load model '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
     re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.+)", re.DOTALL),
-    # The path in the message names the model.
+    # The path in the message names the model. Part by part, so that a long text is read once.
     re.compile(
         r"Failed to preinitialize Python stub: "
-        r"(?P<reason>.*?(?P<model>[^/']+)/\d+/[^/']+'.*)",
+        r"(?P<reason>(?:[^/']*[/'])*?(?P<model>[^/']+)/\d+/[^/']+'.*)",
         re.DOTALL,
     ),
 )

@@ -16,7 +16,8 @@ _MAX_START = 256  # characters of white space in front of a tag
 _HEADER_BEGINS = ("<|channel|>", "<|start|>", "to=")
 _MESSAGE_ENDS = ("<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>")
 _THOUGHTS = "<|channel|>analysis"
-_LONGEST_END = max(map(len, _MESSAGE_ENDS))
+# Text is divided in parts of so many characters, since each part is read once for each tag in it.
+_MAX_PART = 256
 
 
 class TextPiece(NamedTuple):
@@ -49,6 +50,7 @@ class ReasoningState:
             self._stage = _Stage.REASONING if markup.is_opened else _Stage.START
         self._held = ""  # the beginning of a text, which may become a tag
         self._tail = ""  # what came last, which may be the beginning of a tag
+        self._announces_thoughts = False  # the header, as far as it has come
 
     @property
     def is_reasoning(self) -> bool:
@@ -67,6 +69,14 @@ class ReasoningState:
 
     def feed(self, text: str) -> list[TextPiece]:
         """Return the next text in pieces, as far as it is known what they are."""
+        if not self.may_change:
+            return [TextPiece(text, True)] if text else []
+        pieces = []
+        for begin in range(0, len(text), _MAX_PART):
+            pieces += self._divide(text[begin : begin + _MAX_PART])
+        return pieces
+
+    def _divide(self, text: str) -> list[TextPiece]:
         pieces = []
         while text:
             if self._stage is _Stage.START:
@@ -112,14 +122,15 @@ class ReasoningState:
 
     def _read_header(self, text: str) -> tuple[TextPiece, str]:
         known = self._tail + text
-        end = known.find(self._markup.header_end)
-        if end < 0:
-            self._tail = known[-4096:]
+        header, mark, _ = known.partition(self._markup.header_end)
+        self._announces_thoughts |= _THOUGHTS in header
+        if not mark:
+            self._tail = known[1 - max(len(_THOUGHTS), len(self._markup.header_end)) :]
             return TextPiece(text, False), ""
-        end += len(self._markup.header_end)
-        self._stage = _Stage.REASONING if _THOUGHTS in known[:end] else _Stage.ANSWER
-        end -= len(self._tail)
+        self._stage = _Stage.REASONING if self._announces_thoughts else _Stage.ANSWER
+        end = len(header) + len(mark) - len(self._tail)
         self._tail = ""
+        self._announces_thoughts = False
         return TextPiece(text[:end], False), text[end:]
 
     def _read_to(
