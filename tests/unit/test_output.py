@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 import threading
@@ -13,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.waiting import until
-from trtllm_bls.orchestrator.output import QueuedStream, gap_text, queued_output, write_all
+from trtllm_bls.orchestrator.output import (
+    QueuedStream,
+    checked_output,
+    gap_text,
+    queued_output,
+    write_all,
+)
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
@@ -187,3 +194,13 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     code, errors = run(f"serve --model {link}", "")
     assert (code, errors.count("\n")) == (1, 1)
     assert errors.startswith(f"error: --model {link}: ")
+
+
+def test_a_program_in_a_terminal_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's ``input`` edits lines and takes pasted texts whole only with its own stream."""
+    ours, theirs = pty.openpty()
+    with open(ours, "rb", buffering=0), open(theirs, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        with checked_output():
+            assert sys.stdout is terminal
+        monkeypatch.undo()

@@ -251,11 +251,15 @@ class CheckedStream(io.TextIOWrapper):
 def checked_output() -> Iterator[None]:
     """Make ``sys.stdout`` a ``CheckedStream`` in this block, and write all of it at the end.
 
+    A terminal keeps the interpreter's own stream: ``input`` edits lines, and takes a pasted text as
+    a whole, only while ``sys.stdout`` has descriptor 1. A terminal has no disk that may be full.
+
     Raises ``OutputFailed``, also where the block ends by another exception.
     """
     original = sys.stdout
     descriptor = _descriptor_of(original)
-    if descriptor is None or isinstance(original, CheckedStream | QueuedStream):
+    is_replaced = isinstance(original, CheckedStream | QueuedStream)
+    if descriptor is None or is_replaced or os.isatty(descriptor):
         yield
         return
     own = os.dup(descriptor)
@@ -263,7 +267,6 @@ def checked_output() -> Iterator[None]:
         io.BufferedWriter(io.FileIO(own, "wb")),
         encoding=original.encoding,
         errors=original.errors,
-        line_buffering=original.isatty(),
     )
     sys.stdout = checked
     try:
