@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.helpers.server_settings import DEMO
@@ -249,3 +251,14 @@ def test_a_process_that_cannot_fork_loads_a_tokenizer_untried(
     monkeypatch.setattr(template_trial.os, "fork", no_process)
     assert template_trial.problem_of(lambda: None) is None
     assert "the chat template is not tried out" in caplog.text
+
+
+def test_a_trial_that_does_not_end_is_killed_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A forked process may wait for ever for a lock that another thread held."""
+    children = psutil.Process().children()
+    monkeypatch.setattr(template_trial, "_WAIT_S", 0.1)
+    assert template_trial.problem_of(lambda: threading.Event().wait(600)) is None
+    assert "its trial did not end in 0.1 s" in caplog.text
+    assert psutil.Process().children() == children

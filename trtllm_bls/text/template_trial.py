@@ -11,16 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import time
+import select
+import signal
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 CPU_S = 2
 MEMORY_BYTES = 256 << 20
 _WAIT_S = 20.0  # for a child that uses no CPU, as after a fork of a process with many threads
-_POLL_CHILD_S = 0.002
 _NO_MEMORY = 3  # exit code of the child
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,11 @@ def problem_of(render: Callable[[], object]) -> str | None:
         return None
     if not child:
         _run_and_exit(render)
-    status = _wait(child)
+    try:
+        status = _wait(child)
+    except OSError as error:  # This kernel has no pidfd, or signals of children are ignored.
+        log.warning("the chat template is not tried out: %s", error)
+        return None
     if status is None:
         log.warning("the chat template is not tried out: its trial did not end in %g s", _WAIT_S)
         return None
@@ -78,14 +81,15 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _wait(child: int) -> int | None:
-    """Return the child's status once it has ended; ``None`` if that is not known in time."""
-    give_up_at = time.monotonic() + _WAIT_S
-    with suppress(ChildProcessError):  # where signals of children are ignored
-        while time.monotonic() < give_up_at:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                return status
-            time.sleep(_POLL_CHILD_S)
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-    return None
+    """Return the child's status, or kill it and return ``None`` where it does not end in time."""
+    descriptor = os.pidfd_open(child)
+    try:
+        end = select.poll()
+        end.register(descriptor, select.POLLIN)
+        has_ended = end.poll(_WAIT_S * 1000)
+        if not has_ended:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    finally:
+        os.close(descriptor)
+    _, status = os.waitpid(child, 0)
+    return status if has_ended else None
