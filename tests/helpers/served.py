@@ -26,8 +26,9 @@ class Served:
     """``trtllm-bls serve`` as a process of its own, ready."""
 
     def __init__(self, repository: Path | None, *more: str) -> None:
-        services = ["http", "grpc", "metrics", "health"]
-        services += ["openai"] * ("--openai-port" in more)  # which counts, since it comes later
+        services = {"HTTP", "gRPC", "metrics", "health"}
+        if "--openai-port" in more:  # It comes later than the 0 below, so it counts.
+            services |= {"page", "OpenAI"}
         words = [
             "serve",
             *serve_ports(),
@@ -46,7 +47,7 @@ class Served:
                 (name, value.strip()) for name, value in (line.split(maxsplit=1) for line in lines)
             ]
             self.urls = dict(each for each in told if each[0] != "process")
-            assert len(self.urls) == len(services)
+            assert self.urls.keys() == services, f"serve told {sorted(self.urls)}"
             named = (value.split(maxsplit=1) for name, value in told if name == "process")
             self.pids = {name: int(pid) for pid, name in named}  # the last of each name
             self.curl = self.output.next()
