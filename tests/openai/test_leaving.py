@@ -429,19 +429,21 @@ def test_what_is_refused_unread_is_counted_and_logged(
     keys = (hashlib.sha256(b"mine").digest(),)
     api, client = connect(key="mine", keys=keys, max_body_bytes=200)
     ask = client.completions.create
-    refusals: list[tuple[str, Any]] = [
-        ("authorization", lambda: client.with_options(api_key="x").models.list()),
-        ("max_body_bytes", lambda: ask(model=MODEL, prompt="x" * 200)),
+    field = " api=text_completion"  # of a path that is an API's
+    refusals: list[tuple[str, str, Any]] = [
+        ("authorization", "", lambda: client.with_options(api_key="x").models.list()),
+        ("max_body_bytes", field, lambda: ask(model=MODEL, prompt="x" * 200)),
         (
             "content-type",
+            field,
             lambda: ask(model=MODEL, prompt="x", extra_headers={"content-type": "text/x"}),
         ),
     ]
-    for reason, refused in refusals:
+    for reason, api_field, refused in refusals:
         with pytest.raises(openai.APIStatusError) as caught:
             refused()
         until(lambda reason=reason: requests_over(api, outcome="refused", reason=reason) == 1)
-        named = f"id={caught.value.response.headers['x-request-id']} outcome=refused"
+        named = f"id={caught.value.response.headers['x-request-id']}{api_field} outcome=refused"
         assert f"{named} reason={reason}" in caplog.text
     assert requests_over(api, outcome="refused") == len(refusals)
 

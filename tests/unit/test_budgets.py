@@ -163,6 +163,7 @@ CONSTANT = {
     "document.document",
     "document._page",
     "api_settings.ApiSettings.loras",
+    "api_settings.ApiSettings.chat_template_kwargs",
 }
 _CONTAINERS = {"dict", "list", "set", "deque", "OrderedDict", "defaultdict", "Counter"}
 

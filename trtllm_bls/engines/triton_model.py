@@ -398,7 +398,9 @@ def request_inputs(
             else:
                 raise InvalidRequest(spellings[0], _NO_INPUT)
     arrays["input_ids"] = _ids_row(request.input_ids)
-    passed_on = {**input_arrays(request, salted=salted), **request.extras}
+    passed_on = dict(request.extras)
+    if request.guide or request.adapter or request.cache_salt:
+        passed_on |= input_arrays(request, salted=salted)
     arrays |= {name: array[None] for name, array in passed_on.items()}
     if request.stop_sequences:
         arrays["stop_words_list"] = pack_words(request.stop_sequences)[None]

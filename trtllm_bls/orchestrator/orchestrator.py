@@ -388,7 +388,8 @@ class Orchestrator:
         limits = self._defaults.limits
         # A text has at least as many bytes as characters.
         limits.check("max_prompt_bytes", "text_input", len(request.text or ""), "bytes")
-        limits.check("max_prompt_bytes", "messages", json_size(request.messages), "bytes")
+        if request.messages is not None:
+            limits.check("max_prompt_bytes", "messages", json_size(request.messages), "bytes")
         if not request.fits_max_tokens:
             limits.check("max_output_tokens", "max_tokens", request.max_tokens, "tokens")
         limits.check("max_timeout_seconds", "timeout_ms", request.timeout_s, "s")

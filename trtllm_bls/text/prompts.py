@@ -84,7 +84,8 @@ class PromptMaker:
             return True
         words = (*request.stop_words, *request.bad_words, *(word for word, _ in biased))
         characters = sum(map(len, words)) + len(request.text or "") + len(request.prediction or "")
-        characters += json_size(request.messages) + json_size(request.chat.tools)
+        if request.messages is not None:
+            characters += json_size(request.messages) + json_size(request.chat.tools)
         return number * _WORD_COST + characters >= _LONG_REQUEST
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:

@@ -118,6 +118,7 @@ class RequestServer:
         self.loop = asyncio.new_event_loop()  # all requests run on it
         self._senders = SenderThreads(self.loop, senders, before_error_status)
         self._closing, self._stopping = threading.Event(), False
+        self._is_ending = False  # every open call is being ended
         self.refusal: TrtllmBlsError | None = None  # the answer to every new request
         self._threads = [
             threading.Thread(target=self._run_loop, name="event-loop", daemon=True),
@@ -218,7 +219,7 @@ class RequestServer:
                 log.log(self._end_level, "%s: cancelled: nobody takes its answer any more", call.id)
                 if call.outbox.sequences:
                     call.finish()
-            elif self._closing.is_set():
+            elif self._is_ending:
                 call.fail(EngineUnavailable("the server is shutting down"))
             else:
                 call.fail(unexpected(error, call.id))
@@ -242,6 +243,7 @@ class RequestServer:
 
     async def end_all(self) -> None:
         """End every open call with an error."""
+        self._is_ending = True
         await asyncio.sleep(0)  # a task that is cancelled before its first step answers nobody
         tasks = list(self._open.values())
         for call, task in self._open.items():
