@@ -22,8 +22,13 @@ from trtllm_bls.http.limits import Refused
 from trtllm_bls.pipeline.other_models import ModelStream
 from trtllm_bls.settings.model_config import CHAT_EVENTS
 from trtllm_bls.types import EngineRequest
-from trtllm_bls.wire.grpc_client import GrpcError
-from trtllm_bls.wire.streams import MOST_WAITING, MOST_WAITING_BYTES, ResponseStream, StreamEnd
+from trtllm_bls.wire.grpc_client import (
+    MOST_WAITING,
+    MOST_WAITING_BYTES,
+    GrpcError,
+    ResponseStream,
+    StreamEnd,
+)
 
 
 class Call:

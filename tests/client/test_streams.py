@@ -368,7 +368,7 @@ async def test_a_reader_that_is_behind_holds_the_server_back(
     in bytes, and in responses, of which any number is read in the end."""
     few = 1000
     monkeypatch.setattr("trtllm_bls.client.client.MOST_WAITING", few)
-    monkeypatch.setattr("trtllm_bls.wire.streams.MOST_WAITING", few)
+    monkeypatch.setattr("trtllm_bls.wire.grpc_client.MOST_WAITING", few)
     sent = 0
 
     def note(message: object) -> None:

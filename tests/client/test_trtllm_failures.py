@@ -39,7 +39,7 @@ from trtllm_bls.types import (
     EngineChunk,
     FinishReason,
 )
-from trtllm_bls.wire.streams import StreamEnd
+from trtllm_bls.wire.grpc_client import StreamEnd
 
 # --- errors ---------------------------------------------------------------------------------
 

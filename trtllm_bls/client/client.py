@@ -45,8 +45,8 @@ from trtllm_bls.errors import (
 from trtllm_bls.settings.parameters import nearest
 from trtllm_bls.types import Backoff
 from trtllm_bls.wire.contract import BLS, ENGINE, MODELS, Model, Tensor
+from trtllm_bls.wire.grpc_client import MOST_WAITING, MOST_WAITING_BYTES, Arrivals
 from trtllm_bls.wire.kserve import is_final, output_arrays, packed_infer_message
-from trtllm_bls.wire.streams import MOST_WAITING, MOST_WAITING_BYTES, Arrivals
 
 __all__ = ["BLS", "ENGINE", "Client", "Event", "Model", "Result", "Stream", "Tls"]
 

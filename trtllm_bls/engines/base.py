@@ -15,14 +15,13 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from trtllm_bls.errors import EngineError, EngineStalled
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
-from trtllm_bls.wire.streams import Arrivals, Release, ResponseStream, StreamEnd
+from trtllm_bls.wire.grpc_client import Arrivals, Release, ResponseStream
 
 LOOKS_PER_STALL = 4  # how often silence is looked at within the time of a stall
 
@@ -109,6 +108,9 @@ class CallChunks(ResponseStream[EngineChunk], ChunkStream):
     def __init__(self, calls: RunningCalls, release: Release) -> None:
         super().__init__(release)
         self._calls = calls
+        self._at_end.append(
+            lambda end, error: calls.fail(self, error) if error else calls.running.discard(self)
+        )
         calls.add(self)
 
     def on_messages(self, messages: list[bytes]) -> None:
@@ -147,7 +149,6 @@ class RunningCalls:
     def add(self, chunks: CallChunks) -> None:
         """Watch over a request that has begun, until its stream ends."""
         self.running.add(chunks)
-        chunks.call_at_end(partial(self._remove, chunks))
         if self._watching is None and self._stall_seconds:
             self.silent_looks = 0
             self._watching = asyncio.create_task(self._watch())
@@ -157,7 +158,8 @@ class RunningCalls:
         if self._watching is not None:
             self._watching.cancel()
 
-    def _remove(self, chunks: CallChunks, end: StreamEnd, error: Exception | None) -> None:
+    def fail(self, chunks: CallChunks, error: Exception) -> None:
+        """Watch no longer over a request whose stream ended with an error."""
         self.running.discard(chunks)
         # The engine's state is doubted from now on, so that its next request asks for it.
         if isinstance(error, EngineError):

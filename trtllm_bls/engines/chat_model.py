@@ -17,14 +17,13 @@ from tritonclient.grpc import service_pb2
 from trtllm_bls.errors import EngineError, EngineUnavailable, Unsupported, from_wire
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
 from trtllm_bls.types import Sampling, TextRequest
-from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
+from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError, ResponseStream, close_or_cancel
 from trtllm_bls.wire.kserve import (
     SERVICE,
     is_final,
     output_arrays,
     packed_infer_message,
 )
-from trtllm_bls.wire.streams import ResponseStream, close_or_cancel
 
 _PASSED_ON = (
     *("max_tokens", "fits_max_tokens", "stop_words", "include_stop", "stop_token_ids"),

@@ -57,10 +57,9 @@ from trtllm_bls.types import (
     Wants,
 )
 from trtllm_bls.wire.contract import ENGINE
-from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
+from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, StreamEnd, ignore
 from trtllm_bls.wire.kserve import SERVICE, is_final, output_arrays, packed_infer_message
 from trtllm_bls.wire.request_fields import input_arrays
-from trtllm_bls.wire.streams import StreamEnd
 from trtllm_bls.wire.words import dense_bias, pack_words
 
 _ID = struct.Struct("<i")
@@ -236,12 +235,10 @@ class StreamPool:
 
     def release(self, call: GrpcCall, end: StreamEnd) -> None:
         """Keep the call of a stream that had its last response; cancel that of any other."""
-        if end is StreamEnd.LAST:
-            self._keep(call)
-        elif not call.half_closed:  # else it is ending already
-            call.cancel()
-
-    def _keep(self, call: GrpcCall) -> None:
+        if end is not StreamEnd.LAST:
+            if not call.half_closed:  # else it is ending already
+                call.cancel()
+            return
         if call.replies >= MAX_REPLIES or len(self._idle) >= MAX_IDLE:
             self.end(call)
             return
@@ -357,6 +354,17 @@ class DeployedModel:
 # --- requests -------------------------------------------------------------------------------
 
 
+_NO_TYPED_FIELDS = (None, None, None)
+
+
+def _check_guide(model: DeployedModel) -> None:
+    """Raise ``Unsupported`` for a model of the C++ backend that would ignore a guide."""
+    missing = [key for key in GUIDES if not model.parameters.get(key)]
+    if model.is_cpp_backend and missing:
+        problem = f"the engine would ignore it; set its parameter {' and '.join(missing)}"
+        raise Unsupported(GUIDE_TEXT_INPUT, problem)
+
+
 def request_inputs(
     request: EngineRequest, model: DeployedModel, vocab_size: int
 ) -> list[tuple[str, str, Array]]:
@@ -366,10 +374,8 @@ def request_inputs(
     option that this engine has no input for: never dropped in silence.
     """
     declared, sequences, draft = model.inputs, request.num_return_sequences, request.draft
-    missing = [key for key in GUIDES if not model.parameters.get(key)]
-    if request.guide is not None and model.is_cpp_backend and missing:
-        problem = f"the engine would ignore it; set its parameter {' and '.join(missing)}"
-        raise Unsupported(GUIDE_TEXT_INPUT, problem)
+    if request.guide is not None:
+        _check_guide(model)
     salted = model.speculates and "cache_salt" in declared
     numbers = {
         "max_tokens": request.max_tokens,
@@ -380,13 +386,12 @@ def request_inputs(
         **vars(request.sampling),
         "draft_acceptance_threshold": draft.acceptance_threshold if draft is not None else None,
         "input_lengths": len(request.input_ids),
+        "exclude_input_in_output": True if "exclude_input_in_output" in declared else None,
     }
     for name, demand in vars(request.wants).items():
         # Counts are the caller's own business; the engine need not send them.
         if demand and not name.startswith("num_"):
             numbers[f"return_{name}"] = demand
-    if "exclude_input_in_output" in declared:
-        numbers["exclude_input_in_output"] = True
     arrays = {}
     for key, value in numbers.items():
         if value is not None:
@@ -399,8 +404,8 @@ def request_inputs(
                 raise InvalidRequest(spellings[0], _NO_INPUT)
     arrays["input_ids"] = _ids_row(request.input_ids)
     passed_on = dict(request.extras)
-    if request.guide or request.adapter or request.cache_salt:
-        passed_on |= input_arrays(request, salted=salted)
+    if (request.guide, request.adapter, request.cache_salt) != _NO_TYPED_FIELDS:
+        passed_on = {**input_arrays(request, salted=salted), **passed_on}
     arrays |= {name: array[None] for name, array in passed_on.items()}
     if request.stop_sequences:
         arrays["stop_words_list"] = pack_words(request.stop_sequences)[None]

@@ -57,9 +57,8 @@ from trtllm_bls.http.shares import TENANT, NoShare, Shares, holder_of
 from trtllm_bls.http.values import encoded, flat_values, numpy_type, packed, wrong
 from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.types import CacheSalt
-from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
+from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError, ResponseStream, close_or_cancel
 from trtllm_bls.wire.kserve import SERVICE, is_final
-from trtllm_bls.wire.streams import ResponseStream, close_or_cancel
 
 _METADATA_SECONDS = 10.0  # a model may be loaded again with other tensors
 _TIMEOUT_SECONDS = 30.0

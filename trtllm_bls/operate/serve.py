@@ -354,8 +354,8 @@ def announcement(server: TritonServer, health_port: int, http: HttpProcess | Non
     ]
     curl = f"curl -i{curl_tls(settings)} {url}/v2/health/ready"
     if http is not None and http.url is not None:
-        lines = [f"page     {http.url}/", f"OpenAI   {http.url}/v1", *lines]
-        curl = chat_curl(http.url, settings)
+        lines.insert(0, f"OpenAI   {http.url}/v1")
+        curl = f"{chat_curl(http.url, settings)}\nor chat in a browser: {http.url}/"
     elif BLS in server.models:
         url = f"{url}/v2/models/{BLS}/generate"
         request = '"text_input": "Once upon a time", "max_tokens": 32'

@@ -393,11 +393,13 @@ class Orchestrator:
         if not request.fits_max_tokens:
             limits.check("max_output_tokens", "max_tokens", request.max_tokens, "tokens")
         limits.check("max_timeout_seconds", "timeout_ms", request.timeout_s, "s")
-        limits.check_guide(request.guide)
+        if request.guide is not None:
+            limits.check_guide(request.guide)
 
     async def _prepare(self, request: TextRequest) -> tuple[EngineRequest, Answer]:
         """Return what the engine is asked, and what its chunks will become."""
-        request = _with_seed(request)
+        if request.sampling != _GREEDY:
+            request = _with_seed(request)
         capacity = await self._engine.capacity()
         prompt = await self._make_prompt(request, capacity)
         engine_request = prompt.asked
@@ -406,10 +408,27 @@ class Orchestrator:
             engine_request.wants = replace(request.wants, top_log_probs=0, generation_logits=True)
         max_tokens = self._max_tokens(request, engine_request, capacity)
         engine_request.max_tokens = max(1, max_tokens)  # engines have no smaller number
-        engine_request.streaming = self._streams(request, engine_request.wants)
-        self._check_logits(engine_request, capacity)
+        # A stream can be ended half-way, by a stop in the text or by a time limit of the caller's
+        # own, and shows that the engine works.
+        engine_request.streaming = bool(
+            request.stream
+            or request.stop_words
+            or request.sampling.min_tokens
+            or request.timeout_s is not None
+            or (not self._defaults.engine_shows_progress and engine_request.wants == _NOTHING_MORE)
+        )
+        if engine_request.wants.context_logits or engine_request.wants.generation_logits:
+            rows = engine_request.logit_rows(capacity)
+            self._defaults.limits.check_logits(rows, capacity.vocab_size)
         rules = self._rules(request, prompt, max_tokens, capacity)
-        return engine_request, Answer(request, rules, self._detokenizers(request))
+        skip = request.skip_special_tokens
+        if skip is None:
+            skip = self._defaults.skip_special_tokens
+        markers = request.markup.markers if request.markup is not None else ""
+        detokenizers: list[Detokenizer] = []
+        for _ in range(request.num_return_sequences):
+            detokenizers.append(self.prompts.tokenizer.detokenizer(skip, markers))
+        return engine_request, Answer(request, rules, detokenizers)
 
     async def _make_prompt(self, request: TextRequest, capacity: EngineCapacity) -> Prompt:
         """Tokenise the request. Raises ``InvalidRequest``, also for a prompt that is too long."""
@@ -436,24 +455,6 @@ class Orchestrator:
             room = min(room, self._defaults.limits.max_output_tokens)
         return room if max_tokens is None else min(room, max_tokens)
 
-    def _streams(self, request: TextRequest, wants: Wants) -> bool:
-        """Return true if the engine is to stream.
-
-        A stream can be ended half-way, by a stop in the text or by a time limit of the caller's
-        own, and shows that the engine works.
-        """
-        if request.stream or request.stop_words or request.sampling.min_tokens:
-            return True
-        if request.timeout_s is not None:
-            return True
-        return not self._defaults.engine_shows_progress and wants == _NOTHING_MORE
-
-    def _check_logits(self, engine_request: EngineRequest, capacity: EngineCapacity) -> None:
-        wants = engine_request.wants
-        if wants.context_logits or wants.generation_logits:
-            rows = engine_request.logit_rows(capacity)
-            self._defaults.limits.check_logits(rows, capacity.vocab_size)
-
     def _rules(
         self, request: TextRequest, prompt: Prompt, max_tokens: int, capacity: EngineCapacity
     ) -> TextRules:
@@ -473,15 +474,6 @@ class Orchestrator:
             expose_kv_cache_metrics=self._defaults.expose_kv_cache_metrics,
         )
 
-    def _detokenizers(self, request: TextRequest) -> list[Detokenizer]:
-        """Return one detokenizer for each sequence."""
-        skip = request.skip_special_tokens
-        if skip is None:
-            skip = self._defaults.skip_special_tokens
-        markers = request.markup.markers if request.markup is not None else ""
-        make = self.prompts.tokenizer.detokenizer
-        return [make(skip, markers) for _ in range(request.num_return_sequences)]
-
 
 def _with_seed(request: TextRequest) -> TextRequest:
     """Return a request whose random numbers differ from every other's, or repeat if it says so.
@@ -491,7 +483,7 @@ def _with_seed(request: TextRequest) -> TextRequest:
     on what else runs, and with it the random numbers that are drawn.
     """
     sampling = request.sampling
-    if sampling == _GREEDY or sampling.is_greedy:
+    if sampling.is_greedy:
         return request
     if sampling.seed is not None:
         return replace(request, speculation=SpeculationRequest(num_draft_tokens=0))
@@ -560,6 +552,9 @@ class _RequestRecord(RequestTimes):
     def stats(self, error: BaseException | None) -> RequestStats:
         """The figures of the request, which is over; ``error`` is what ended it, if one did."""
         request, tokens, endings = self._request, self.tokens, self._endings
+        beginning = (request.text or "")[:MOST_CHARACTERS]
+        if request.messages:
+            beginning = _beginning(request.messages)
         stats = stats_of(
             request.request_id,
             error,
@@ -571,7 +566,7 @@ class _RequestRecord(RequestTimes):
             speculation=endings[0].speculation if endings else None,
             traceparent=request.traceparent,
             api=request.api,
-            prompt=_beginning(request),
+            prompt=beginning,
         )
         if error is None and any(
             ending.finish_reason is FinishReason.TIMEOUT for ending in endings
@@ -585,14 +580,12 @@ class _RequestRecord(RequestTimes):
         return stats
 
 
-def _beginning(request: TextRequest) -> str:
-    """Return as much of the prompt as the request log may show."""
-    if not request.messages:
-        return (request.text or "")[:MOST_CHARACTERS]
+def _beginning(messages: object) -> str:
+    """Return as much of a conversation as the request log may show."""
     pieces: list[str] = []
     length = 0
     with suppress(RecursionError):  # of what no template takes, either
-        for piece in json.JSONEncoder(ensure_ascii=False).iterencode(request.messages):
+        for piece in json.JSONEncoder(ensure_ascii=False).iterencode(messages):
             pieces.append(piece)
             length += len(piece)
             if length >= MOST_CHARACTERS:

@@ -28,7 +28,7 @@ from trtllm_bls.errors import (
 from trtllm_bls.settings.parameters import nearest, suggestion
 from trtllm_bls.types import Array
 from trtllm_bls.wire.contract import Tensor, array_of
-from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
+from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError, ResponseStream, close_or_cancel
 from trtllm_bls.wire.kserve import (
     SERVICE,
     datatype_of,
@@ -36,7 +36,6 @@ from trtllm_bls.wire.kserve import (
     output_arrays,
     packed_infer_message,
 )
-from trtllm_bls.wire.streams import ResponseStream, close_or_cancel
 
 _OTHER_CONFIG_SECONDS = 10.0  # for the server to send a model's configuration
 _READY_POLL_SECONDS = 0.2

@@ -182,7 +182,8 @@ class SequenceText:
         else:
             ids, reason = self.criteria.feed(chunk.token_ids)
             self._cut(self._detokenizer.feed(ids))
-            self._count_reasoning(len(ids))
+            if self._reasoning is not None:
+                self._count_reasoning(self._reasoning, len(ids))
         if chunk.context_logits is not None and self._next.context_logits is None:
             self._next.context_logits, self._new_context = chunk.context_logits, True
         exposed = self._rules.expose_kv_cache_metrics
@@ -201,9 +202,10 @@ class SequenceText:
                     full = longest is not None and total >= longest
                     reason = FinishReason.LENGTH if full else FinishReason.END_ID
             if reason is not None:
-                stop = self._flush()
-        if stop is not None:
-            reason = FinishReason.STOP
+                stop = self._cut(self._detokenizer.flush())
+                if stop is None and self._matcher is not None:
+                    stop = self._flush(self._matcher)
+        reason = FinishReason.STOP if stop is not None else reason
         if self._scores.waiting:
             released_all = reason not in (None, FinishReason.STOP)
             self._scores.release(None if released_all else self._released)
@@ -283,7 +285,8 @@ class SequenceText:
             begin = self._released + self._held
             end = begin + len(text)
             stop = self._cut(text)
-            self._count_reasoning(1)
+            if self._reasoning is not None:
+                self._count_reasoning(self._reasoning, 1)
             if position < accepted and text:
                 self._drafted.append((begin, end))
             logits = chunk.generation_logits
@@ -306,11 +309,8 @@ class SequenceText:
             return None
         return self._cut_pieces(self._matcher, pieces)
 
-    def _count_reasoning(self, num_tokens: int) -> None:
+    def _count_reasoning(self, reasoning: ReasoningState, num_tokens: int) -> None:
         """Count tokens whose text has been added, if they are of the reasoning."""
-        reasoning = self._reasoning
-        if reasoning is None:
-            return
         if self._is_reasoning or reasoning.is_reasoning:
             self._reasoning_tokens += num_tokens + self._undecided_tokens
             self._undecided_tokens = 0
@@ -339,15 +339,13 @@ class SequenceText:
             return 0
         return self._matcher.held + (self._reasoning.held if self._reasoning is not None else 0)
 
-    def _flush(self) -> str | None:
+    def _flush(self, matcher: StopMatcher) -> str | None:
         """Release what was held back, up to a stop that completes in it; return that stop."""
-        stop = self._cut(self._detokenizer.flush())
-        matcher = self._matcher
-        if stop is None and matcher is not None:
-            if self._reasoning is not None:
-                stop = self._cut_pieces(matcher, self._reasoning.flush())
-            if stop is None:
-                self._release(matcher.flush())
+        stop = None
+        if self._reasoning is not None:
+            stop = self._cut_pieces(matcher, self._reasoning.flush())
+        if stop is None:
+            self._release(matcher.flush())
         return stop
 
     def _release(self, text: str) -> None:

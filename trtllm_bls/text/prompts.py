@@ -54,14 +54,6 @@ class Prompt(NamedTuple):
     kept_ids: TokenIds = ()
 
 
-class _EndIds(NamedTuple):
-    """Ids that end an answer; the one that the engine is told; those that the answer shows."""
-
-    all: TokenIds
-    of_engine: int
-    kept: TokenIds
-
-
 @dataclass(frozen=True)
 class PromptMaker:
     """Tokenises requests; ``add_special_tokens`` and ``draft_source`` apply where a request does
@@ -92,7 +84,8 @@ class PromptMaker:
         """Tokenise, as a batch, requests that ``make`` will soon be called for; on any thread."""
         short = [request for request in requests if request.text and not self.is_long(request)]
         for adds in (True, False):
-            batch = [request for request in short if self._adds_special(request) is adds]
+            choices = {adds, None} if adds is self.add_special_tokens else {adds}
+            batch = [request for request in short if request.add_special_tokens in choices]
             texts = [request.text or "" for request in batch]
             for request, ids in zip(batch, self.tokenizer.encode_all(texts, adds), strict=True):
                 request.text_ids = ids
@@ -115,7 +108,13 @@ class PromptMaker:
                 yield word
                 give_way()
 
-        ends = self._ends(request)
+        own_ends = self.tokenizer.end_ids  # the model's own, unless the request names one
+        if request.end_id is not None:
+            own_ends = () if request.end_id < 0 else (request.end_id,)
+        # An engine does not show the end id that it is told.
+        kept_ends = request.stop_token_ids if request.include_stop else ()
+        all_ends = tuple(dict.fromkeys((*own_ends, *request.stop_token_ids)))
+        engine_end = next(iter(own_ends if kept_ends else all_ends), -1)
         if request.stop_words:
             checked_stops(request.stop_words)
         biased = [word for word, _ in request.embedding_bias]
@@ -126,7 +125,9 @@ class PromptMaker:
         engine_stops: tuple[TokenIds, ...] = ()
         bad_sequences: tuple[TokenIds, ...] = ()
         bias = request.token_bias
-        markup = self._markup(request)
+        markup = request.markup or NO_MARKUP
+        if request.markup is None and request.messages is not None and request.stop_words:
+            markup = self._markup(request)
         if request.stop_words and not min_tokens and not markup.reasoning_end:
             stops = tuple(map(tokenizer.stop_ids, giving_way(request.stop_words)))
         if request.bad_words:
@@ -137,7 +138,7 @@ class PromptMaker:
             by_word = [(token, by) for word, by in pairs for token in tokenizer.word_ids(word)]
             bias = (*by_word, *bias)
         if not min_tokens:
-            further = ((token,) for token in ends.all if token != ends.of_engine)
+            further = ((token,) for token in all_ends if token != engine_end)
             engine_stops = tuple(dict.fromkeys((*filter(None, stops), *further)))
         ids = self._ids(request, max_prompt_tokens)
         extras = request.extras
@@ -165,7 +166,7 @@ class PromptMaker:
             max_tokens=request.max_tokens or 0,
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,
-            end_id=ends.of_engine,
+            end_id=engine_end,
             pad_id=tokenizer.pad_id if request.pad_id is None else request.pad_id,
             stop_sequences=engine_stops,
             bad_sequences=bad_sequences,
@@ -179,26 +180,10 @@ class PromptMaker:
             traceparent=request.traceparent,
             extras=extras,
         )
-        return Prompt(asked, ends.all, stops, markup, ends.kept)
-
-    def _ends(self, request: TextRequest) -> _EndIds:
-        """Return what ends an answer: the model's own ids, unless the request names one (-1: none),
-        and those of the request."""
-        own = self.tokenizer.end_ids
-        if request.end_id is not None:
-            own = () if request.end_id < 0 else (request.end_id,)
-        further = request.stop_token_ids
-        # An engine does not show the end id that it is told.
-        kept = further if request.include_stop else ()
-        of_engine = next(iter(own if kept else (*own, *further)), -1)
-        return _EndIds(tuple(dict.fromkeys((*own, *further))), of_engine, kept)
+        return Prompt(asked, all_ends, stops, markup, kept_ends)
 
     def _markup(self, request: TextRequest) -> AnswerMarkup:
-        """Return how the answer is marked, by default as the chat template of a chat has it."""
-        if request.markup is not None:
-            return request.markup
-        if request.messages is None or not request.stop_words:
-            return NO_MARKUP
+        """Return how the answer is marked, as the chat template of a chat has it."""
         tokenizer = self.tokenizer
         tags = REASONING_TAGS.get(formats_of(tokenizer.chat_template)[1] or "")
         # Where the text leaves the tags out, nothing tells reasoning from the answer.
@@ -223,10 +208,6 @@ class PromptMaker:
                 "messages", f"{problem} allowed (parameter {parameter})", parameter
             )
 
-    def _adds_special(self, request: TextRequest) -> bool:
-        adds = request.add_special_tokens
-        return self.add_special_tokens if adds is None else adds
-
     def _ids(self, request: TextRequest, most: int | None) -> PromptIds:
         messages, tokenizer = request.messages, self.tokenizer
         ids: PromptIds
@@ -247,7 +228,9 @@ class PromptMaker:
             if messages is not None:
                 ids = tokenizer.encode_chat(text)
             else:
-                adds = self._adds_special(request)
+                adds = request.add_special_tokens
+                if adds is None:
+                    adds = self.add_special_tokens
                 ids = request.text_ids or tokenizer.encode(text, adds, field)
         if not ids:
             raise InvalidRequest(field, problem)

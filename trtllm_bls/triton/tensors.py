@@ -290,13 +290,16 @@ def text_requests(
     ``exclude_input`` holds for a request that does not say. Raises ``InvalidRequest`` naming the
     tensor.
     """
-    trace, rows = traceparent_of(parameters), read_rows(BLS, arrays, limits)
+    trace = None
+    if '"traceparent"' in parameters:  # most requests have none
+        trace = traceparent_of(parameters)
+    rows = read_rows(BLS, arrays, limits)
     return [_text_request(row, request_id, exclude_input, trace) for row in rows]
 
 
 def traceparent_of(parameters: str) -> str | None:
     """The trace context among a request's ``parameters``, which are JSON."""
-    if '"traceparent"' not in parameters:  # as in most requests
+    if not parameters:
         return None
     value = json.loads(parameters).get("traceparent")
     return valid_traceparent(value) if isinstance(value, str) else None

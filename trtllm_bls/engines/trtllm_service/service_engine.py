@@ -43,8 +43,7 @@ from trtllm_bls.types import (
     SpeculationStats,
     TopLogProbs,
 )
-from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, ignore
-from trtllm_bls.wire.streams import StreamEnd
+from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, StreamEnd, ignore
 
 _ASK_SECONDS = 10.0  # for information about the model
 _HEALTH_PROBE_SECONDS = 5.0  # for a silent server to say how it is
