@@ -28,7 +28,7 @@ class Served:
     def __init__(self, repository: Path | None, *more: str) -> None:
         services = {"HTTP", "gRPC", "metrics", "health"}
         if "--openai-port" in more:  # It comes later than the 0 below, so it counts.
-            services |= {"page", "OpenAI"}
+            services |= {"OpenAI"}
         words = [
             "serve",
             *serve_ports(),
