@@ -93,7 +93,11 @@ def test_a_server_that_stays_without_descriptors_is_started_again(repository: Pa
         with socket.create_connection((host, int(port)), timeout=60) as waiting:
             waiting.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
             told = running.wait_for_line("starting again")
-            assert "tritonserver has used its 0 file descriptors; starting again in 1 s" in told
+            # The program in front of port 8000 may miss its answers by then, which is told, too.
+            cause, *further, end = told.strip().split("; ")
+            assert cause.endswith("tritonserver has used its 0 file descriptors")
+            assert [line for line in further if "has answered nothing for" not in line] == []
+            assert end == "starting again in 1 s"
             with suppress(ConnectionResetError):
                 assert waiting.recv(1) == b""
         running.wait_for_line("serving again")
