@@ -69,7 +69,7 @@ from trtllm_bls.text.json_values import json_value
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.triton.request_server import Call
 from trtllm_bls.triton.served_model import ServedModel
-from trtllm_bls.types import Array
+from trtllm_bls.types import Array, Backoff
 from trtllm_bls.wire.contract import Tensor
 from trtllm_bls.wire.traceparent import valid_traceparent
 
@@ -81,6 +81,7 @@ else:
 __all__ = ["EngineError", "InvalidRequest", "Step", "Tensor"]  # for ``trtllm_bls.pipeline``
 
 Value: TypeAlias = bool | int | float | str
+_WARM_UP_PAUSE = Backoff(1.0, 60.0)  # seconds between two tries
 _WARM_UP_LOG_SECONDS = 10  # between two lines on what a warm-up waits for
 _PARAMETER_KINDS = {
     bool: FLAG,
@@ -558,7 +559,7 @@ class StreamingModel(ServedModel):
             except BaseException as raised:
                 if self._warm is None and not isinstance(raised, Exception):
                     raise  # the model ends meanwhile
-                pause = min(max(2 * pause, 1.0), 60.0)
+                pause = _WARM_UP_PAUSE.after(pause)
                 self._warm_up_failed = True
                 self.deployment.warm_up_problem = f"{name}: its warm_up failed: {one_line(raised)}"
                 log.exception("warm_up failed; it is tried again in %g s", pause)
