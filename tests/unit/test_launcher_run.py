@@ -17,10 +17,10 @@ from trtllm_bls.operate import preparation
 from trtllm_bls.operate.checks import Installation
 from trtllm_bls.operate.ports import Ports
 from trtllm_bls.settings.command_options import Override, ServeSettings
+from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.settings.parameters import TEXT, Parameters, parameters_of
 from trtllm_bls.triton.request_server import SENDERS
 
-BLS = preparation.BLS
 PORTS = Ports("127.0.0.1", "127.0.0.1", "127.0.0.1", 8000, 8001, 8002)
 
 
@@ -65,7 +65,7 @@ def test_the_thread_pool_is_larger_than_the_number_of_streams_that_may_hold_one(
     [
         ("tensorrt_llm", None, 'backend: "tensorrtllm"', True),
         ("custom", b"import triton_python_backend_utils", 'backend: "python"', False),
-        (BLS, "shipped", "", True),
+        (BLS_NAME, "shipped", "", True),
         ("another_name", "shipped", "", True),
     ],
 )
@@ -80,7 +80,7 @@ def test_which_python_models_only_send(
     version = tmp_path / model / "1"
     version.mkdir(parents=True)
     if code is not None:
-        shipped = (REPOSITORY / BLS / "1" / "model.py").read_bytes()
+        shipped = (REPOSITORY / BLS_NAME / "1" / "model.py").read_bytes()
         (version / "model.py").write_bytes(shipped if isinstance(code, str) else code)
     (version.parent / "config.pbtxt").write_text(config)
     assert preparation.sends_only(tmp_path) is expected

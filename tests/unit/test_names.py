@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import trtllm_bls
+from trtllm_bls.settings import model_names
 
 PACKAGE = Path(trtllm_bls.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -100,6 +101,49 @@ def test_no_class_and_no_private_constant_has_a_name_twice() -> None:
     twice = {name: files for name, files in homes.items() if len(files) > 1}
     assert {name: files for name, files in twice.items() if name not in SHARED} == {}
     assert twice.keys() >= SHARED.keys(), "no longer shared: take it out of the list"
+
+
+MODEL_NAMES = "|".join(value for name, value in vars(model_names).items() if name.endswith("_NAME"))
+# A name by itself, or before a parameter or a file. Elsewhere ``ensemble`` and the like are words.
+SPELLED_NAME = re.compile(
+    rf"^({MODEL_NAMES})$|(?<![\w.])({MODEL_NAMES})[./]\w|\btensorrt_llm(_bls|_draft)?\b"
+)
+# The texts that spell a model's name, and why.
+SPELLED = {
+    ("configure/pbtxt.py", "## What an engine tells"): "a page of the documents, as Markdown",
+    ("engines/llm_api.py", "tensorrt_llm"): "the Python package of TensorRT-LLM",
+    ("operate/doctor.py", "tensorrt_llm.llmapi.llm_args"): "the Python package of TensorRT-LLM",
+    ("settings/parameters.py", "Arguments of `tensorrt_llm.LLM`"): "a class of that package",
+}
+
+
+def spelled_names(module: Path) -> Iterator[str]:
+    """The texts of a module's code, without its docstrings, that spell the name of a model."""
+    plain = {id(node.value) for node in ast.walk(tree(module)) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree(module)):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in plain and SPELLED_NAME.search(node.value):
+            yield node.value
+
+
+def test_one_module_spells_the_names_of_models() -> None:
+    """Every other takes them from there; but for ``SPELLED``."""
+    home = Path("settings/model_names.py")
+    places = set()
+    for module in MODULES:
+        file = module.relative_to(PACKAGE)
+        places |= {(str(file), text) for text in spelled_names(module) if file != home}
+    strays = []
+    unused = set(SPELLED)
+    for file, text in sorted(places):
+        reasons = {
+            (name, begin) for name, begin in SPELLED if name == file and text.startswith(begin)
+        }
+        unused -= reasons
+        if not reasons:
+            strays.append((file, text))
+    assert strays == []
+    assert unused == set(), "no longer spelled: take it out of the list"
 
 
 def docstrings(module: Path) -> Iterator[tuple[int, str]]:

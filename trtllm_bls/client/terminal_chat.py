@@ -68,7 +68,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 @program()
-@click.option("--model", help="The model to ask (tensorrt_llm_bls, or the API's first).")
+@click.option("--model", help=f"The model to ask ({BLS.name}, or the API's first).")
 @click.option("--system", help="The system prompt.")
 @click.option("-o", "--max-tokens", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="0 is greedy.")

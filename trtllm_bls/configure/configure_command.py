@@ -20,7 +20,6 @@ from tritonclient.grpc import model_config_pb2
 from trtllm_bls.configure.engine_dir import LOGITS_DTYPES, read_engine
 from trtllm_bls.configure.model_programs import is_ours
 from trtllm_bls.configure.repository import (
-    DRAFT,
     ConfigureOptions,
     Repository,
     launcher_command,
@@ -34,6 +33,7 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.command_options import Override, option, options_of
 from trtllm_bls.settings.cpp_backend import Version, check_backend, keys_of, parse_version
 from trtllm_bls.settings.model_config import dtype_of, instances_of, read_config, values_of
+from trtllm_bls.settings.model_names import DRAFT_NAME
 from trtllm_bls.settings.model_yaml import ModelYaml
 from trtllm_bls.settings.parameters import check
 from trtllm_bls.wire.contract import (
@@ -86,7 +86,7 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
     "sets",
     multiple=True,
     metavar="[MODEL.]KEY=VALUE",
-    help="Any parameter; of tensorrt_llm where no model is named.",
+    help=f"Any parameter; of {ENGINE.name} where no model is named.",
 )
 @click.option(
     "--set-draft", "draft_sets", multiple=True, metavar="KEY=VALUE", help="The same, of the draft."
@@ -113,7 +113,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     slurm, source, strict = (options.pop(name) for name in ("slurm", "existing", "strict"))
     names = names_of(options.pop("names"))
     overrides = [_override(text, ENGINE.name) for text in options.pop("sets")]
-    overrides += [_override(f"{DRAFT}.{text}", DRAFT) for text in options.pop("draft_sets")]
+    for text in options.pop("draft_sets"):
+        overrides.append(_override(f"{DRAFT_NAME}.{text}", DRAFT_NAME))
     repository, upstream = _plan(ctx, options, overrides, source, names)
     if strict and upstream.losses:
         raise SettingsError(f"--strict: {source} would lose: {'; '.join(upstream.losses)}")
@@ -308,11 +309,11 @@ def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Up
     release = built_by or parse_version(version or "last")
     _add_engine(upstream, target, ENGINE.name, old, values[target], release)
     if draft in configs:
-        _add_engine(upstream, draft, DRAFT, configs[draft], values[draft], release)
+        _add_engine(upstream, draft, DRAFT_NAME, configs[draft], values[draft], release)
         upstream.overrides.append(Override(BLS.name, "draft_source", "off"))
         upstream.notes.append(
             "drafts are made for requests that ask for them (num_draft_tokens), as before; "
-            "tensorrt_llm_bls.draft_source=model makes them for all"
+            f"{BLS.name}.draft_source=model makes them for all"
         )
     elif draft:
         upstream.losses.append(f"there is no model {draft}, so no drafts of a model either")
@@ -333,10 +334,10 @@ def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Up
     count = instances_of(first)
     if first is not old and count > 1:
         upstream.notes.append(
-            f"tensorrt_llm_bls had {count} instances, one per request at a time; one process "
+            f"{BLS.name} had {count} instances, one per request at a time; one process "
             "serves them all here (--bls-instances for more)"
         )
-    new_names = {target: ENGINE.name, draft: DRAFT} | {
+    new_names = {target: ENGINE.name, draft: DRAFT_NAME} | {
         model.name: model.name for model in _TEXT_MODELS
     }
     _add_fields(upstream, new_names, configs)

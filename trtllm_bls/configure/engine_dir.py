@@ -336,7 +336,7 @@ def check_drafting(
     for name, engine in engines.items():
         if is_true(parameters[name].get(key, "")):
             what = "the draft would send a ticket instead of logits"
-            mend = "which tensorrt_llm_bls cannot pass on; leave it false"
+            mend = f"which {BLS.name} cannot pass on; leave it false"
             raise SettingsError(f"--set {name}.{key}: {what}, {mend}")
         if name != ENGINE.name and ends_after_one_step(engine, version):
             mode = f"built for speculative_decoding_mode {engine.mode}"
@@ -356,11 +356,11 @@ def warnings(
         what = f"an engine built for {EXTERNAL_DRAFTS} ends every request after one step"
         where = "(draft_source off, several sequences, the ensemble)"
         mend = f"requests without drafts {where} need an engine without it"
-        yield f"on TensorRT-LLM {version} {what}: {mend}; tensorrt_llm has one_step_requests=true"
+        yield f"on TensorRT-LLM {version} {what}: {mend}; {ENGINE.name} has one_step_requests=true"
     elif engine.mode == EXTERNAL_DRAFTS and version == MANY_STEPS_SINCE:
         yield (
             f"it is not certain that 0.19 lets requests without drafts run on with an engine "
-            f"built for {EXTERNAL_DRAFTS}: try one, and set tensorrt_llm.one_step_requests=true "
+            f"built for {EXTERNAL_DRAFTS}: try one, and set {ENGINE.name}.one_step_requests=true "
             "if it ends after one token"
         )
     if not engine.mode and engine.max_draft_tokens:

@@ -18,11 +18,12 @@ from trtllm_bls.configure.pbtxt import TEMPLATES, model_config
 from trtllm_bls.configure.upgrade import TOKEN, pieces_of
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.model_config import CHAT_REQUEST, model_class, read_config
+from trtllm_bls.settings.model_names import ENGINE_NAME
 from trtllm_bls.wire.contract import NUMPY_TYPES, Model, Tensor
 
 _NEW_NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and outputs there.\n"
 # What such a model needs of the parameters of ``tensorrt_llm_bls``; the others have defaults.
-_PARAMETERS = {"tokenizer_dir": "../assets/demo/target", "tensorrt_llm_model_name": "tensorrt_llm"}
+_PARAMETERS = {"tokenizer_dir": "../assets/demo/target", "tensorrt_llm_model_name": ENGINE_NAME}
 
 _RESERVED = {"self", "id", "outputs", CHAT_REQUEST}
 _RESERVED_BY = "testing.ask has an argument or chat an input of this name"

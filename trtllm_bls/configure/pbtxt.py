@@ -16,6 +16,7 @@ from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls import __version__
 from trtllm_bls.http.budgets import table
+from trtllm_bls.settings.model_names import ENSEMBLE_PLATFORM
 from trtllm_bls.settings.parameters import (
     FORMAT_VERSION,
     WRITTEN_BY,
@@ -54,8 +55,9 @@ def model_config(
     ``steps`` are the ensemble's models, where they are not the contract's own.
     """
     config = model_config_pb2.ModelConfig(name=model.name, max_batch_size=max_batch_size)
-    if model.backend == "ensemble":
-        config.platform = "ensemble"
+    is_ensemble = model.backend == ENSEMBLE_PLATFORM
+    if is_ensemble:
+        config.platform = ENSEMBLE_PLATFORM
     else:
         config.backend = model.backend
     for declared, tensors in ((config.input, model.inputs), (config.output, model.outputs)):
@@ -67,10 +69,10 @@ def model_config(
                 message.optional = not tensor.required
                 if tensor.scalar:
                     message.reshape.SetInParent()
-    values = {"decoupled": str(model.decoupled and model.backend != "ensemble"), **parameters}
+    values = {"decoupled": str(model.decoupled and not is_ensemble), **parameters}
     if is_true(values["decoupled"]):
         config.model_transaction_policy.decoupled = True
-    if model.backend == "ensemble":
+    if is_ensemble:
         _add_steps(config, model, steps)
     else:
         config.instance_group.add(count=1, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
@@ -171,8 +173,8 @@ def generated(root: Path = Path()) -> dict[str, str]:
             config
         )
     parts = [_INTRODUCTION]
-    for name in ("tensorrt_llm_bls", "tensorrt_llm", "preprocessing", "postprocessing"):
-        about = " (the embedded engine)" if name == "tensorrt_llm" else ""
+    for name in (BLS.name, ENGINE.name, PREPROCESSING.name, POSTPROCESSING.name):
+        about = " (the embedded engine)" if name == ENGINE.name else ""
         parts.append(f"## `{name}`{about}\n\n{_table(parameters_of(name))}")
     parts.append(f"{_FACTS_INTRODUCTION}\n{_table(parameters_in(EngineFacts))}")
     files["docs/parameters.md"] = "\n".join(parts)

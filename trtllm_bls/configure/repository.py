@@ -25,12 +25,12 @@ from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.settings.command_options import NotNegative, Override, Positive, option, setting
 from trtllm_bls.settings.cpp_backend import LAST, Version, check_backend, parse_version
 from trtllm_bls.settings.model_config import instances_of, values_of
+from trtllm_bls.settings.model_names import DRAFT_NAME
 from trtllm_bls.settings.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings.parameters import BlsParameters, check
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.wire.contract import BLS, ENGINE, LLMAPI, MODELS, POSTPROCESSING, PREPROCESSING
 
-DRAFT = "tensorrt_llm_draft"
 _FRACTION = "kv_cache_free_gpu_mem_fraction"
 
 
@@ -64,13 +64,13 @@ class ConfigureOptions:
         "Share of free GPU memory per engine.  [default: 0.9; 0.45 each where two share GPUs]"
     )
     draft_kv_cache_free_gpu_mem_fraction: str | None = setting(
-        "The share of the draft engine alone.", sets=(DRAFT, _FRACTION)
+        "The share of the draft engine alone.", sets=(DRAFT_NAME, _FRACTION)
     )
     gpu_device_ids: str | None = setting(
         "GPUs of the target.  [default: all]", metavar="ID,…", sets=(ENGINE.name, "gpu_device_ids")
     )
     draft_gpu_device_ids: str | None = setting(
-        "GPUs of the draft.", metavar="ID,…", sets=(DRAFT, "gpu_device_ids")
+        "GPUs of the draft.", metavar="ID,…", sets=(DRAFT_NAME, "gpu_device_ids")
     )
     chunked_context: bool = setting(
         "Process long prompts in several steps.",
@@ -85,7 +85,7 @@ class ConfigureOptions:
         "and no streams.",
         True,
     )
-    bls_instances: Positive = setting("Processes of tensorrt_llm_bls.", 1)
+    bls_instances: Positive = setting(f"Processes of {BLS.name}.", 1)
     engine_url: str | None = setting(
         "gRPC port behind which the engine is.", metavar="HOST:PORT", sets=(BLS.name, "engine_url")
     )
@@ -124,7 +124,7 @@ def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
             f"--engine-url {options.engine_url}: write HOST:PORT; an engine of another kind "
             f"needs no repository: trtllm-bls serve --engine {options.engine_url} --model DIR"
         )
-    for model in (ENGINE.name, DRAFT) if with_draft else (ENGINE.name,):
+    for model in (ENGINE.name, DRAFT_NAME) if with_draft else (ENGINE.name,):
         yield f"--kv-cache-free-gpu-mem-fraction {fraction}", Override(model, _FRACTION, fraction)
     for declared in fields(options):
         parameter, value = declared.metadata.get("sets"), getattr(options, declared.name)
@@ -132,7 +132,7 @@ def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
             continue
         (model, key), text = parameter, "true" if value is True else value
         source = f"{option(declared.name)} {text}"
-        if model == DRAFT and not with_draft:
+        if model == DRAFT_NAME and not with_draft:
             raise SettingsError(f"{source}: needs --draft-engine-dir")
         yield source, Override(model, key, text)
     for override in options.overrides:
@@ -237,9 +237,9 @@ def plan(options: ConfigureOptions) -> Repository:
     version = parse_version(options.version) if options.version else target.release() or LAST
     models = cpp.models_for(version, target.logits)
     steps = (models[PREPROCESSING.name], models[ENGINE.name], models[POSTPROCESSING.name])
-    if DRAFT in engines:
-        draft = cpp.models_for(version, engines[DRAFT].logits)[ENGINE.name]
-        models[DRAFT] = replace(draft, name=DRAFT)
+    if DRAFT_NAME in engines:
+        draft = cpp.models_for(version, engines[DRAFT_NAME].logits)[ENGINE.name]
+        models[DRAFT_NAME] = replace(draft, name=DRAFT_NAME)
     launch = plan_launch(options, engines, version)
     parameters = _parameters(options, engines, version, launch)
     sizes = [engine.max_batch_size for engine in engines.values() if engine.max_batch_size]
@@ -362,7 +362,7 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         raise SettingsError(f"--out {out}: is a file")
     if not force and out.is_dir() and any(out.iterdir()):
         raise SettingsError(f"--out {out}: is not empty; add --force to replace its models")
-    names = {DRAFT, *(model.name for model in MODELS), *repository.configs}
+    names = {DRAFT_NAME, *(model.name for model in MODELS), *repository.configs}
     replaced = {out / name for name in names}
     used = list[str]()
     for config in repository.configs.values():
@@ -393,7 +393,7 @@ def _engines(options: ConfigureOptions) -> dict[str, EngineDir]:
     target = cpp.read_engine("--engine-dir", options.engine_dir, options.check)
     engines = {ENGINE.name: target}
     if (draft := options.draft_engine_dir) is not None:
-        engines[DRAFT] = cpp.read_engine("--draft-engine-dir", draft, options.check)
+        engines[DRAFT_NAME] = cpp.read_engine("--draft-engine-dir", draft, options.check)
     rows = options.max_num_tokens
     if rows is not None:
         if target.max_step_tokens not in (None, rows):
@@ -426,12 +426,12 @@ def _parameters(
     text = str(options.decoupled).lower()
     for name in (BLS.name, *engines):
         values[name] |= {"decoupled": text, "exclude_input_in_output": text}
-    if DRAFT in engines:
-        values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT, "draft_source": "model"}
+    if DRAFT_NAME in engines:
+        values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT_NAME, "draft_source": "model"}
     for source, override in _overrides(options):
         model, key, value = override.model, override.parameter, override.value
         if model not in values:
-            mend = f"; --draft-engine-dir adds {DRAFT}" if model == DRAFT else ""
+            mend = f"; --draft-engine-dir adds {DRAFT_NAME}" if model == DRAFT_NAME else ""
             raise SettingsError(f"{source}: no such model; there are {', '.join(values)}{mend}")
         try:
             if model in engines and key != "decoupled":
@@ -446,9 +446,9 @@ def _parameters(
             raise misfit
         values[name] = cpp.engine_facts(engine, version, values[name]) | values[name]
     draft_source = values[BLS.name]["draft_source"]
-    if DRAFT in engines or draft_source != "off":
+    if DRAFT_NAME in engines or draft_source != "off":
         source = f"--set {BLS.name}.draft_source={draft_source}"
-        if DRAFT in engines:
+        if DRAFT_NAME in engines:
             source = "--draft-engine-dir"
         cpp.check_target(source, engines[ENGINE.name], values[ENGINE.name])
         cpp.check_drafting(engines, values, version)

@@ -56,6 +56,7 @@ from trtllm_bls.http.routes import JSON_LENGTH, TRACE, Route, judged
 from trtllm_bls.http.shares import TENANT, NoShare, Shares, holder_of
 from trtllm_bls.http.values import encoded, flat_values, numpy_type, packed, wrong
 from trtllm_bls.orchestrator.orchestrator import Admission
+from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.types import CacheSalt
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError, ResponseStream, close_or_cancel
 from trtllm_bls.wire.kserve import SERVICE, is_final
@@ -68,7 +69,6 @@ _ONLY_ONE = (
 )
 # How Triton begins its refusal of a request that no model has seen; it is never an event.
 _NOT_RUN = "[request id: "
-_LIMITED = "tensorrt_llm_bls"
 _TO_STOP = b'"stop"'  # the key of a request that ends another one, and needs no place itself
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -240,7 +240,7 @@ class TritonHttp:
     ) -> None:
         model, version = _model_of(match)
         async with self._bodies.read(scope, receive) as body:
-            is_limited = model == _LIMITED and _TO_STOP not in body
+            is_limited = model == BLS_NAME and _TO_STOP not in body
             places = self._places if is_limited else None
             try:
                 if places is not None and self._shares is not None:

@@ -21,6 +21,7 @@ from trtllm_bls.settings.command_options import (
     options_of,
     setting,
 )
+from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.settings.parameters import (
     DIRECTORY,
     FILE,
@@ -31,7 +32,6 @@ from trtllm_bls.settings.parameters import (
     share_of,
 )
 
-MODEL = "tensorrt_llm_bls"
 # They shape what Triton's tensors carry, or choose how to call the engine from inside Triton.
 _INSIDE_TRITON = ("accumulate_tokens", "decoupled", "engine_transport")
 DECLARED = {
@@ -62,7 +62,7 @@ class _Options:
         metavar="N|auto",
     )
     model_repository: Path | None = setting(
-        "Take what is not given here from this repository's tensorrt_llm_bls."
+        f"Take what is not given here from this repository's {BLS_NAME}."
     )
 
 
@@ -142,7 +142,7 @@ def places_of(repository: Path) -> tuple[int, int]:
     """Requests that the model in Triton runs, and that may wait; none: it depends on the GPUs."""
     from trtllm_bls.settings.model_config import read_config
 
-    groups = read_config(repository / MODEL / "config.pbtxt").instance_group
+    groups = read_config(repository / BLS_NAME / "config.pbtxt").instance_group
     if not groups or any(group.Kind.Name(group.kind) != "KIND_CPU" for group in groups):
         return 0, 0
     count = sum(group.count or 1 for group in groups)
@@ -162,20 +162,20 @@ def read_parameters(repository: Path | None, given: dict[str, str]) -> BlsParame
         from trtllm_bls.settings.model_config import read_config, values_of
 
         try:
-            values = values_of(read_config(repository / MODEL / "config.pbtxt"))
+            values = values_of(read_config(repository / BLS_NAME / "config.pbtxt"))
         except SettingsError as error:
             raise SettingsError(f"--model-repository: {error}") from error
     for key, value in given.items():
-        check(MODEL, key, value, DECLARED)
+        check(BLS_NAME, key, value, DECLARED)
         is_path = DECLARED[key].kind in (DIRECTORY, FILE)
         values[key] = os.path.abspath(value) if is_path and value else value
     values["engine_transport"] = "grpc"
     config = {
-        "name": MODEL,
+        "name": BLS_NAME,
         "parameters": {key: {"string_value": value} for key, value in values.items()},
         "model_transaction_policy": {"decoupled": True},
     }
-    arguments = {"model_config": json.dumps(config), "model_repository": str(base / MODEL)}
+    arguments = {"model_config": json.dumps(config), "model_repository": str(base / BLS_NAME)}
     given_variables = {DECLARED[key].env for key in given}
     environment = {k: v for k, v in os.environ.items() if k not in given_variables}
     return Parameters(arguments, environment).read(BlsParameters)

@@ -62,6 +62,7 @@ from trtllm_bls.settings.model_config import (
     served_versions,
     values_of,
 )
+from trtllm_bls.settings.model_names import ENSEMBLE_PLATFORM
 from trtllm_bls.settings.model_yaml import ModelYaml, gpus_of
 from trtllm_bls.settings.parameters import (
     EngineKind,
@@ -289,7 +290,8 @@ def programs(subject: Subject) -> Findings:
     for model, config in subject.configs.items():
         directory = subject.repository / model
         python = _interpreter_of(config, directory)
-        if backend_of(config) not in ("", "python") or config.platform == "ensemble" or not python:
+        has_code = backend_of(config) in ("", "python") and config.platform != ENSEMBLE_PLATFORM
+        if not has_code or not python:
             continue
         for version in served_versions(config, directory):
             file = version / (config.default_model_filename or "model.py")

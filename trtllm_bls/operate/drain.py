@@ -11,6 +11,7 @@ import click
 
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.orchestrator.status import StatusDirectory
+from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.settings.parameters import STATUS_DIR
 
 POLL_SECONDS = 0.05
@@ -24,7 +25,7 @@ POLL_SECONDS = 0.05
     envvar=STATUS_DIR,
     show_envvar=True,
     required=True,
-    help="The status_dir of tensorrt_llm_bls.",
+    help=f"The status_dir of {BLS_NAME}.",
 )
 @click.option(
     "--notice",
@@ -65,7 +66,7 @@ def command(directory: Path, notice: float, timeout: float, deadline: float, wai
     if not files.read():
         raise SettingsError(
             f"--dir {directory}: no process keeps a status there; it is the status_dir of "
-            "tensorrt_llm_bls, and one of this machine"
+            f"{BLS_NAME}, and one of this machine"
         )
     _sleep_until(lambda: files.handed_over, asked_at + timeout)
     handed_over = files.handed_over

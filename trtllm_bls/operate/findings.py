@@ -24,6 +24,7 @@ from trtllm_bls.errors import SettingsError, SetupError, TrtllmBlsError
 from trtllm_bls.settings import cpp_backend
 from trtllm_bls.settings.command_options import GrpcAddress, ServeSettings, option, setting
 from trtllm_bls.settings.model_config import read_config, values_of
+from trtllm_bls.settings.model_names import ENSEMBLE_PLATFORM
 from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
 from trtllm_bls.wire.contract import BLS, ENGINE, LLMAPI, MODELS, Model
 
@@ -168,13 +169,14 @@ class Subject:
             ours = of_release(self.target)
         known = {}
         for name, config in self.configs.items():
+            is_ensemble = config.platform == ENSEMBLE_PLATFORM
             if config.backend == CPP_BACKEND:
                 known[name] = of_release(name)[ENGINE.name]
             elif self.values(name).get("tensors") == "llmapi":
                 known[name] = replace(LLMAPI, name=BLS.name)  # whose parameters it has
             elif name in self.llm_api_models:
                 known[name] = ENGINE
-            elif name in ours and (config.backend == "python" or config.platform == "ensemble"):
+            elif name in ours and (config.backend == "python" or is_ensemble):
                 known[name] = ours[name]
         return known
 

@@ -30,7 +30,6 @@ from trtllm_bls.http.keys import KEYS_VARIABLE, read_keys
 from trtllm_bls.openai.openai_command import AS_OF_SERVE
 from trtllm_bls.operate import preparation
 from trtllm_bls.operate.ports import ask, curl_tls, own_tls
-from trtllm_bls.operate.preparation import BLS
 from trtllm_bls.operate.tritonserver import (
     GRACE_MARGIN,
     TritonServer,
@@ -47,6 +46,7 @@ from trtllm_bls.settings.command_options import (
     words_of,
 )
 from trtllm_bls.settings.engine_tls import trusting
+from trtllm_bls.settings.model_names import BLS_NAME
 
 _POLL_S = 0.05
 _START_S = 120.0
@@ -82,7 +82,7 @@ def model_names(settings: ServeSettings) -> tuple[str, ...]:
         return settings.served_model_names
     if settings.model is not None:
         return (preparation.real_path(settings.model).name,)
-    return ("demo" if settings.model_repository is None else BLS,)
+    return ("demo" if settings.model_repository is None else BLS_NAME,)
 
 
 def chat_curl(url: str, settings: ServeSettings) -> str:

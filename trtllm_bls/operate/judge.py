@@ -27,6 +27,7 @@ from trtllm_bls.operate.preparation import Scratch
 from trtllm_bls.operate.tritonserver import POLL_S, GuardedProcess, describe_exit
 from trtllm_bls.settings.command_options import ServeSettings
 from trtllm_bls.settings.model_config import backend_of
+from trtllm_bls.settings.model_names import ENSEMBLE_PLATFORM
 
 # Processes of stand-ins that one server starts; with many more, some are judged dead while they
 # wait for a core.
@@ -156,7 +157,7 @@ def write_copy(
 def link_backends(workdir: Path, server: checks.Installation, configs: Mapping[str, Any]) -> Path:
     """The server's backends as ``serve`` links them, and stand-ins for others that models name."""
     directory = preparation.link_backends(workdir, server)
-    names = {backend_of(config) for config in configs.values()} - {"", "python", "ensemble"}
+    names = {backend_of(config) for config in configs.values()} - {"", "python", ENSEMBLE_PLATFORM}
     for name in filter(_BACKEND_NAME.fullmatch, names):
         place = directory / name
         if name in _HEAVY_BACKENDS and place.is_symlink():

@@ -37,9 +37,15 @@ from trtllm_bls.settings.command_options import (
 )
 from trtllm_bls.settings.cpp_backend import check_backend
 from trtllm_bls.settings.model_config import read_config, values_of
+from trtllm_bls.settings.model_names import (
+    BLS_NAME,
+    DRAFT_NAME,
+    ENGINE_NAME,
+    ENSEMBLE_NAME,
+    ENSEMBLE_PLATFORM,
+)
 from trtllm_bls.text.checkpoint_dir import check_checkpoint, check_tokenizer
 
-BLS, ENGINE, _DRAFT = "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_draft"
 _INSTANCES = "instance group"  # stands for --bls-instances; no parameter can have this name
 
 # Each model instance has a pool of threads inside the server, for its calls to other models and for
@@ -200,10 +206,10 @@ def server_environment(
     environment[parameters.GRPC_URL] = ports.grpc_url
     environment[parameters.MAX_STREAMS] = str(settings.max_streams)
     overrides = {f"{row.model}.{row.parameter}": row.value for row in settings.overrides}
-    if (directory := overrides.pop("tensorrt_llm_bls.status_dir", None)) is not None:
+    if (directory := overrides.pop(f"{BLS_NAME}.status_dir", None)) is not None:
         environment[parameters.STATUS_DIR] = directory  # which the launcher makes, and reads itself
     environment[parameters.GIVEN] = ",".join(overrides)
-    elsewhere = settings.engine_is_elsewhere or "tensorrt_llm_bls.engine_url" in overrides
+    elsewhere = settings.engine_is_elsewhere or f"{BLS_NAME}.engine_url" in overrides
     if settings.tls_cert is not None and not elsewhere:
         # The models reach the server at an address, which its certificate need not name.
         environment[parameters.ENGINE_TLS_PIN] = os.path.abspath(settings.tls_cert)
@@ -327,8 +333,9 @@ def prepare_models(
     its own. Raises ``SettingsError`` for an unknown model or a broken configuration.
     """
     names = model_names(repository)
-    embedded = not settings.engine_is_elsewhere and (repository / ENGINE / "1/model.py").is_file()
-    with_draft = with_draft and embedded and BLS in names and _DRAFT not in names
+    engine_code = repository / ENGINE_NAME / "1/model.py"
+    embedded = not settings.engine_is_elsewhere and engine_code.is_file()
+    with_draft = with_draft and embedded and BLS_NAME in names and DRAFT_NAME not in names
     changes = _changes(repository, settings, with_draft)
     if not changes and is_plain(repository):
         return repository
@@ -336,10 +343,10 @@ def prepare_models(
     copy = surroundings / (repository.name if is_plain(repository.name) else "models")
     shutil.copytree(repository, copy, ignore=_no_circles, copy_function=os.symlink)
     if settings.engine_is_elsewhere:
-        for name in (ENGINE, _DRAFT, "ensemble"):
+        for name in (ENGINE_NAME, DRAFT_NAME, ENSEMBLE_NAME):
             shutil.rmtree(copy / name, ignore_errors=True)
     if with_draft:
-        shutil.copytree(copy / ENGINE, copy / _DRAFT, symlinks=True)
+        shutil.copytree(copy / ENGINE_NAME, copy / DRAFT_NAME, symlinks=True)
     names = model_names(copy)
     for option, change in changes:
         if change.model not in names:
@@ -357,15 +364,15 @@ def _changes(
     changes: list[tuple[str, Override]] = []
     instances, _ = instances_of(repository, settings)
     if instances is not None:
-        changes.append(("--bls-instances", Override(BLS, _INSTANCES, str(instances))))
+        changes.append(("--bls-instances", Override(BLS_NAME, _INSTANCES, str(instances))))
     if settings.engine is not None:
-        changes.append(("--engine", Override(BLS, "engine", settings.engine)))
+        changes.append(("--engine", Override(BLS_NAME, "engine", settings.engine)))
     if settings.decoupled is not None:
         # Where the orchestrator answers once to a request, so does each engine that is known to be
         # able to, and both repeat the prompt: as TensorRT-LLM's models do.
-        names = [BLS]
-        for name in () if settings.engine_is_elsewhere else (ENGINE, _DRAFT):
-            source = ENGINE if with_draft else name
+        names = [BLS_NAME]
+        for name in () if settings.engine_is_elsewhere else (ENGINE_NAME, DRAFT_NAME):
+            source = ENGINE_NAME if with_draft else name
             ours = _our_model(repository / source, "")
             if ours or parameter(repository, source, "gpt_model_type"):
                 names.append(name)
@@ -377,8 +384,8 @@ def _changes(
                 changes.append(("--decoupled", repeated))
     overrides = settings.overrides
     if with_draft:
-        name_of_draft = Override(BLS, "tensorrt_llm_draft_model_name", _DRAFT)
-        overrides = (Override(_DRAFT, "is_draft", "true"), name_of_draft, *overrides)
+        name_of_draft = Override(BLS_NAME, "tensorrt_llm_draft_model_name", DRAFT_NAME)
+        overrides = (Override(DRAFT_NAME, "is_draft", "true"), name_of_draft, *overrides)
     for override in overrides:
         changes.append((f"--set {override.model}.{override.parameter}", override))
     return changes
@@ -392,7 +399,7 @@ def instances_of(repository: Path, settings: ServeSettings) -> tuple[int | None,
     overrides = _bls_overrides(settings)
 
     def value(key: str) -> str:
-        return overrides.get(key, parameter(repository, BLS, key))
+        return overrides.get(key, parameter(repository, BLS_NAME, key))
 
     has_affinity = parameters.is_true(value("engine_affinity"))
     has_memory = value("draft_memory_tokens") not in ("", "0")
@@ -401,15 +408,15 @@ def instances_of(repository: Path, settings: ServeSettings) -> tuple[int | None,
 
 def _bls_overrides(settings: ServeSettings) -> dict[str, str]:
     """The parameters of ``tensorrt_llm_bls`` that ``--set`` gave."""
-    return {row.parameter: row.value for row in settings.overrides if row.model == BLS}
+    return {row.parameter: row.value for row in settings.overrides if row.model == BLS_NAME}
 
 
 def log_format(settings: ServeSettings) -> str:
     """The form of log lines, as ``tensorrt_llm_bls`` will read it; empty where nothing says."""
     key = "log_format"
-    variable = parameters.parameters_of(BLS)[key].env
+    variable = parameters.parameters_of(BLS_NAME)[key].env
     value = _bls_overrides(settings).get(key) or os.environ.get(variable)
-    return value or parameter(model_repository(settings), BLS, key)
+    return value or parameter(model_repository(settings), BLS_NAME, key)
 
 
 def parameter(repository: Path, model: str, key: str) -> str:
@@ -438,7 +445,7 @@ def _rewrite(file: Path, option: str, change: Override) -> None:
         try:
             if cpp and key != "decoupled":
                 check_backend(key, value)
-            elif ours := ENGINE if cpp else _our_model(file.parent, config.platform):
+            elif ours := ENGINE_NAME if cpp else _our_model(file.parent, config.platform):
                 parameters.check(ours, key, value)
         except SettingsError as error:
             raise SettingsError(f"--set {change}: {error}") from None
@@ -459,8 +466,8 @@ def sends_only(repository: Path) -> bool:
 
 def _our_model(directory: Path, platform: str) -> str | None:
     """Which of this package's models it is, recognised by an identical ``model.py``."""
-    if platform == "ensemble":
-        return platform
+    if platform == ENSEMBLE_PLATFORM:
+        return ENSEMBLE_NAME
     code = directory / "1" / "model.py"
     for file in REPOSITORY.glob("*/1/model.py"):
         if code.is_file() and filecmp.cmp(code, file, shallow=False):

@@ -44,6 +44,7 @@ from trtllm_bls.operate.version import version_text
 from trtllm_bls.orchestrator.status import ENGINE_REQUESTS, REQUESTS_LABEL
 from trtllm_bls.settings.command_options import GrpcAddress
 from trtllm_bls.settings.model_config import read_config, values_of
+from trtllm_bls.settings.model_names import ENSEMBLE_NAME
 from trtllm_bls.text.tokenizer import load_tokenizer
 
 _PROOF_PROMPTS = (
@@ -381,8 +382,8 @@ async def _text(target: Target) -> list[tuple[str, str]]:
             "HTTP generate_stream": partial(_generate_stream, http, f"{models}/{BLS.name}"),
             "OpenAI completions, streamed": completions,
         }
-        if await _has_model(target, "ensemble"):
-            apis["ensemble"] = partial(_generate, http, f"{models}/ensemble")
+        if await _has_model(target, ENSEMBLE_NAME):
+            apis[ENSEMBLE_NAME] = partial(_generate, http, f"{models}/{ENSEMBLE_NAME}")
         if await _has_model(target, target.engine_model):
             apis["transformers, of the engine's ids"] = transformers
             await engine.capacity()

@@ -34,7 +34,6 @@ from trtllm_bls.operate.health import ServerProcesses
 from trtllm_bls.operate.http_process import HttpProcess, chat_curl
 from trtllm_bls.operate.logs import TAIL_LINES, LogLine, parse
 from trtllm_bls.operate.ports import curl_tls
-from trtllm_bls.operate.preparation import BLS
 from trtllm_bls.operate.tritonserver import (
     Listener,
     ServerFailed,
@@ -46,6 +45,7 @@ from trtllm_bls.operate.watch import HealthEndpoint, HealthState, Watch
 from trtllm_bls.orchestrator.log_lines import json_line
 from trtllm_bls.orchestrator.output import LAST_LINES_S, QueuedStream, dropped_lines, gap_text
 from trtllm_bls.settings.command_options import ServeSettings, listen, options_of
+from trtllm_bls.settings.model_names import BLS_NAME
 
 _SERVE_POLL_S = 0.1
 _LINE_STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
@@ -147,7 +147,7 @@ class _Service:
                 ready_at = time.monotonic()
                 with ExitStack() as running:
                     if server.behind_http:
-                        with_api = bool(settings.openai_port) and BLS in server.models
+                        with_api = bool(settings.openai_port) and BLS_NAME in server.models
                         self.http = HttpProcess(
                             server,
                             with_api,
@@ -356,8 +356,8 @@ def announcement(server: TritonServer, health_port: int, http: HttpProcess | Non
     if http is not None and http.url is not None:
         lines.insert(0, f"OpenAI   {http.url}/v1")
         curl = f"{chat_curl(http.url, settings)}\nor chat in a browser: {http.url}/"
-    elif BLS in server.models:
-        url = f"{url}/v2/models/{BLS}/generate"
+    elif BLS_NAME in server.models:
+        url = f"{url}/v2/models/{BLS_NAME}/generate"
         request = '"text_input": "Once upon a time", "max_tokens": 32'
         if settings.decoupled is not False:  # else there are no streams
             url, request = url + "_stream", request + ', "stream": true'

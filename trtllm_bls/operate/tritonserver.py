@@ -37,9 +37,10 @@ from trtllm_bls.operate.findings import Subject
 from trtllm_bls.operate.health import Probe
 from trtllm_bls.operate.logs import LogBook, LogLine
 from trtllm_bls.operate.ports import Ports, ask, choose, own_tls, reachable
-from trtllm_bls.operate.preparation import BLS, TMPDIR, Scratch
+from trtllm_bls.operate.preparation import TMPDIR, Scratch
 from trtllm_bls.orchestrator.status import CANARY_ID
 from trtllm_bls.settings.command_options import ServeSettings
+from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.settings.parameters import DRAFT_MODEL_DIR, ENGINE_TRANSPORT, MODEL_DIR, STATUS_DIR
 from trtllm_bls.types import Backoff
 
@@ -292,14 +293,14 @@ class TritonServer:
                 directory, repository, settings, with_draft=DRAFT_MODEL_DIR in environment
             )
             scratch.keep_status(
-                environment.get(STATUS_DIR) or preparation.parameter(served, BLS, "status_dir")
+                environment.get(STATUS_DIR) or preparation.parameter(served, BLS_NAME, "status_dir")
             )
             environment[STATUS_DIR] = str(scratch.status)
             self._preflight(
                 preflight.LOADING, repository=served, source=repository, environment=environment
             )
             if why := preparation.instances_of(repository, settings)[1]:
-                self._listener.say(f"{BLS}: {why}")
+                self._listener.say(f"{BLS_NAME}: {why}")
             self.models = preparation.model_names(served)
             if sends_only := preparation.sends_only(served):
                 environment[ENGINE_TRANSPORT] = "grpc"

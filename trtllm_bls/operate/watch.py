@@ -40,7 +40,6 @@ from trtllm_bls.operate.health import (
     free_shared_memory,
 )
 from trtllm_bls.operate.ports import ask
-from trtllm_bls.operate.preparation import BLS, ENGINE
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.status import (
     ENGINE_REQUESTS,
@@ -54,6 +53,7 @@ from trtllm_bls.orchestrator.status import (
     common_problem,
 )
 from trtllm_bls.settings.command_options import is_loopback, listen
+from trtllm_bls.settings.model_names import BLS_NAME, ENGINE_NAME
 
 _LABELS = r"[^{}]{0,200}"
 _ENGINE_REQUESTS_LINE = re.compile(
@@ -132,10 +132,10 @@ class Watch:
         self._processes = ServerProcesses(process) if process else None
         self._files = StatusDirectory(server.status_dir)
         self._probe = server.probe()
-        has_canary = self._probe is not None and BLS in server.models
+        has_canary = self._probe is not None and BLS_NAME in server.models
         self._seen = Observed(
             descriptors_at=now,
-            engine_elsewhere=ENGINE not in server.models,
+            engine_elsewhere=ENGINE_NAME not in server.models,
             progress_at=now if has_canary else None,  # else nothing would tell of progress
             http_at=now if http is not None else None,
         )
@@ -183,7 +183,8 @@ class Watch:
                 idle = all(
                     s.handed_over and not s.running and now - s.loop_at < 1 for s in statuses
                 )
-                unloading = server.stop_requested and set(server.models) - server.unloaded == {BLS}
+                loaded = set(server.models) - server.unloaded
+                unloading = server.stop_requested and loaded == {BLS_NAME}
                 if not (unloading and statuses and idle):
                     busy_at = now
                 elif now - busy_at > self._pace.kept_s:

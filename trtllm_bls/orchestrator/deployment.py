@@ -23,6 +23,7 @@ from trtllm_bls.orchestrator.reports import (
     TritonMetrics,
 )
 from trtllm_bls.settings.engine_tls import engine_tls
+from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.settings.parameters import BlsParameters
 from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -118,7 +119,7 @@ class Deployment(BaseDeployment):
     """One orchestrator and its engine."""
 
     def __init__(
-        self, parameters: BlsParameters, pb_utils: Any = None, model_name: str = "tensorrt_llm_bls"
+        self, parameters: BlsParameters, pb_utils: Any = None, model_name: str = BLS_NAME
     ) -> None:
         self.tokenizer = load_tokenizer(parameters.tokenizer_dir)
         super().__init__(parameters, pb_utils, model_name)

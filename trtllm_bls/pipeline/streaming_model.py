@@ -47,6 +47,7 @@ from trtllm_bls.pipeline.language_model import CALLER, LLM, ConversationOptions,
 from trtllm_bls.pipeline.other_models import CallOptions, OtherModels, OtherStream
 from trtllm_bls.settings.engine_tls import engine_tls
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
+from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.settings.parameters import (
     COMMON_KEYS,
     DIRECTORY,
@@ -117,8 +118,8 @@ async def connect(
     given = {"engine": engine, "tokenizer_dir": os.path.abspath(tokenizer)} | parameters
     texts = {key: {"string_value": str(value)} for key, value in given.items()}
     arguments = {
-        "model_config": json.dumps({"name": "tensorrt_llm_bls", "parameters": texts}),
-        "model_repository": str(Path.cwd() / "tensorrt_llm_bls"),
+        "model_config": json.dumps({"name": BLS_NAME, "parameters": texts}),
+        "model_repository": str(Path.cwd() / BLS_NAME),
     }
     deployment = PipelineDeployment(Parameters(arguments, {}).read(PipelineParameters))
     try:

@@ -1,6 +1,7 @@
 """Everything that can be set, each setting declared once.
 
-``parameters`` has the parameters of the models, ``request_limits`` how large a request may be,
-``command_options`` the options of ``serve``. ``cpp_backend``, ``model_config``, ``model_yaml`` and
-``engine_tls`` read what TensorRT-LLM and Triton are configured with.
+``model_names`` has the names of the models, ``parameters`` their parameters, ``request_limits`` how
+large a request may be, ``command_options`` the options of ``serve``. ``cpp_backend``,
+``model_config``, ``model_yaml`` and ``engine_tls`` read what TensorRT-LLM and Triton are configured
+with.
 """

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import click
 
 from trtllm_bls.errors import SettingsError, SetupError
+from trtllm_bls.settings.model_names import BLS_NAME, ENGINE_NAME
 from trtllm_bls.settings.parameters import ENGINE_CHOICE, BlsParameters, EngineChoice, parse_engine
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.text.json_values import json_value
@@ -392,7 +393,7 @@ class ServeSettings:
         BlsParameters.max_streams,
     )
     bls_instances: int | Literal["auto"] | None = setting(
-        "Processes of tensorrt_llm_bls.  [default: auto; what --model-repository says, if given]",
+        f"Processes of {BLS_NAME}.  [default: auto; what --model-repository says, if given]",
         type=ProcessCount(1),
         metavar="N|auto",
     )
@@ -403,7 +404,7 @@ class ServeSettings:
         "its first token."
     )
     decoupled: bool | None = setting(
-        "Whether the models stream; false allows unary requests instead, to tensorrt_llm and the "
+        f"Whether the models stream; false allows unary requests instead, to {ENGINE_NAME} and the "
         "ensemble too, whose answers then repeat the prompt, as TensorRT-LLM's models do."
     )
     open_control_apis: bool = setting(
@@ -469,10 +470,10 @@ class ServeSettings:
             has_certificate = {"engine_tls_cert", "engine_tls_key"} <= named
             if not (self.engine_is_elsewhere or has_certificate):
                 raise SettingsError(
-                    "--tls-client-ca: tensorrt_llm_bls calls the server too and needs a "
+                    f"--tls-client-ca: {BLS_NAME} calls the server too and needs a "
                     "certificate of its own from that authority: add "
-                    "--set tensorrt_llm_bls.engine_tls_cert=FILE and "
-                    "--set tensorrt_llm_bls.engine_tls_key=FILE"
+                    f"--set {BLS_NAME}.engine_tls_cert=FILE and "
+                    f"--set {BLS_NAME}.engine_tls_key=FILE"
                 )
         if self.engine_is_elsewhere:
             if self.model is None and self.model_repository is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.settings.model_names import ENGINE_NAME
 from trtllm_bls.settings.parameters import (
     COMMON_KEYS,
     EngineFacts,
@@ -118,7 +119,7 @@ def check_backend(key: str, value: str, version: Version | None = None) -> None:
     orchestrator reads, are allowed too.
     """
     if key in _FACTS or key in COMMON_KEYS:
-        check("tensorrt_llm", key, value, _FACTS)
+        check(ENGINE_NAME, key, value, _FACTS)
         return
     known = KEYS if version is None else keys_of(version).values()
     rows = [row for row in known if row.name == key]

@@ -21,6 +21,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.settings.model_names import (
+    BLS_NAME,
+    ENGINE_NAME,
+    POSTPROCESSING_NAME,
+    PREPROCESSING_NAME,
+)
 from trtllm_bls.settings.request_limits import RequestLimits
 
 GIVEN = "TRTLLM_BLS_GIVEN"  # MODEL.PARAMETER, ...: parameters that no variable overrides
@@ -523,7 +529,7 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
         "Inputs and outputs of this model: its own, or those of upstream's `llmapi` model, as "
         "`configure --from` writes them."
     )
-    tensorrt_llm_model_name: str = MODEL.parameter("Name of the target model.", "tensorrt_llm")
+    tensorrt_llm_model_name: str = MODEL.parameter("Name of the target model.", ENGINE_NAME)
     tensorrt_llm_draft_model_name: str = MODEL.parameter("Name of the draft model; empty = none.")
     draft_tokenizer_dir: Path | None = DIRECTORY.parameter(
         "Directory of the draft model's tokenizer, which is compared with the target's; empty = "
@@ -619,10 +625,10 @@ def share_of(limit: int, processes: int) -> int:
 
 
 _MODEL_PARAMETERS: Mapping[str, type] = {
-    "tensorrt_llm_bls": BlsParameters,
-    "tensorrt_llm": EngineParameters,
-    "preprocessing": PreprocessingParameters,
-    "postprocessing": PostprocessingParameters,
+    BLS_NAME: BlsParameters,
+    ENGINE_NAME: EngineParameters,
+    PREPROCESSING_NAME: PreprocessingParameters,
+    POSTPROCESSING_NAME: PostprocessingParameters,
 }
 
 

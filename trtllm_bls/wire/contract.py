@@ -22,6 +22,14 @@ from typing import Any
 import numpy as np
 
 from trtllm_bls.errors import InvalidRequest, SettingsError, TrtllmBlsError, half_character
+from trtllm_bls.settings.model_names import (
+    BLS_NAME,
+    ENGINE_NAME,
+    ENSEMBLE_NAME,
+    ENSEMBLE_PLATFORM,
+    POSTPROCESSING_NAME,
+    PREPROCESSING_NAME,
+)
 from trtllm_bls.types import GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, Array
 
 NUMPY_TYPES: Mapping[str, type] = {
@@ -346,7 +354,7 @@ _COUNT_OUTPUTS = _alike("INT32", "num_input_tokens", "num_output_tokens")
 _INDICES = _alike("INT32", "batch_index", "sequence_index")
 
 ENGINE = Model(
-    "tensorrt_llm",
+    ENGINE_NAME,
     decoupled=True,
     inputs=(
         Tensor("input_ids", "INT32", (-1,), required=True, ragged=True),
@@ -418,7 +426,7 @@ _PAD = Tensor("pad_id", "INT32")
 _PROMPT_OPTIONS = (Tensor("messages", "STRING"), Tensor("add_special_tokens", "BOOL"))
 
 PREPROCESSING = Model(
-    "preprocessing",
+    PREPROCESSING_NAME,
     inputs=(
         Tensor("QUERY", "STRING", field="text_input"),
         # A request needs it, yet it is declared optional: Triton ends an ensemble without an answer
@@ -446,7 +454,7 @@ PREPROCESSING = Model(
 )
 
 POSTPROCESSING = Model(
-    "postprocessing",
+    POSTPROCESSING_NAME,
     inputs=(
         Tensor("TOKENS_BATCH", "INT32", (-1, -1), required=True),
         Tensor("SEQUENCE_LENGTH", "INT32", (-1,), required=True),
@@ -473,9 +481,9 @@ _TEXT_OUTPUTS = (
 )
 
 ENSEMBLE = Model(
-    "ensemble",
+    ENSEMBLE_NAME,
     decoupled=True,
-    backend="ensemble",
+    backend=ENSEMBLE_PLATFORM,
     inputs=(
         *(replace(tensor, required=False) for tensor in _TEXT_INPUTS),  # see preprocessing
         *_alike("BOOL", *_RETURN_FLAGS),
@@ -489,7 +497,7 @@ ENSEMBLE = Model(
 )
 
 BLS = Model(
-    "tensorrt_llm_bls",
+    BLS_NAME,
     decoupled=True,
     inputs=(
         *_TEXT_INPUTS,
@@ -525,7 +533,7 @@ BLS = Model(
 _UPSTREAM = "sampling_param_"
 _TEXT_TENSORS = {tensor.name: tensor for tensor in (*_TEXT_SAMPLING, *_TEXT_INPUTS)}
 LLMAPI = Model(
-    "tensorrt_llm",
+    ENGINE_NAME,
     inputs=(
         Tensor("text_input", "STRING", (-1,), required=True),
         Tensor("streaming", "BOOL", field="stream"),
