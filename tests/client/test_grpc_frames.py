@@ -15,7 +15,7 @@ from h2.events import DataReceived, RequestReceived, StreamReset
 from h2.settings import SettingCodes
 
 from tests.helpers.grpc_calls import Caller, connected
-from trtllm_bls.wire.grpc_client import GrpcChannel
+from trtllm_bls.wire.grpc_client import GrpcChannel, ignore
 
 # A server of h2's, which does what a gRPC server would not
 
@@ -131,6 +131,35 @@ async def test_messages_that_arrive_together_are_given_together() -> None:
         assert [len(batch) for batch in first.batches] == [6]
         assert second.batches == [[b"second 0", b"second 1", b"second 2"]]
         second.call.send(b"enough")
+
+
+async def test_first_messages_are_given_before_those_of_running_calls() -> None:
+    """Whoever waits for a first token waits no longer for the next tokens of others."""
+
+    async def script(peer: Peer) -> None:
+        running = [await peer.request(), await peer.request()]
+        for stream_id in running:
+            peer.h2.send_data(stream_id, prefixed(b"first"))
+        peer.write()
+        new = await peer.until(RequestReceived)
+        for stream_id in running:
+            peer.h2.send_data(stream_id, prefixed(b"next"))
+        headers = [(":status", "200"), ("content-type", "application/grpc")]
+        peer.h2.send_headers(new.stream_id, headers)
+        peer.h2.send_data(new.stream_id, prefixed(b"first of the new call"))
+        peer.write()
+        await peer.until(DataReceived)
+
+    async with against(script) as connection:
+        order: list[bytes] = []
+        begun = [connection.open("/test.Service/echo", order.extend, ignore) for _ in range(2)]
+        while len(order) < len(begun):
+            await asyncio.sleep(0)
+        new = connection.open("/test.Service/echo", order.extend, ignore)
+        while len(order) < 5:
+            await asyncio.sleep(0)
+        assert order[2:] == [b"first of the new call", b"next", b"next"]
+        new.send(b"enough")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,13 @@ from tests.helpers.scripted_text import PROMPT, saying, tokenizer
 from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.http import limits as guard
-from trtllm_bls.http.limits import BodyReader, ConnectionLimits, GuardedProtocol, Refused
+from trtllm_bls.http.limits import (
+    BodyReader,
+    ConnectionLimits,
+    GuardedProtocol,
+    Refused,
+    ResponseWriter,
+)
 
 BODY = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 100}).encode()
 JSON = "content-type: application/json\r\n"
@@ -190,6 +196,7 @@ async def test_a_client_that_leaves_is_noticed_though_more_requests_wait() -> No
     told: list[str] = []
     transport: Any = SimpleNamespace(
         **dict.fromkeys(("write", "close", "pause_reading", "resume_reading"), lambda *given: None),
+        set_write_buffer_limits=lambda high: None,
         get_extra_info=lambda name: None,
         is_closing=lambda: False,
     )
@@ -240,6 +247,7 @@ def test_an_unfinished_request_holds_no_more_than_the_limit() -> None:
             **dict.fromkeys(
                 ("write", "close", "pause_reading", "resume_reading"), lambda *given: None
             ),
+            set_write_buffer_limits=lambda high: None,
             get_extra_info=lambda name: None,
             is_closing=lambda: False,
         )
@@ -795,11 +803,27 @@ def test_a_part_is_written_at_once_where_the_client_reads(
 ) -> None:
     """Otherwise the caller has to wait until there is room."""
     sent: list[bytes] = []
-    protocol: Any = SimpleNamespace(flow=SimpleNamespace(write_paused=paused))
+    flow: Any = SimpleNamespace(write_paused=paused)
     cycle: Any = SimpleNamespace(
         disconnected=disconnected,
         chunked_encoding=chunked,
         transport=SimpleNamespace(write=sent.append),
     )
-    assert GuardedProtocol._write_body(protocol, cycle, b"text") is written
+    assert ResponseWriter(flow, cycle).write(b"text") is written
     assert sent == [b"4\r\ntext\r\n"] * written
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_what_is_written_leaves_before_the_turn_of_the_loop_ends(tls: bool) -> None:
+    """Otherwise the first token of one stream leaves with the tokens of all. Over TLS the limit
+    stays: 0 would pause writing for good."""
+    limits: list[int] = []
+    transport: Any = SimpleNamespace(
+        get_extra_info=lambda name: tls if tls and name == "sslcontext" else None,
+        set_write_buffer_limits=lambda high: limits.append(high),
+    )
+    config = uvicorn.Config(lambda: None, http=GuardedProtocol)  # type: ignore[arg-type]
+    protocol = GuardedProtocol(LIMITS, config=config, server_state=ServerState(), app_state={})
+    protocol.connection_made(transport)
+    protocol._stop_timer()
+    assert limits == [0] * (not tls)

@@ -35,6 +35,7 @@ from tests.helpers.waiting import join, until
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.errors import EngineUnavailable
+from trtllm_bls.http.limits import RESPONSE_WRITER, ResponseWriter
 from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.app import create_app
 from trtllm_bls.openai.exchange import Reply, run_all
@@ -212,6 +213,41 @@ async def test_what_waits_when_the_time_is_up_is_written() -> None:
     choices = [json.loads(event[6:])["choices"][0] for event in events]
     assert "".join(choice["text"] for choice in choices) == "x"
     assert (choices[-1]["finish_reason"], done) == ("length", b"data: [DONE]")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_the_first_event_leaves_as_it_is_put(reads: bool) -> None:
+    """With the head of the response, before any other stream has its turn; a client that does not
+    read gets both from a task."""
+    sent: list[str] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    flow: Any = SimpleNamespace(write_paused=not reads)
+    scope = {
+        "path": "",
+        "http_version": "1.1",
+        "headers": [],
+        RESPONSE_WRITER: ResponseWriter(flow, SimpleNamespace()),  # type: ignore[arg-type]
+    }
+    reply = Reply(scope, send)
+    reply.put(b"data: {}\n\n")
+    head_and_event = ["http.response.start", "http.response.body"]
+    assert sent == head_and_event * reads
+    await reply.ready()
+    assert sent == head_and_event
+
+
+def test_the_first_event_passes_all_middleware_at_once(connect: Connect) -> None:
+    """The middleware for origins and keys waits for nothing before it sends on."""
+    origin = "https://chat.example"
+    _, client = connect(allowed_origins=(origin,), keys=(hashlib.sha256(b"any").digest(),))
+    stream = client.completions.with_raw_response.create(
+        model=MODEL, prompt=PROMPT, max_tokens=99, stream=True, extra_headers={"origin": origin}
+    )
+    assert stream.headers["access-control-allow-origin"] == origin
+    assert "".join(chunk.choices[0].text for chunk in stream.parse()) == SAYS
 
 
 def reply_over(send: Callable[[bytes], Awaitable[None]]) -> Reply:

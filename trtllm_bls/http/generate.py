@@ -42,13 +42,14 @@ from trtllm_bls.http.budgets import HELD_TENSOR_BYTES, MAX_MEMBERS, TENSOR_BYTES
 from trtllm_bls.http.infer import SALT_INPUT, Forwarded, KeySalt, read_infer, read_settings
 from trtllm_bls.http.keys import salt_of
 from trtllm_bls.http.limits import (
-    BODY_WRITE,
     JSON,
     OCTETS,
+    RESPONSE_WRITER,
     RETRY,
     BodyReader,
     ClientGone,
     Refused,
+    ResponseWriter,
     header,
     traceparent,
 )
@@ -260,8 +261,9 @@ class TritonHttp:
                 raise _error_of_model(to_wire(error)) from error
             except GrpcError as error:
                 raise _error_of_call(error) from error
-        stream, write = scope["raw_path"].endswith(b"_stream"), scope.get(BODY_WRITE)
-        await exchange.run(channel, request, receive, send, stream, write)
+        stream = scope["raw_path"].endswith(b"_stream")
+        writer: ResponseWriter | None = scope.pop(RESPONSE_WRITER, None)  # see ``Reply``
+        await exchange.run(channel, request, receive, send, stream, writer)
 
     def _take_place(self, places: Admission, scope: Scope) -> Callable[[], None]:
         """Take a place; the function leaves it. Raises ``Overloaded``."""
@@ -372,18 +374,18 @@ class _Exchange(ResponseStream[bytes]):
         receive: Receive,
         send: Send,
         stream: bool,
-        write: Callable[[bytes], bool] | None,
+        writer: ResponseWriter | None,
     ) -> None:
         """Answer the caller; where it leaves, the model's work is cancelled.
 
-        ``write`` is tried before ``send`` for events, in a third of its time.
+        ``writer`` is tried before ``send`` for events.
         """
         self._call = connection.open(SERVICE + "ModelStreamInfer", self.on_messages, self.on_end)
         self._call.send(request)
         watching = asyncio.create_task(self._watch(receive))
         try:
             if stream:
-                await self._send_events(send, write)
+                await self._send_events(send, writer)
                 return
             answers, error, over = await self._next()
             while not over:
@@ -399,7 +401,7 @@ class _Exchange(ResponseStream[bytes]):
             watching.cancel()
             await self.aclose()
 
-    async def _send_events(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
+    async def _send_events(self, send: Send, writer: ResponseWriter | None) -> None:
         begun = over = False
         while not over:
             events, error, over = await self._next()
@@ -417,7 +419,7 @@ class _Exchange(ResponseStream[bytes]):
             if error is not None:
                 events.append(error_json(error.message))
             body = b"".join([b"data: %b\n\n" % event for event in events])
-            if over or write is None or not write(body):
+            if over or writer is None or not writer.write(body):
                 await send({"type": "http.response.body", "body": body, "more_body": not over})
 
     async def _next(self) -> tuple[list[bytes], Refused | None, bool]:

@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from trtllm_bls.http.browsers import browser_problem
@@ -46,8 +46,7 @@ from trtllm_bls.http.shares import NoShare, Share, Shares, expire, holder_of, ti
 from trtllm_bls.text.json_values import structure_problem
 from trtllm_bls.wire.traceparent import valid_traceparent
 
-# Of a scope: writes a part of a response that has begun; false where ``send`` has to be awaited.
-BODY_WRITE = "trtllm_bls.write"
+RESPONSE_WRITER = "trtllm_bls.writer"  # of a scope: its ``ResponseWriter``
 
 # Types of bodies; the last stands for a request that names none.
 JSON, OCTETS, UNNAMED = b"application/json", b"application/octet-stream", b""
@@ -134,6 +133,33 @@ def accepting(listening: socket.socket) -> list[socket.socket]:
     return [listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
 
 
+class ResponseWriter:
+    """Writes one response without a task, as long as its client reads.
+
+    While ``is_ready``, ``send`` of the same request returns without suspending.
+    """
+
+    def __init__(self, flow: FlowControl, cycle: RequestResponseCycle) -> None:
+        self._flow = flow
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        """True while the client reads what is written."""
+        return not self._flow.write_paused
+
+    def write(self, data: bytes) -> bool:
+        """Write a part of a response that has begun; false where ``send`` has to be awaited.
+
+        It does what ``cycle.send`` does with a part of a chunked body, in a third of its time.
+        """
+        cycle = self._cycle
+        if self._flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which by itself limits neither headers nor the time that requests take.
 
@@ -156,6 +182,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if transport.get_extra_info("sslcontext") is None:
+            # Each write leaves at once, where it would else leave with those of all streams at the
+            # end of the event loop's turn. Over TLS a limit of 0 would pause every write.
+            transport.set_write_buffer_limits(high=0)
         most = self._limits.connections
         if not most:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - KEPT_DESCRIPTORS
@@ -271,7 +301,7 @@ class GuardedProtocol(HttpToolsProtocol):
             ),
         )
         scope = cast("dict[str, Any]", self.scope)
-        scope[BODY_WRITE] = partial(self._write_body, self.cycle)
+        scope[RESPONSE_WRITER] = ResponseWriter(self.flow, self.cycle)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -352,13 +382,6 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _write_body(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """What ``cycle.send`` does with a part of a chunked body, in a third of its time."""
-        if self.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
-            return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
 
 
 # --- bodies ---------------------------------------------------------------------------------------

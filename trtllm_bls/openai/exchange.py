@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trtllm_bls.errors import CancelCause, TrtllmBlsError
-from trtllm_bls.http.limits import BODY_WRITE, ClientGone, header
+from trtllm_bls.http.limits import RESPONSE_WRITER, ClientGone, ResponseWriter, header
 from trtllm_bls.openai.api_errors import ApiError
 from trtllm_bls.openai.builder import ResponseBuilder
 from trtllm_bls.openai.messages import PATH, error_answer
@@ -57,7 +57,7 @@ class Reply:
         self._send = send
         # Removed from the scope because it refers to it: the cycle of references would keep the
         # request alive until a garbage collection.
-        self._write: Callable[[bytes], bool] = scope.pop(BODY_WRITE, lambda data: False)
+        self._writer: ResponseWriter | None = scope.pop(RESPONSE_WRITER, None)
         # HTTP/1.0 has no chunks, but uvicorn would write them: such a client gets all events at
         # once, with their length.
         self._collected: list[bytes] | None = [] if scope["http_version"] == "1.0" else None
@@ -106,6 +106,20 @@ class Reply:
         if self._blocked is None:
             self._blocked = asyncio.create_task(self._send_waiting())
 
+    def _write(self, events: bytes) -> bool:
+        """Write ``events`` at once; false where that has to wait."""
+        writer = self._writer
+        if writer is None or self._collected is not None:
+            return False
+        if self.begun:
+            return writer.write(events)
+        if not writer.is_ready:
+            return False
+        # A task would send the first events one turn of the event loop later, after the events of
+        # every other stream.
+        run_to_end(self.events(events))
+        return True
+
     async def ready(self) -> None:
         """Return once all that was put has been written."""
         while self._blocked is not None:
@@ -133,6 +147,16 @@ class Reply:
         if self._for_anthropic:
             headers.append((b"request-id", self.request_id))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that does not suspend."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    work.close()
+    raise RuntimeError(f"{work} suspends")
 
 
 @dataclass

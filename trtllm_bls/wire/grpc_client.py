@@ -418,7 +418,12 @@ class _Http2Connection(asyncio.Protocol):
         for stream_id in received.answered:
             self.calls[stream_id].unanswered = None
             self._pause_seconds = _PAUSE_SECONDS.first
-        for stream_id, messages in received.messages.items():
+        stream_ids = list(received.messages)
+        if received.answered:
+            # First messages go first: what waits for one has nothing yet.
+            stream_ids.sort(key=set(received.answered).__contains__, reverse=True)
+        for stream_id in stream_ids:
+            messages = received.messages[stream_id]
             if (call := self.calls.get(stream_id)) is None:  # a callback has just cancelled it
                 continue
             call.replies += len(messages)
