@@ -6,7 +6,8 @@ was cancelled.
     ├── InvalidRequest: PromptTooLong, Unsupported
     ├── Overloaded: ShuttingDown
     ├── Stopped
-    ├── EngineError: EngineUnavailable, EngineStalled
+    ├── EngineError: EngineUnavailable (CycleWithoutPlace), EngineStalled, EngineTimeout,
+    │                CallChainTooLong
     └── ClientError: ConnectionFailed, DeadlineExceeded
 
 Broad to catch, narrow to act on. The message is always one line that a user may read: no paths, no
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -167,6 +168,45 @@ class EngineStalled(EngineError):
     status = "UNAVAILABLE"
 
 
+class EngineTimeout(EngineError):
+    """The time for the answer was over before the engine, or another model, had given it."""
+
+    @property
+    def wire_attributes(self) -> dict[str, int]:
+        return {"timeout": 1}
+
+
+class CallChainTooLong(EngineError):
+    """More pipelines wait for one another than may, as where one calls itself without an end."""
+
+    @classmethod
+    def of(cls, models: Sequence[str], limit: int) -> CallChainTooLong:
+        """Return the error of a chain of calls, of which at most ``limit`` may be inner ones."""
+        chain = " → ".join(models)
+        return cls(f"{chain}: {len(models) - 1} calls inside one another; at most {limit} may be")
+
+    @property
+    def wire_attributes(self) -> dict[str, int]:
+        return {"call_chain": 1}
+
+
+class CycleWithoutPlace(EngineUnavailable):
+    """A pipeline was called by a request that holds a place of it, and has no other place.
+
+    If the call waited for a place, both might wait for each other.
+    """
+
+    @classmethod
+    def of(cls, models: Sequence[str], places: int) -> CycleWithoutPlace:
+        """Return the error of a chain of calls; ``places``: of the last model, all taken."""
+        problem = f"all {places} places of {models[-1]} (max_running_requests) are taken by"
+        return cls(f"{' → '.join(models)}: {problem} requests that may wait for this one")
+
+    @property
+    def wire_attributes(self) -> dict[str, int]:
+        return {"cycle": 1}
+
+
 class ClientError(TrtllmBlsError):
     """A client's request got no complete answer, and no error from the server either."""
 
@@ -176,7 +216,14 @@ class ConnectionFailed(ClientError):
 
 
 class DeadlineExceeded(ClientError):
-    """The deadline that the caller gave, in seconds, passed before the answer was complete."""
+    """The deadline that the caller gave, in seconds, passed before the answer was complete.
+
+    Other processes see ``EngineTimeout``.
+    """
+
+    @property
+    def wire_attributes(self) -> dict[str, int]:
+        return {"timeout": 1}
 
 
 class CancelCause(str, Enum):
@@ -191,6 +238,12 @@ class CancelCause(str, Enum):
 _STATUSES = frozenset(
     kind.status for kind in (InvalidRequest, Unsupported, Overloaded, Stopped, EngineError)
 )
+# Errors that another process tells by an attribute.
+_MARKED: Mapping[str, type[EngineError]] = {
+    "timeout": EngineTimeout,
+    "call_chain": CallChainTooLong,
+    "cycle": CycleWithoutPlace,
+}
 PROMPT_FIELDS = ("text_input", "prompt_ids", "input_ids", "messages")
 # What Triton's scheduler and TensorRT-LLM's executor say of a full queue, and the executor of a
 # prompt that is too long. A stream loses their code, so their words are all there is.
@@ -322,6 +375,9 @@ def from_wire(text: str) -> TrtllmBlsError:
         return InvalidRequest(field, problem)
     if wire.status == Unsupported.status and problem:
         return Unsupported(field, problem)
+    for name, kind in _MARKED.items():
+        if name in wire.attributes:
+            return kind(wire.message)
     retry_after_s = wire.attributes.get("retry_after_s")
     if retry_after_s is None and any(words in wire.message for words in _FULL_QUEUE):
         return Overloaded.for_now(wire.message, 1)

@@ -29,6 +29,8 @@ PromptIds: TypeAlias = Sequence[int]
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 # A turn of a conversation, or a tool, as chat templates take them: JSON's values, never changed.
 Message: TypeAlias = Mapping[str, Any]
+# Below it, temperature and top_p select the likeliest token, or overflow in the engine.
+COLDEST = 1e-5
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 
 
@@ -367,6 +369,24 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallerFields:
+    """Fields of an HTTP request that are for a pipeline alone.
+
+    ``metadata`` and ``prompt_cache_key`` are the request's, ``user`` is the client's own name of
+    the person who asks. ``headers``: those that ``--pipeline-header`` names, in lower case.
+    ``further``: the fields that the API does not have. ``session`` is the same for all requests of
+    a conversation that the server knows of.
+    """
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    further: Mapping[str, Any] = field(default_factory=dict)
+    session: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerMarkup:
     """How the text of a chat's answer is marked.
 
@@ -406,6 +426,7 @@ class TextRequest(BaseRequest):
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
     ``api``: the kind of answer that an HTTP API makes of it, for the log and the metrics.
     ``text_ids``: the token ids of ``text``, if it has been tokenised already.
+    ``caller``: what the caller sent for a pipeline.
     """
 
     text: str | None = None
@@ -434,6 +455,7 @@ class TextRequest(BaseRequest):
     prompt_table_extra_id: int | None = None
     api: str | None = None
     text_ids: PromptIds | None = field(default=None, compare=False, repr=False)
+    caller: CallerFields = CallerFields()
 
 
 # --- from the orchestrator ------------------------------------------------------------------

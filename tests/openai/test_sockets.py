@@ -113,12 +113,12 @@ def test_what_connections_go_on_from_is_bounded() -> None:
     """Of one, and of all together, where the newest stay."""
     last, items = sockets.LastResponses(100), [{"text": "x" * 80}]
     last.keep("large", "r", items * 2)
-    assert last.take("large", "r") is None
+    assert last.take("large", "r") == (None, None)
     for number in range(20):
         last.keep(str(number), "r", items)
-    assert last.take("0", "r") is None and last.take("19", "other") is None
-    assert last.take("19", "r") == items and last.take("19", "r") is None
-    assert last.take("never", "") is None
+    assert last.take("0", "r") == last.take("19", "other") == (None, None)
+    assert last.take("19", "r") == (items, None) and last.take("19", "r") == (None, None)
+    assert last.take("never", "") == (None, None)
 
 
 def test_what_is_no_request_is_told_and_the_connection_lives_on(speak: Speak) -> None:

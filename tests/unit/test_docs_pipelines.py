@@ -21,7 +21,7 @@ from trtllm_bls.text.tokenizer import load_tokenizer
 
 PAGE = (ROOT / "docs" / "pipelines.md").read_text(encoding="utf-8")
 COMMAND, *_ = re.findall(r"^```\n(.*?)^```", PAGE, re.M | re.S)
-MODEL, CONNECT, CALLS, WARM_UP, PARAMETERS, CHAT, TEST = re.findall(
+MODEL, CONNECT, CALLS, WARM_UP, PARAMETERS, CHAT, OPTIONS, TEST = re.findall(
     r"^```python\n(.*?)^```", PAGE, re.M | re.S
 )
 
@@ -78,6 +78,15 @@ def test_a_chat_model_has_its_parameters_and_warms_up(tmp_path: Path) -> None:
     assert warmed == [b"a", b"b"]
     assert [first, second] == [{"text": "Hel"}, {"text": "lo"}]
     assert cited["annotation"]["filename"] == "fox.txt"
+
+
+def test_a_field_of_its_own_reaches_a_pipeline(tmp_path: Path) -> None:
+    imports = "from collections.abc import AsyncIterator\n"
+    imports += "from trtllm_bls.pipeline import ChatRequest"
+    with testing.serving(written(tmp_path, OPTIONS, imports=imports)) as model:
+        asked = [{"role": "user", "content": "Hi"}]
+        assert model.chat(asked)[0] == {"text": "3 passages"}
+        assert model.chat(asked, top_docs=5)[0] == {"text": "5 passages"}
 
 
 async def test_a_program_outside_triton_connects(capsys: pytest.CaptureFixture[str]) -> None:

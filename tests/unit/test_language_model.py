@@ -336,7 +336,7 @@ def test_every_field_of_a_request_is_an_option() -> None:
     own |= {"markup", "cache_salt", "guide", "adapter"}  # of which options make the latter two
     own |= {"traceparent", "request_id", "sampling", "wants", "return_tokens", "return_drafted"}
     own |= {"exclude_input_in_output", "beam_width", "early_stopping", "add_generation_prompt"}
-    own |= {"perf_metrics", "num_input_tokens", "num_output_tokens"}
+    own |= {"perf_metrics", "num_input_tokens", "num_output_tokens", "caller"}
     there_are = {
         f.name for kind in (TextRequest, Sampling, Wants, ChatOptions) for f in fields(kind)
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
-from typing import Any
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,14 +15,21 @@ from tests.helpers.json_places import VALUES, changed, places
 from tests.helpers.openai_server import ScriptedBackend
 from tests.helpers.scripted_text import saying
 from tests.helpers.tool_tokenizer import tool_tokenizer
-from trtllm_bls.engines.chat_model import chat_request
+from trtllm_bls.engines.chat_model import chat_context, chat_request
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.app import create_app
 from trtllm_bls.pipeline import ChatRequest, StreamingModel
-from trtllm_bls.pipeline.testing import LoadedModel, serving
+from trtllm_bls.pipeline.testing import Caller, LoadedModel, serving
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
-from trtllm_bls.types import CacheSalt, ChatOptions, TextRequest
+from trtllm_bls.types import CacheSalt, ChatOptions, Sampling, TextRequest
+from trtllm_bls.wire.call_context import (
+    CONTEXT_PARAMETER,
+    NO_CONTEXT,
+    CallContext,
+    context_of,
+    signed_context,
+)
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALLED = '[{"name": "add", "arguments": {"a": 1}}]'
@@ -41,7 +50,9 @@ class PassesOn(StreamingModel):
 
 def events(model: LoadedModel, request: TextRequest) -> list[dict[str, Any]]:
     """Of the answer to an API's request, but for the last."""
-    ask = model.ask(**{CHAT_REQUEST: chat_request(request).decode()}).wait()
+    told = asdict(chat_context(request))
+    inputs = {CHAT_REQUEST: chat_request(request).decode()}
+    ask = model.ask(caller=Caller(**told), **inputs).wait()
     assert ask.error is None, ask.error.message()
     (*found, end) = [each for (line,) in ask.said(CHAT_EVENTS) for each in json.loads(line)]
     assert "end" in end
@@ -97,7 +108,7 @@ def test_inner_calls_have_the_callers_key_and_salt(chosen: str | None) -> None:
     assert inner.cache_salt == CacheSalt(chosen or "own", required=False)
 
 
-def test_calls_of_other_models_have_neither() -> None:
+def test_calls_of_other_models_have_the_callers_key_and_salt_and_name_the_pipeline() -> None:
     class Calls(PassesOn):
         async def chat(self, request: ChatRequest) -> AsyncIterator[Any]:
             await request.infer("other", {"x": 1})
@@ -109,6 +120,116 @@ def test_calls_of_other_models_have_neither() -> None:
     with serving(Calls, models={"other": lambda inputs: {"y": 1}}) as model:
         assert events(model, asked) == [{"text": "a"}]
     assert [(list(each.inputs), each.parameters) for each in model.calls] == [(["x"], {})] * 2
+    for call in model.calls:
+        assert (call.context.key, call.context.cache_salt) == ("digest", "key:own")
+        assert call.context.models == ("model",)
+        assert call.context.seconds is not None and 0 < call.context.seconds <= 600
+
+
+@pytest.mark.parametrize("name", ["key", "cache_salt"])
+def test_a_client_of_triton_cannot_say_who_it_is(name: str) -> None:
+    """Not in the conversation, where an older server said it, and not in an unsigned parameter."""
+    body = {**json.loads(chat_request(request())), name: "another's"}
+    context = {"key": "another's", "cache_salt": "another's", "models": [], "seconds": 1.0}
+    forged = f"{'0' * 64} {json.dumps({**context, 'session': 'another'})}"
+    with serving(TellsCaller) as model:
+        ask = model.ask(**{CHAT_REQUEST: json.dumps(body)}).wait()
+        assert ask.error is not None
+        assert f"{name} comes with a signed parameter" in ask.error.message()
+        for text in (forged, forged.replace("0", "é"), "", "{}", 7):
+            inputs = {CHAT_REQUEST: np.array([chat_request(request())], np.object_)}
+            unsigned = model.triton.ask(inputs, CHAT_EVENTS)
+            unsigned.sent_parameters = {CONTEXT_PARAMETER: text, "own": 1}
+            model.model.execute([unsigned])
+            assert unsigned.wait().error is None
+            (told,) = json.loads(unsigned.said(CHAT_EVENTS)[0][0])
+            told = json.loads(told["text"])
+            assert told["key"] is told["salt"] is told["session"] is None
+            assert told["parameters"] == {"own": 1}
+
+
+def test_a_context_holds_for_the_model_that_it_was_signed_for() -> None:
+    context = CallContext(key="digest")
+    assert context_of("a", {CONTEXT_PARAMETER: signed_context("a", context)}) == context
+    assert context_of("b", {CONTEXT_PARAMETER: signed_context("a", context)}) == NO_CONTEXT
+
+
+class TellsCaller(StreamingModel):
+    """Says what its request tells of the caller."""
+
+    options: ClassVar = {"top_docs": int, "scale": float, "voice": str, "filters": dict}
+
+    async def chat(self, request: ChatRequest) -> AsyncIterator[Any]:
+        told = {
+            "key": request.key,
+            "salt": request.cache_salt,
+            "session": request.session and request.session.id,
+            "options": request.options,
+            "metadata": request.metadata,
+            "user": request.user,
+            "prompt_cache_key": request.prompt_cache_key,
+            "headers": request.headers,
+            "parameters": request.parameters,
+        }
+        yield json.dumps(told)
+
+
+def test_a_pipeline_sees_what_its_caller_sent_and_nothing_else() -> None:
+    """Of the fields that no API has, those that it declares."""
+    caller = Caller(
+        session="s", metadata={"team": "x"}, user="ann", prompt_cache_key="k", headers={"x-a": "1"}
+    )
+    with serving(TellsCaller) as model:
+        (bare,) = model.chat(ASKED)[:1]
+        own: Any = {"top_docs": 3, "scale": 1, "unknown": 5}
+        (full,) = model.chat(ASKED, caller=caller, temperature=0.5, **own)[:1]
+        wrong = [{"top_docs": True}, {"top_docs": "3"}, {"voice": 3}, {"filters": []}]
+        for option in wrong:
+            with pytest.raises(AssertionError, match=f"INVALID_ARG: {next(iter(option))}: .* is "):
+                model.chat(ASKED, **option)
+    assert json.loads(bare["text"])["options"] == {}
+    told = json.loads(full["text"])
+    assert told["options"] == {"temperature": 0.5, "top_docs": 3, "scale": 1.0}
+    assert told["metadata"] == {"team": "x"} and told["headers"] == {"x-a": "1"}
+    assert (told["user"], told["prompt_cache_key"], told["session"]) == ("ann", "k", "s")
+
+
+def test_a_language_model_is_not_given_a_pipelines_own_options() -> None:
+    """So ``**request.options`` may be passed on as it is."""
+
+    class Declares(PassesOn):
+        options: ClassVar = {"top_docs": int}
+
+    with serving(Declares, llm=["a"]) as model:
+        assert model.chat(ASKED, top_docs=3, max_tokens=5)[0] == {"text": "a"}
+        (inner,) = model.llm.requests
+    assert inner.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"n": set}, "options = {'n': <class 'set'>}: write bool"),
+        ({"seed": int}, "options: 'seed' is an option of every chat"),
+    ],
+)
+def test_options_that_cannot_be_declared_fail_the_load(options: Any, problem: str) -> None:
+    class Declares(PassesOn):
+        pass
+
+    Declares.options = options
+    with pytest.raises(SettingsError, match=re.escape(problem)), serving(Declares):
+        pass
+
+
+def test_a_temperature_alone_samples_and_one_of_zero_does_not() -> None:
+    with serving(PassesOn, llm=["a"]) as model:
+        for temperature in (0.5, 0, 1e-9):
+            model.chat(ASKED, temperature=temperature)
+        model.chat(ASKED)
+        sampling = [request.sampling for request in model.llm.requests]
+    assert (sampling[0].temperature, sampling[0].top_p) == (0.5, 1.0)
+    assert sampling[1:] == [Sampling()] * 3
 
 
 @pytest.mark.parametrize(

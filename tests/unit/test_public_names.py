@@ -25,6 +25,7 @@ PUBLIC = {
         "PipelineDeployment",
         "Request",
         "Response",
+        "Session",
         "Step",
         "Steps",
         "StreamingModel",
@@ -33,6 +34,9 @@ PUBLIC = {
         "testing",
     },
     "trtllm_bls.errors": {
+        "CallChainTooLong",
+        "CycleWithoutPlace",
+        "EngineTimeout",
         "CheckpointError",
         "ClientError",
         "ConnectionFailed",

@@ -17,6 +17,7 @@ from tritonclient.grpc import service_pb2
 from trtllm_bls.errors import EngineError, EngineUnavailable, Unsupported, from_wire
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
 from trtllm_bls.types import Sampling, TextRequest
+from trtllm_bls.wire.call_context import CONTEXT_PARAMETER, CallContext, signed_context
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError, ResponseStream, close_or_cancel
 from trtllm_bls.wire.kserve import (
     SERVICE,
@@ -26,9 +27,10 @@ from trtllm_bls.wire.kserve import (
 )
 
 _PASSED_ON = (
-    *("max_tokens", "fits_max_tokens", "stop_words", "include_stop", "stop_token_ids"),
-    *("bad_words", "end_id", "skip_special_tokens", "prediction"),
+    *("max_tokens", "stop_words", "stop_token_ids", "bad_words", "end_id"),
+    *("skip_special_tokens", "prediction"),
 )
+_SWITCHES = ("fits_max_tokens", "include_stop")  # which nobody sets to false
 _GUIDE_NAMES = {"json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
 
 
@@ -44,26 +46,41 @@ def chat_request(request: TextRequest) -> bytes:
         field.name: getattr(request.sampling, field.name) for field in fields(Sampling)
     }
     options |= {name: getattr(request, name) for name in _PASSED_ON}
+    options |= {name: True for name in _SWITCHES if getattr(request, name)}
     options |= {
         "token_bias": dict(request.token_bias),
         "variables": request.chat.variables,
         "tool_choice": None if request.chat.tool_choice == "auto" else request.chat.tool_choice,
         "parallel_tool_calls": None if request.chat.parallel_tool_calls else False,
-        "continue_final_message": request.chat.continue_final_message,
+        "continue_final_message": request.chat.continue_final_message or None,
     }
     if (guide := request.guide) is not None:
         name = _GUIDE_NAMES.get(guide.kind, "json_schema")
         options[name] = '{"type":"object"}' if guide.text is None else guide.text
-    salt = request.cache_salt
+    caller = request.caller
     body = {
         "messages": request.messages,
         "tools": request.chat.tools or [],
         "options": {name: value for name, value in options.items() if value not in (None, (), {})},
-        "key": request.tenant,
-        # The engine behind the pipeline's language model may have no salts.
-        "cache_salt": None if salt is None else str(salt.optional()),
+        "metadata": caller.metadata,
+        "user": caller.user,
+        "prompt_cache_key": caller.prompt_cache_key,
+        "headers": caller.headers,
+        "further": caller.further,
     }
     return json.dumps(body).encode()
+
+
+def chat_context(request: TextRequest, seconds: float | None = None) -> CallContext:
+    """On whose behalf the pipeline is called. ``seconds``: until the request's time limit."""
+    salt = request.cache_salt
+    return CallContext(
+        key=request.tenant,
+        # The engine behind the pipeline's language model may have no salts.
+        cache_salt=None if salt is None else str(salt.optional()),
+        session=request.caller.session,
+        seconds=seconds,
+    )
 
 
 class ChatModels:
@@ -73,9 +90,12 @@ class ChatModels:
         self._channel = GrpcChannel(url, tls=tls)
 
     async def events(
-        self, model: str, request: TextRequest
+        self, model: str, request: TextRequest, seconds: float | None = None
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """The events of an answer as they come. Closing the iterator ends the model's work."""
+        """The events of an answer as they come. Closing the iterator ends the model's work.
+
+        ``seconds``: until the request's time limit.
+        """
         text = np.array([chat_request(request), None], np.object_)[:1]
         message = packed_infer_message(
             model,
@@ -83,6 +103,7 @@ class ChatModels:
             [(CHAT_REQUEST, "BYTES", text)],
             [CHAT_EVENTS],
             request.traceparent,
+            parameters={CONTEXT_PARAMETER: signed_context(model, chat_context(request, seconds))},
         )
         stream = _Events(model, self._channel, message)
         try:

@@ -13,8 +13,10 @@ import msgspec
 
 from trtllm_bls.errors import (
     PROMPT_FIELDS,
+    DeadlineExceeded,
     EngineError,
     EngineStalled,
+    EngineTimeout,
     EngineUnavailable,
     InvalidRequest,
     Overloaded,
@@ -132,6 +134,8 @@ def api_error(
     if isinstance(error, Overloaded):
         after = {"retry-after": str(error.retry_after_s or 1)}
         return ApiError(429, text, code="overloaded", headers=after)
+    if isinstance(error, (DeadlineExceeded, EngineTimeout)):
+        return ApiError(504, text, code="timeout")
     if isinstance(error, (EngineUnavailable, EngineStalled)):
         return ApiError(503, text, code="engine_unavailable", headers=RETRY)
     if isinstance(error, EngineError):

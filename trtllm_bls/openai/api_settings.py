@@ -24,6 +24,7 @@ class ApiSettings:
     ``shared``: memory in which workers keep their samples for ``/metrics``; ``None``: there is one
     process.
     ``pipelines``: models of the Triton server that answer conversations by themselves.
+    ``pipeline_headers``: names of headers that pipelines are told, in lower case.
     ``loras``: task ids of LoRA adapters by the names that requests give as ``model``; empty for one
     that the engine knows by its name.
     ``tool_parser``, ``reasoning_parser``: auto, none, or a name in ``text.chat_formats``.
@@ -50,6 +51,7 @@ class ApiSettings:
     shared: SharedSamples | None = None
     loras: Mapping[str, str] = field(default_factory=dict)
     pipelines: tuple[str, ...] = ()
+    pipeline_headers: tuple[str, ...] = ()
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

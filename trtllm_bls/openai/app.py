@@ -81,6 +81,7 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         bodies=bodies,
         places=Shares(orchestrator.admission.total),
         share_kv_cache=settings.share_kv_cache,
+        pipeline_headers=frozenset(settings.pipeline_headers),
     )
     responses = GenerateReferring(services, ResponsesRequest, ResponsesResponse)
     compact = GenerateReferring(services, CompactRequest, CompactResponse)

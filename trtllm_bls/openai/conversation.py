@@ -28,10 +28,8 @@ from trtllm_bls.orchestrator.chat_turn import (
 from trtllm_bls.text.chat_parser import ChatParser, EventParser
 from trtllm_bls.text.json_values import JsonStrings, json_value
 from trtllm_bls.text.tokenizer import Tokenizer
-from trtllm_bls.types import Guide, Sampling, SpeculationRequest, TextRequest
+from trtllm_bls.types import COLDEST, Guide, Sampling, SpeculationRequest, TextRequest
 
-# Below it, temperature and top_p select the likeliest token, or overflow in the engine.
-_COLDEST = 1e-5
 # How hard the model is to think, as agents say it, in the words that templates know.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 # Tools that clients run and whose schema the APIs' makers know, by their type without its date.
@@ -75,8 +73,8 @@ def sampling(request: Generation) -> Sampling:
 
     What changes nothing is left out, since some engines have no input for it.
     """
-    greedy = request.top_k == 1 or (request.top_p is not None and request.top_p < _COLDEST)
-    greedy = greedy or (request.temperature is not None and request.temperature < _COLDEST)
+    greedy = request.top_k == 1 or (request.top_p is not None and request.top_p < COLDEST)
+    greedy = greedy or (request.temperature is not None and request.temperature < COLDEST)
     chosen: dict[str, Any] = {}
     if not greedy:
         chosen["temperature"] = 1.0 if request.temperature is None else request.temperature
@@ -95,6 +93,21 @@ def sampling(request: Generation) -> Sampling:
     )
 
 
+def sent_sampling(request: Generation) -> Sampling:
+    """The fields of a request for a pipeline, which has defaults of its own: as they were sent."""
+    return Sampling(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=None if request.top_k == -1 else request.top_k,  # -1: any
+        min_p=request.min_p,
+        frequency_penalty=request.frequency_penalty,
+        presence_penalty=request.presence_penalty,
+        repetition_penalty=request.repetition_penalty,
+        min_tokens=request.min_tokens,
+        seed=None if request.seed is None else request.seed % 2**64,
+    )
+
+
 @dataclass(frozen=True)
 class ChatModel:
     """The model that requests are read for.
@@ -109,6 +122,11 @@ class ChatModel:
     fingerprint: str = ""
     reader: ContentReader = field(default_factory=ContentReader)
     count_call: Callable[[str, str], None] = lambda tool_format, outcome: None
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True for a pipeline."""
+        return self.turns is None
 
     @property
     def reasons(self) -> bool:
@@ -300,6 +318,8 @@ def turn_request(
     """
     turn = model.turn(conversation)
     shared = shared_fields(request, model.tokenizer.model_vocab_size)
+    if model.is_pipeline:
+        shared["sampling"] = sent_sampling(request)
     text_request = turn.request(
         request_id=uuid.uuid4().hex, num_return_sequences=choices, **{**shared, **fields}
     )

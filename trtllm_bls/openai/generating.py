@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
@@ -14,6 +14,7 @@ from trtllm_bls.http.limits import BodyReader, ClientGone, Refused, traceparent
 from trtllm_bls.http.shares import NoShare, Share, Shares, holder_of
 from trtllm_bls.openai.api_errors import ApiError, api_error, is_too_long
 from trtllm_bls.openai.builder import PartsBuilder, ResponseBuilder
+from trtllm_bls.openai.caller_fields import caller_fields
 from trtllm_bls.openai.conversation import ChatModel
 from trtllm_bls.openai.exchange import Reply, RunningRequests, run_all, tenant_of
 from trtllm_bls.openai.health import Health
@@ -23,7 +24,7 @@ from trtllm_bls.openai.responses import Referred, ResponsesRequest, is_stateful
 from trtllm_bls.openai.schema import Generation, decode
 from trtllm_bls.openai.served_models import ServedModels
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
-from trtllm_bls.types import CacheSalt, FinishReason, TextChunk
+from trtllm_bls.types import CacheSalt, CallerFields, FinishReason, TextChunk
 
 _PING_S = 10.0
 
@@ -51,7 +52,7 @@ class Services:
     """The objects that all routes that generate share.
 
     ``places``: of sequences that run or wait. ``share_kv_cache``: requests of different API keys
-    may share the engine's KV cache.
+    may share the engine's KV cache. ``pipeline_headers``: of requests, which pipelines are told.
     """
 
     orchestrator: Orchestrator
@@ -63,6 +64,7 @@ class Services:
     bodies: BodyReader
     places: Shares
     share_kv_cache: bool
+    pipeline_headers: frozenset[str]
 
 
 class _GenerateRoute:
@@ -129,6 +131,8 @@ class _GenerateRoute:
         """Build the response, with text requests that the orchestrator can run."""
         services = self._services
         response = self._build(scope, request)
+        if response.model in services.models.pipelines:
+            self._add_caller(scope, request, response)
         services.models.add_adapter(response.model, response.requests)
         tenant = None if request.draft_memory is False else scope.get("tenant")
         trace = traceparent(scope).decode() or None
@@ -146,6 +150,12 @@ class _GenerateRoute:
             elif owner:
                 text.cache_salt = CacheSalt(salt_of(owner), required=False)
         return response
+
+    def _add_caller(self, scope: Scope, request: Generation, response: ResponseBuilder) -> None:
+        """Tell a pipeline what the request has for it. Raises ``ApiError``."""
+        caller = caller_fields(request, scope, self._services.pipeline_headers)
+        for text in response.requests:
+            text.caller = replace(caller, session=text.caller.session)
 
     def _build(self, scope: Scope, request: Generation) -> ResponseBuilder:
         """Build the response. Raises ``ApiError``."""
@@ -238,7 +248,13 @@ class GenerateReferring(_GenerateRoute):
     def _build(self, scope: Scope, request: Generation) -> ResponseBuilder:
         assert isinstance(request, ResponsesRequest)
         referred = self._services.references.resolve(request, scope)
-        return self._builder(request, self._services.models.resolve(request), referred)
+        model = self._services.models.resolve(request)
+        response = self._builder(request, model, referred)
+        if model.is_pipeline:
+            session = self._services.references.session_of(request, scope, referred)
+            for text in response.requests:
+                text.caller = CallerFields(session=session or response.id)
+        return response
 
 
 async def _ping(response: PartsBuilder, reply: Reply) -> None:

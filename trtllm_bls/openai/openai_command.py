@@ -42,6 +42,7 @@ _TLS = ("tls_cert", "tls_key", "tls_client_ca")
 _OF_API = (
     *("max_body_bytes", "allowed_origins", "tool_parser", "reasoning_parser", "unreadable"),
     *("store_bytes", "store_hours", "store_dir", "lost_items", "share_kv_cache"),
+    "pipeline_headers",
 )
 # The options that ``serve`` has too.
 AS_OF_SERVE = (

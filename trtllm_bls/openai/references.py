@@ -55,12 +55,30 @@ class References:
         Waits for the disk. Raises ``ApiError``.
         """
         socket = scope.get(SOCKET, "")
-        last = self.last_responses.take(socket, request.previous_response_id or "")
+        last, session = self.last_responses.take(socket, request.previous_response_id or "")
         substitute = _LOST_ITEM if self._replaces_lost else None
         earlier = with_references(request, tenant_of(scope), self.store, substitute, last)
         return Referred(
-            earlier=tuple(earlier), can_store=self.store is not None, continues=bool(socket)
+            earlier=tuple(earlier),
+            can_store=self.store is not None,
+            continues=bool(socket),
+            session=session,
         )
+
+    def session_of(self, request: ResponsesRequest, scope: Scope, referred: Referred) -> str | None:
+        """Return the session of the request's conversation; None: the request is its first.
+
+        That is what the client calls the conversation, or the id of its first response. Waits for
+        the disk.
+        """
+        if isinstance(request.conversation, str):
+            return request.conversation
+        if request.conversation is not None:
+            return request.conversation.id
+        previous = request.previous_response_id
+        if referred.session is not None or previous is None or self.store is None:
+            return referred.session or previous
+        return self.store.first(tenant_of(scope), previous)
 
     async def keep(
         self,
@@ -75,7 +93,8 @@ class References:
         """
         socket = scope.get(SOCKET)
         if socket is not None and not status:
-            self.last_responses.keep(socket, response.id, response.conversation)
+            session = response.requests[0].caller.session
+            self.last_responses.keep(socket, response.id, response.conversation, session)
         if self.store is None:
             return True
         stored = response.stored(status, error)

@@ -135,6 +135,15 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     effort: str | None = None
 
 
+_CONVERSATION_ID = msgspec.Meta(min_length=1, max_length=256)
+
+
+class ConversationId(msgspec.Struct, kw_only=True):
+    """What the client calls a conversation."""
+
+    id: Annotated[str, _CONVERSATION_ID]
+
+
 class ResponsesRequest(Generation, kw_only=True):
     """``POST /v1/responses``."""
 
@@ -144,13 +153,15 @@ class ResponsesRequest(Generation, kw_only=True):
         "context_management",
     )
     refused: ClassVar[RefusedFields] = {
-        **dict.fromkeys(("conversation", "prompt", "moderation"), ()),
+        **dict.fromkeys(("prompt", "moderation"), ()),
         "background": (False,),
         "generate": (True,),
     }
 
     input: str | Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_ITEMS)] | None = None
     previous_response_id: str | None = None
+    # Of pipelines alone.
+    conversation: Annotated[str, _CONVERSATION_ID] | ConversationId | None = None
     store: bool | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -249,12 +260,14 @@ class Referred:
 
     ``earlier``: the items of the conversation that the request goes on with. ``can_store``: there
     is something to store responses in. ``continues``: the next request may go on from the response
-    although it is not stored, so its ``conversation`` is needed.
+    although it is not stored, so its ``conversation`` is needed. ``session``: that of the response
+    before, where the connection keeps it.
     """
 
     earlier: tuple[dict[str, Any], ...] = ()
     can_store: bool = False
     continues: bool = False
+    session: str | None = None
 
 
 _NO_REFERENCES = Referred()
@@ -276,6 +289,8 @@ class ResponsesResponse(PartsBuilder):
         model: ChatModel,
         referred: Referred = _NO_REFERENCES,
     ) -> None:
+        if request.conversation is not None and not model.is_pipeline:
+            raise invalid("conversation", "is for pipelines alone", "unsupported_parameter")
         self._tools = _ResponsesTools()
         alternatives = request.top_logprobs or 0
         for unknown in {*(request.include or ())} - {_INCLUDE_LOGPROBS, *_NOTHING_INCLUDED}:
@@ -570,6 +585,7 @@ def _echoed(request: ResponsesRequest) -> dict[str, Any]:
     functions = {"description": None, "parameters": None, "strict": None}
     return {
         "background": False,
+        "conversation": _conversation_object(request.conversation),
         "frequency_penalty": request.frequency_penalty or 0.0,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
@@ -593,6 +609,12 @@ def _echoed(request: ResponsesRequest) -> dict[str, Any]:
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": request.truncation or "disabled",
     }
+
+
+def _conversation_object(conversation: str | ConversationId | None) -> dict[str, str] | None:
+    if conversation is None:
+        return None
+    return {"id": conversation if isinstance(conversation, str) else conversation.id}
 
 
 def own_items(request: ResponsesRequest) -> list[dict[str, Any]]:

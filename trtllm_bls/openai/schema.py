@@ -40,7 +40,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     grammar: str | None = None
 
 
-class Generation(msgspec.Struct, kw_only=True):
+class Generation(msgspec.Struct, kw_only=True, dict=True):
     """The fields of requests of all APIs. ``no_effect``, ``refused``: further known fields."""
 
     # Fields of the API, of other servers and of old clients that have no effect here.
@@ -81,6 +81,12 @@ class Generation(msgspec.Struct, kw_only=True):
     draft_memory: bool | None = None
     # Prompts share the engine's KV cache only with prompts of the same salt and API key.
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+
+    @property
+    def further(self) -> dict[str, Any]:
+        """The fields of the body that are none of the API's; a pipeline may read them."""
+        values: dict[str, Any] = self.__dict__.get("further", {})
+        return values
 
 
 class Common(Generation, kw_only=True):
@@ -284,7 +290,11 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
             raise invalid(name, f"is not supported here{instead}", "unsupported_parameter")
         elif name not in no_effect:
             note_once(f"the field {name[:80]!r}, which is unknown and has no effect")
-    return checked("", fields, kind)
+    request = checked("", fields, kind)
+    if isinstance(request, Generation):
+        further = {name: value for name, value in fields.items() if name not in known}
+        request.__dict__["further"] = further
+    return request
 
 
 def json_text(value: object) -> str:

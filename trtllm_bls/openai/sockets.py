@@ -60,28 +60,30 @@ class LastResponses:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[str, tuple[str, bytes]] = {}
+        self._kept: dict[str, tuple[str, bytes, str | None]] = {}
 
-    def keep(self, socket: str, response_id: str, items: Sequence[Any]) -> None:
-        """Keep the conversation up to the end of a response."""
+    def keep(
+        self, socket: str, response_id: str, items: Sequence[Any], session: str | None = None
+    ) -> None:
+        """Keep the conversation up to the end of a response, and which session it is."""
         data = msgspec.json.encode(items)
         self.forget(socket)
         if len(data) <= self._max_bytes:
-            self._kept[socket] = (response_id, data)
+            self._kept[socket] = (response_id, data, session)
         while (
-            sum(len(kept) for _, kept in list(self._kept.values()))
+            sum(len(kept) for _, kept, _ in list(self._kept.values()))
             > CONTINUED_BYTES * self._max_bytes
         ):
             self.forget(next(iter(self._kept)))
 
-    def take(self, socket: str, response_id: str) -> list[dict[str, Any]] | None:
-        """The conversation, which is forgotten: if the next response fails, nothing follows."""
-        last_id, data = self._kept.get(socket, ("", b""))
+    def take(self, socket: str, response_id: str) -> tuple[list[dict[str, Any]] | None, str | None]:
+        """Take the conversation and its session; if the next response fails, nothing follows."""
+        last_id, data, session = self._kept.get(socket, ("", b"", None))
         if not data or last_id != response_id:
-            return None
+            return None, None
         self.forget(socket)
         items: list[dict[str, Any]] = msgspec.json.decode(data)
-        return items
+        return items, session
 
     def forget(self, socket: str) -> None:
         self._kept.pop(socket, None)

@@ -184,6 +184,18 @@ class StoredResponses:
             texts = _texts(rows, numbers) if is_whole else []
         return _items(texts) or None
 
+    def first(self, owner: str, response_id: str) -> str:
+        """Return the id of the first response of the chain that ends with this one."""
+        with self._transaction() as rows:
+            for _ in range(STORED_CHAIN):
+                row = rows.execute(
+                    "SELECT parent FROM responses WHERE owner = ? AND id = ?", (owner, response_id)
+                ).fetchone()
+                if row is None or row[0] is None:
+                    break
+                response_id = row[0]
+        return response_id
+
     def input(self, owner: str, response_id: str) -> list[dict[str, Any]] | None:
         """The items that a response was made from, as far as they are stored."""
         with self._transaction() as rows:

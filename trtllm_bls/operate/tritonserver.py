@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -41,8 +42,15 @@ from trtllm_bls.operate.preparation import TMPDIR, Scratch
 from trtllm_bls.orchestrator.status import CANARY_ID
 from trtllm_bls.settings.command_options import ServeSettings
 from trtllm_bls.settings.model_names import BLS_NAME
-from trtllm_bls.settings.parameters import DRAFT_MODEL_DIR, ENGINE_TRANSPORT, MODEL_DIR, STATUS_DIR
+from trtllm_bls.settings.parameters import (
+    DRAFT_MODEL_DIR,
+    ENGINE_TRANSPORT,
+    MODEL_DIR,
+    SESSION_DIR,
+    STATUS_DIR,
+)
 from trtllm_bls.types import Backoff
+from trtllm_bls.wire.call_context import RUN_SECRET
 
 # Another program may take a port between its choice and the server's start, seconds later, and
 # Triton's Python backend now and then dies of a race between its stubs.
@@ -284,6 +292,8 @@ class TritonServer:
             libraries = preparation.links(directory / "lib", [checks.libpython()])
             environment = preparation.server_environment(settings, ports, libraries, os.environ)
             environment[CANARY_ID] = scratch.canary_id
+            environment.setdefault(RUN_SECRET, secrets.token_hex(32))
+            environment.setdefault(SESSION_DIR, str(directory / "sessions"))
             for variable in (MODEL_DIR, DRAFT_MODEL_DIR):
                 if variable in environment:
                     linked = preparation.link_checkpoint(directory, variable, environment[variable])

@@ -15,6 +15,7 @@ from trtllm_bls.orchestrator.orchestrator import (
     RequestTimes,
     TextSink,
     has_expired,
+    seconds_left,
     stats_of,
     timeout,
 )
@@ -54,7 +55,7 @@ class ChatPipeline:
             async with (
                 limit,
                 self._orchestrator.admission.acquire(1),
-                aclosing(self._models.events(self.name, request)) as events,
+                aclosing(self._models.events(self.name, request, seconds_left(limit))) as events,
             ):
                 times.begun_at = asyncio.get_running_loop().time()
                 async for batch in events:

@@ -75,7 +75,7 @@ class Place:
 
 
 class Admission:
-    """Places for ``max_running`` sequences on one event loop.
+    """Places for ``max_running`` sequences on one event loop; ``places`` is their number.
 
     Up to ``max_queued`` more sequences wait for one, in the order of their arrival.
 
@@ -84,7 +84,7 @@ class Admission:
     """
 
     def __init__(self, max_running: int, max_queued: int, max_queue_s: float | None) -> None:
-        self._max_running = max_running
+        self.places = max_running
         self._max_queued = max_queued
         self._max_queue_s = max_queue_s
         # In the order of their arrival; any of them may leave, at the same cost.
@@ -96,12 +96,17 @@ class Admission:
     @property
     def room(self) -> int:
         """How many more sequences may run or wait; any thread may ask."""
-        return self._max_running + self._max_queued - self.running - self.queued
+        return self.places + self._max_queued - self.running - self.queued
+
+    @property
+    def has_place(self) -> bool:
+        """True if a request of one sequence would run at once."""
+        return not self._waiting and self.running < self.places
 
     @property
     def total(self) -> int:
         """How many sequences may run or wait at all."""
-        return self._max_running + self._max_queued
+        return self.places + self._max_queued
 
     def crowded(self) -> Overloaded:
         """Return the refusal of a client that has its share of all places."""
@@ -141,14 +146,14 @@ class Admission:
         Raises ``InvalidRequest`` for more sequences than may ever run at once, and ``Overloaded``
         where as many wait as may.
         """
-        if sequences > self._max_running:
+        if sequences > self.places:
             raise above_limit(
                 "num_return_sequences",
-                f"{sequences} is not allowed; at most {self._max_running} sequences run at once",
+                f"{sequences} is not allowed; at most {self.places} sequences run at once",
                 "max_running_requests",
             )
         place = Place(sequences, asyncio.get_running_loop().create_future())
-        if not self._waiting and self.running + sequences <= self._max_running:
+        if not self._waiting and self.running + sequences <= self.places:
             self._begin(place)
         elif self.queued + sequences > self._max_queued:
             raise self._overloaded("as many as may", "max_queued_requests")
@@ -184,7 +189,7 @@ class Admission:
         """Give free places to those that have waited longest."""
         while self._waiting:
             first = next(iter(self._waiting))
-            if self.running + first.sequences > self._max_running:
+            if self.running + first.sequences > self.places:
                 return
             self._stop_waiting(first)
             if not first.admitted.done():  # one that was refused or cancelled is about to leave
@@ -200,7 +205,7 @@ class Admission:
         self.queued -= place.sequences
 
     def _overloaded(self, why: str, parameter: str) -> Overloaded:
-        seconds = math.ceil(self._average_s * (self.queued + 1) / self._max_running)
+        seconds = math.ceil(self._average_s * (self.queued + 1) / self.places)
         problem = f"sequences running: {self.running}, waiting: {self.queued}, {why}"
         return Overloaded.for_now(f"{problem} (parameter {parameter})", max(1, seconds), parameter)
 
@@ -303,6 +308,11 @@ class Orchestrator:
     def refused(self, request_id: str, error: Exception, api: str | None = None) -> None:
         """Count a request that was refused before it could run, by the ``api`` that it was for."""
         self._on_end(stats_of(request_id, error, api=api))
+
+    @property
+    def timeout_s(self) -> float | None:
+        """The time limit of a request that names none, in seconds."""
+        return self._defaults.timeout_s
 
     async def run(
         self,
@@ -495,7 +505,7 @@ class RequestTimes:
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
-        self._arrived_at = self._clock()
+        self.arrived_at = self._clock()
         self.begun_at: float | None = None  # it does not wait any more
         self._first_at = self._last_at = self._longest_gap = 0.0
         self.responses = 0
@@ -513,10 +523,10 @@ class RequestTimes:
     def add_to(self, stats: RequestStats, streamed: bool) -> None:
         """Add the times of a request that is over; ``streamed``: its responses show its pace."""
         stats.responses = self.responses
-        stats.duration_s = self._clock() - self._arrived_at
-        stats.queue_s = self.begun_at - self._arrived_at if self.begun_at is not None else None
+        stats.duration_s = self._clock() - self.arrived_at
+        stats.queue_s = self.begun_at - self.arrived_at if self.begun_at is not None else None
         if streamed and self.responses:
-            stats.ttft_s = self._first_at - self._arrived_at
+            stats.ttft_s = self._first_at - self.arrived_at
             stats.longest_gap_s = self._longest_gap if self.responses > 1 else None
 
 
@@ -614,6 +624,12 @@ def has_expired(limit: Timeout) -> bool:
     """
     # In Python 3.10, ``async_timeout`` has a property in place of the method.
     return bool(limit.expired() if sys.version_info >= (3, 11) else limit.expired)
+
+
+def seconds_left(limit: Timeout) -> float | None:
+    """Return the seconds until ``limit`` raises the timeout; None: it never does."""
+    when = limit.when() if sys.version_info >= (3, 11) else limit.deadline
+    return None if when is None else when - asyncio.get_running_loop().time()
 
 
 def _give_way() -> None:

@@ -7,6 +7,7 @@ same ``LLM`` to any asyncio program. ``testing`` runs a model without Triton.
 from trtllm_bls.errors import EngineError, InvalidRequest
 from trtllm_bls.pipeline import testing
 from trtllm_bls.pipeline.language_model import LLM, Step, Steps
+from trtllm_bls.pipeline.sessions import Session
 from trtllm_bls.pipeline.streaming_model import (
     ChatRequest,
     PipelineDeployment,
@@ -18,4 +19,5 @@ from trtllm_bls.pipeline.streaming_model import (
 from trtllm_bls.wire.contract import Tensor
 
 __all__ = ["LLM", "EngineError", "InvalidRequest", "PipelineDeployment", "Request", "Response"]
-__all__ += ["ChatRequest", "Step", "Steps", "StreamingModel", "Tensor", "connect", "testing"]
+__all__ += ["ChatRequest", "Session", "Step", "Steps", "StreamingModel", "Tensor", "connect"]
+__all__ += ["testing"]

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -35,6 +35,7 @@ from trtllm_bls.text.chat_parser import (
 )
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import (
+    COLDEST,
     Array,
     CacheSalt,
     ChatOptions,
@@ -60,10 +61,11 @@ _FAILED_REASONS = (FinishReason.ERROR, FinishReason.CANCELLED)  # an error follo
 _numbers = itertools.count(1)
 
 
-class Caller(Protocol):
+class PipelineRequest(Protocol):
     """A pipeline's request, on whose behalf models are called."""
 
     id: str
+    own_options: Collection[str]
     traceparent: str | None
     key: str | None
     cache_salt: str | None
@@ -80,7 +82,7 @@ class Caller(Protocol):
 
 # The request of this task. ``StreamingModel`` sets it in the task of each request, so tasks that
 # it starts inherit it.
-CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
+CALLER: ContextVar[PipelineRequest | None] = ContextVar("caller", default=None)
 
 
 # --- options ----------------------------------------------------------------------------------
@@ -223,6 +225,7 @@ def request_fields(
         if name in read:
             read[name] = tuple(read[name].items())
     sampling = {name: read.pop(name) for name in _SAMPLING_OPTIONS & read.keys()}
+    _set_temperature(sampling)
     wants = {name: read.pop(name) for name in _WANTS_OPTIONS & read.keys()}
     return {
         "max_tokens": None,
@@ -232,6 +235,21 @@ def request_fields(
         **typed_fields(arrays),
         **read,
     }
+
+
+def _set_temperature(sampling: dict[str, Any]) -> None:
+    """Have a temperature alone sample, and one of about 0 take the likeliest token.
+
+    TensorRT-LLM samples only with ``top_k`` or ``top_p``.
+    """
+    temperature = sampling.get("temperature")
+    if temperature is None:
+        return
+    if temperature < COLDEST:
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            sampling.pop(name, None)
+    elif "top_p" not in sampling and "top_k" not in sampling:
+        sampling["top_p"] = 1.0
 
 
 def _engine_inputs(read: dict[str, Any]) -> dict[str, Array]:
@@ -574,6 +592,10 @@ class LLM:
 
         ``tools`` (as in OpenAI's API) may be called: see ``Step.calls``.
         """
+        caller = CALLER.get()
+        if caller is not None and caller.own_options:
+            own = caller.own_options
+            options = {name: value for name, value in options.items() if name not in own}  # type: ignore[assignment]
         fields = request_fields(options, _HINTS)
         form_field = next(
             (name for name in _GUIDE_OPTIONS if options.get(name) is not None), "extras"

@@ -19,7 +19,10 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from trtllm_bls.errors import (
+    CallChainTooLong,
+    CycleWithoutPlace,
     EngineError,
+    EngineTimeout,
     EngineUnavailable,
     Overloaded,
     TrtllmBlsError,
@@ -27,6 +30,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.settings.parameters import nearest, suggestion
 from trtllm_bls.types import Array
+from trtllm_bls.wire.call_context import CONTEXT_PARAMETER, CallContext, signed_context
 from trtllm_bls.wire.contract import Tensor, array_of
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError, ResponseStream, close_or_cancel
 from trtllm_bls.wire.kserve import (
@@ -53,6 +57,15 @@ class CallOptions(TypedDict, total=False):
     sequence_id: int | str
     sequence_start: bool
     sequence_end: bool
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who calls another model. ``context`` returns what the call passes on; None: nothing."""
+
+    request_id: str
+    traceparent: str | None = None
+    context: Callable[[], CallContext | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,11 @@ class DeclaredModel:
         return cls(config.name, sides[0], sides[1], config.max_batch_size > 0, decoupled)
 
     def packed(
-        self, inputs: Mapping[str, Any], outputs: Sequence[str], request_id: str, **options: Any
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str],
+        origin: Origin,
+        **options: Any,
     ) -> bytes:
         """A request with ``CallOptions``, serialised. Raises ``TrtllmBlsError`` for what the model
         does not take."""
@@ -99,8 +116,17 @@ class DeclaredModel:
         options.pop("timeout_s", None)
         version = options.pop("version", "")
         parameters = {**options.pop("parameters", {}), **options}
+        context = origin.context()
+        if context is not None:
+            parameters[CONTEXT_PARAMETER] = signed_context(self.name, context)
         return packed_infer_message(
-            self.name, request_id, typed, outputs, version=version, parameters=parameters
+            self.name,
+            origin.request_id,
+            typed,
+            outputs,
+            origin.traceparent,
+            version=version,
+            parameters=parameters,
         )
 
     def arrays(
@@ -142,7 +168,7 @@ class OtherModels:
         model: str,
         inputs: Mapping[str, Any],
         outputs: Sequence[str],
-        request_id: str,
+        origin: Origin,
         **options: Any,
     ) -> dict[str, Array]:
         """The one response of a model that is not decoupled."""
@@ -150,7 +176,7 @@ class OtherModels:
         async def once(declared: DeclaredModel) -> dict[str, Array]:
             if declared.decoupled:
                 raise EngineError(f"{model}: it is decoupled; use stream")
-            message = declared.packed(inputs, outputs, request_id, **options)
+            message = declared.packed(inputs, outputs, origin, **options)
             return _outputs(model, await self._unary(model, "ModelInfer", message, seconds))
 
         seconds: float | None = options.get("timeout_s")
@@ -161,14 +187,14 @@ class OtherModels:
         model: str,
         inputs: Mapping[str, Any],
         outputs: Sequence[str],
-        request_id: str,
+        origin: Origin,
         on_end: Callable[[OtherStream], object] = lambda stream: None,
         **options: Any,
     ) -> OtherStream:
         """The responses of a decoupled model."""
 
         def begin(declared: DeclaredModel) -> ModelStream:
-            message = declared.packed(inputs, outputs, request_id, **options)
+            message = declared.packed(inputs, outputs, origin, **options)
             return ModelStream(model, self.channel, message)
 
         ask = partial(self.as_declared, model, options.get("version", ""))
@@ -244,7 +270,9 @@ class OtherStream(AsyncIterator[dict[str, Array]]):
         on_end: Callable[[OtherStream], object] = lambda stream: None,
         timeout_s: float | None = None,
     ) -> None:
-        self._model, self._as_declared, self._begin = model, as_declared, begin
+        self.model = model
+        self._as_declared = as_declared
+        self._begin = begin
         self._on_end, self._timeout_s = on_end, timeout_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -255,7 +283,7 @@ class OtherStream(AsyncIterator[dict[str, Array]]):
     async def __anext__(self) -> dict[str, Array]:
         try:
             if self._problem is not None:
-                raise EngineError(f"{self._model}: {self._problem}")
+                raise EngineError(f"{self.model}: {self._problem}")
             if self._over:
                 raise StopAsyncIteration
             if self._responses is not None:
@@ -267,7 +295,7 @@ class OtherStream(AsyncIterator[dict[str, Array]]):
         except (StopAsyncIteration, TrtllmBlsError) as error:
             self._end()
             if self._problem is not None and not isinstance(error, StopAsyncIteration):
-                raise EngineError(f"{self._model}: {self._problem}") from None
+                raise EngineError(f"{self.model}: {self._problem}") from None
             raise
 
     async def _first(self, declared: DeclaredModel) -> dict[str, Array]:
@@ -362,5 +390,11 @@ def failure_of(model: str, error: GrpcError) -> Exception:
 
 def _named(model: str, error: Exception) -> Exception:
     """The error of another model; a mistake in what it was sent is not the caller's."""
-    kind = EngineUnavailable if isinstance(error, Overloaded) else EngineError
+    if isinstance(error, (CallChainTooLong, CycleWithoutPlace)):
+        return error  # which names all models of the chain
+    kind: type[EngineError] = EngineError
+    if isinstance(error, (Overloaded, EngineUnavailable)):
+        kind = EngineUnavailable
+    elif isinstance(error, EngineTimeout):
+        kind = EngineTimeout
     return kind(f"{model}: {error}")

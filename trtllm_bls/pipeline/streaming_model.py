@@ -24,9 +24,12 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
 from trtllm_bls.errors import (
+    CallChainTooLong,
+    CycleWithoutPlace,
     DeadlineExceeded,
     EngineError,
     EngineUnavailable,
@@ -44,7 +47,8 @@ from trtllm_bls.orchestrator.orchestrator import (
     timeout,
 )
 from trtllm_bls.pipeline.language_model import CALLER, LLM, ConversationOptions, Step, Steps
-from trtllm_bls.pipeline.other_models import CallOptions, OtherModels, OtherStream
+from trtllm_bls.pipeline.other_models import CallOptions, Origin, OtherModels, OtherStream
+from trtllm_bls.pipeline.sessions import Session, SessionStore
 from trtllm_bls.settings.engine_tls import engine_tls
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
 from trtllm_bls.settings.model_names import BLS_NAME
@@ -52,6 +56,7 @@ from trtllm_bls.settings.parameters import (
     COMMON_KEYS,
     DIRECTORY,
     FLAG,
+    SESSION_DIR,
     TEXT,
     BlsParameters,
     EngineChoice,
@@ -71,6 +76,7 @@ from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.triton.request_server import Call
 from trtllm_bls.triton.served_model import ServedModel
 from trtllm_bls.types import Array, Backoff
+from trtllm_bls.wire.call_context import CONTEXT_PARAMETER, MAX_CALL_DEPTH, CallContext
 from trtllm_bls.wire.contract import Tensor
 from trtllm_bls.wire.traceparent import valid_traceparent
 
@@ -90,6 +96,15 @@ _PARAMETER_KINDS = {
     float: Kind("a number", float),
     str: TEXT,
 }
+# The types of a pipeline's own options, and what they are called in an error.
+_JSON_TYPES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
 AHEAD_S = 2.0  # of playing time that ``Response.send`` lets a caller have in advance
 
 log = logging.getLogger(__name__)
@@ -102,6 +117,11 @@ class PipelineParameters(BlsParameters):
     tokenizer_dir: Path | None = DIRECTORY.parameter(  # type: ignore[assignment]
         "Directory of the language model's tokenizer; empty = there is no language model.",
         env=parameters_in(BlsParameters)["tokenizer_dir"].env,
+    )
+    session_dir: str = TEXT.parameter(
+        "Directory of what the model's instances remember of conversations (`request.session`); "
+        "empty = each process remembers by itself.",
+        env=SESSION_DIR,
     )
 
 
@@ -147,6 +167,8 @@ class PipelineDeployment(BaseDeployment):
         self.parameters: Mapping[str, Any] = {}
         self.warm_up_problem = ""  # why the model is not ready yet
         self.unfinished: set[Response] = set()
+        directory = parameters.session_dir
+        self.sessions = SessionStore(Path(directory) if directory else None)
         self.other_models = OtherModels(parameters.engine_url, engine_tls(parameters))
         self._llms: dict[tuple[str, str], LLM] = {}
         self._orchestrators: list[Orchestrator] = []
@@ -197,7 +219,7 @@ class PipelineDeployment(BaseDeployment):
         **options: Unpack[CallOptions],
     ) -> dict[str, Array]:
         """As ``Request.infer``, of no request: in ``StreamingModel.warm_up``."""
-        return await self.other_models.infer(model, inputs, outputs, self.name, **options)
+        return await self.other_models.infer(model, inputs, outputs, Origin(self.name), **options)
 
     def stream(
         self,
@@ -207,7 +229,7 @@ class PipelineDeployment(BaseDeployment):
         **options: Unpack[CallOptions],
     ) -> OtherStream:
         """As ``Request.stream``, of no request."""
-        return self.other_models.stream(model, inputs, outputs, self.name, **options)
+        return self.other_models.stream(model, inputs, outputs, Origin(self.name), **options)
 
     def load(self) -> Load:
         """Of the pipeline's requests: those without a response wait."""
@@ -224,37 +246,56 @@ class PipelineDeployment(BaseDeployment):
     async def close(self) -> None:
         await self.other_models.close()
         await super().close()
+        await asyncio.to_thread(self.sessions.close)
 
 
 class Request:
     """One request: its inputs by name (``request["wav"]``), as Triton gives them.
 
     ``id`` is unique in the process, ``client_id`` the caller's own. ``parameters``: the request's,
-    as the caller sent them. ``traceparent``: the caller's trace context (W3C). ``tokens``,
-    ``prompt_tokens``: of the language model's answers so far; ``finish_reason``: of the last one.
+    as the caller sent them. ``traceparent``: the caller's trace context (W3C). ``key``: a digest of
+    the client's API key, if there are keys. ``cache_salt``: which KV cache blocks the caller may
+    share. ``callers``: the pipelines that wait for this request, the one that the client called
+    first. ``session``: what the model remembers of the conversation; None: the request is part of
+    none. The request's calls of all models have these, too. ``tokens``, ``prompt_tokens``: of the
+    language model's answers so far; ``finish_reason``: of the last one.
     """
+
+    own_options: Collection[str] = ()  # of ``ChatRequest.options``, which no language model has
 
     def __init__(
         self,
         call: Call,
-        other_models: OtherModels,
+        deployment: PipelineDeployment,
         inputs: Collection[str] = (),
         rows: bool = False,
     ) -> None:
-        self._arrays, self._other_models, self._inputs = call.arrays, other_models, inputs
+        self._arrays = call.arrays
+        self._other_models = deployment.other_models
+        self._inputs = inputs
         if rows:
             self._arrays = {name: array[0] for name, array in call.arrays.items()}
         self.id, self.client_id = call.id, call.client_id
-        self.parameters: Mapping[str, Any] = json.loads(call.parameters)
+        self.parameters: dict[str, Any] = json.loads(call.parameters)
+        self.parameters.pop(CONTEXT_PARAMETER, None)
         trace = self.parameters.get("traceparent")
         self.traceparent = valid_traceparent(trace) if isinstance(trace, str) else None
-        self.key: str | None = None
-        self.cache_salt: str | None = None
+        self.key = call.context.key
+        self.cache_salt = call.context.cache_salt
+        self.callers = call.context.models
+        self.session: Session | None = None
+        session = call.context.session
+        if session is None and call.sequence_id:
+            session = f"sequence {call.sequence_id}"
+        if session is not None:
+            self.session = Session(deployment.sessions, deployment.name, self.key, session)
+        self._model = deployment.name
+        self.limit: float | None = None  # when its time is over, by the event loop's clock
         self.tokens = self.prompt_tokens = 0
         self.finish_reason = "stop"
         # What ``close`` ends, unless it has ended. One that nobody refers to any more ends itself.
         self.streams: weakref.WeakSet[Steps | OtherStream] = weakref.WeakSet()
-        self._calls: set[asyncio.Future[dict[str, Array]]] = set()
+        self._calls: dict[asyncio.Future[dict[str, Array]], str] = {}  # of which model
         self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # that called a model
         self._over = False
 
@@ -291,13 +332,13 @@ class Request:
         the model answers, ``EngineUnavailable`` while the server cannot be reached.
         """
         self._check(f"a call of {model}")
-        answer = self._other_models.infer(model, inputs, outputs, self.id, **options)
+        answer = self._other_models.infer(model, inputs, outputs, self._origin(), **options)
         call = asyncio.ensure_future(answer)
-        self._calls.add(call)
+        self._calls[call] = model
         try:
             return await call
         finally:
-            self._calls.discard(call)
+            del self._calls[call]
 
     def stream(
         self,
@@ -310,9 +351,32 @@ class Request:
 
         ``aclose`` ends the model's work, as dropping the stream and the end of the request do.
         """
-        stream = self._other_models.stream(model, inputs, outputs, self.id, self.ended, **options)
+        origin = self._origin()
+        stream = self._other_models.stream(model, inputs, outputs, origin, self.ended, **options)
         self.begins(stream)
         return stream
+
+    @property
+    def called(self) -> set[str]:
+        """The other models that the request has called and that have not ended."""
+        streams = [stream for stream in self.streams if isinstance(stream, OtherStream)]
+        return {*self._calls.values(), *[stream.model for stream in streams]}
+
+    def _origin(self) -> Origin:
+        return Origin(self.id, self.traceparent, self._context)
+
+    def _context(self) -> CallContext:
+        """On whose behalf a model is called now."""
+        seconds = None
+        if self.limit is not None:
+            seconds = max(0.0, self.limit - asyncio.get_running_loop().time())
+        return CallContext(
+            key=self.key,
+            cache_salt=self.cache_salt,
+            session=None if self.session is None else self.session.id,
+            seconds=seconds,
+            models=(*self.callers, self._model),
+        )
 
     def begins(self, call: Steps | OtherStream) -> None:
         """Note what has to end with the request. Raises where the request has ended."""
@@ -340,28 +404,59 @@ class Request:
             log.warning(line, self.id, count)
         for stream in list(self.streams):
             await stream.aclose()
-        for call in self._calls:
+        for call in list(self._calls):
             call.cancel()
 
 
 class ChatRequest(Request):
     """A request to answer a conversation, of one of OpenAI's APIs or of Anthropic's.
 
-    ``messages`` and ``tools`` are as ``LLM.chat`` takes them, ``options`` what the caller asks of
-    the answer. ``key``: a digest of the caller's API key, if there are keys. ``cache_salt``: which
-    KV cache blocks the caller may share; the request's calls of language models have both.
+    ``messages`` and ``tools`` are as ``LLM.chat`` takes them. ``options`` has what the caller asks
+    of the answer, and of the fields that the API does not have those that
+    ``StreamingModel.options`` declares; what was not sent is absent. ``metadata``, ``user`` and
+    ``prompt_cache_key`` are the caller's, ``headers`` those that ``--pipeline-header`` names, in
+    lower case.
     """
 
-    def __init__(self, call: Call, other_models: OtherModels, inputs: Collection[str]) -> None:
-        super().__init__(call, other_models, inputs)
+    def __init__(
+        self,
+        call: Call,
+        deployment: PipelineDeployment,
+        inputs: Collection[str],
+        options: Mapping[str, type] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(call, deployment, inputs)
         chat = _checked_chat(self.text(CHAT_REQUEST))
         self.messages: list[dict[str, Any]] = chat["messages"]
         self.tools: list[dict[str, Any]] = chat["tools"]
-        self.options: ConversationOptions = chat["options"]
-        bias = chat["options"].get("token_bias", {})  # whose keys JSON has as texts
-        self.options["token_bias"] = {int(key): value for key, value in bias.items()}
-        self.key: str | None = chat["key"]
-        self.cache_salt: str | None = chat["cache_salt"]
+        self.options: dict[str, Any] = chat["options"]
+        if "token_bias" in self.options:  # whose keys JSON has as texts
+            bias = self.options["token_bias"]
+            self.options["token_bias"] = {int(key): value for key, value in bias.items()}
+        self.own_options = options
+        self.options |= _own_options(options, chat["further"])
+        self.metadata: dict[str, Any] = chat["metadata"]
+        self.user: str | None = chat["user"]
+        self.prompt_cache_key: str | None = chat["prompt_cache_key"]
+        self.headers: dict[str, str] = chat["headers"]
+
+
+def _own_options(declared: Mapping[str, type], sent: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a pipeline declares, as far as they were sent.
+
+    Raises ``InvalidRequest`` for a value of another type.
+    """
+    options = {}
+    for name, kind in declared.items():
+        value = sent.get(name)
+        if value is None:
+            continue
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise InvalidRequest(name, f"{value!r:.80} is not {_JSON_TYPES[kind]}")
+        options[name] = value
+    return options
 
 
 def _checked_chat(text: str) -> dict[str, Any]:
@@ -385,9 +480,16 @@ def _checked_chat(text: str) -> dict[str, Any]:
     bias = chat["options"].get("token_bias", {})
     if not isinstance(bias, dict) or not all(key.isdecimal() for key in bias):
         raise InvalidRequest(CHAT_REQUEST, "options.token_bias must be an object of token ids")
-    for name in ("key", "cache_salt"):
+    for name in ("user", "prompt_cache_key"):
         if not isinstance(chat.setdefault(name, None), (str, type(None))):
             raise InvalidRequest(CHAT_REQUEST, f"{name} must be a text")
+    for name in ("metadata", "headers", "further"):
+        if not isinstance(chat.setdefault(name, {}), dict):
+            raise InvalidRequest(CHAT_REQUEST, f"{name} must be an object")
+    for name in ("key", "cache_salt"):
+        if chat.get(name) is not None:
+            problem = f"{name} comes with a signed parameter; an older trtllm-bls sends it here"
+            raise InvalidRequest(CHAT_REQUEST, problem)
     return chat
 
 
@@ -476,6 +578,9 @@ class StreamingModel(ServedModel):
     outputs: ClassVar[tuple[Tensor, ...]] = ()
     # Its own parameters in ``config.pbtxt``, with their defaults, of which each has the type.
     parameters: ClassVar[Mapping[str, Value]] = {}
+    # Fields of requests of OpenAI's APIs that it reads beside theirs, with the type of each: bool,
+    # int, float, str, list or dict. They come in ``ChatRequest.options``.
+    options: ClassVar[Mapping[str, type]] = {}
     parameters_type = PipelineParameters
     deployment_type = PipelineDeployment
     deployment: PipelineDeployment
@@ -519,9 +624,16 @@ class StreamingModel(ServedModel):
         inputs, outputs = self.tensors()
         self._inputs = [tensor.name for tensor in inputs]
         self._declared = {tensor.name: tensor for tensor in outputs}
+        for option, kind in self.options.items():
+            if kind not in _JSON_TYPES:
+                mend = "write bool, int, float, str, list or dict"
+                raise SettingsError(f"options = {{{option!r}: {kind!r}}}: {mend}")
+            if option in ConversationOptions.__annotations__:
+                raise SettingsError(f"options: {option!r} is an option of every chat; rename it")
         for tensor in (*self.inputs, *self.outputs):
             if tensor.dtype == "BF16":  # of a Python model's tensors
                 raise SettingsError(f"{tensor.name}: Triton gives a Python model no BF16; use FP32")
+        self._running: set[Request] = set()  # those that have a place
         self._warm: asyncio.Future[None] | None = None
         self._warm_up_failed = False  # and is tried again
         self._config, self._directory = config, Path(args["model_repository"])
@@ -595,21 +707,26 @@ class StreamingModel(ServedModel):
         await self.unload()
 
     async def handle(self, call: Call) -> None:
-        models = self.deployment.other_models
-        inputs, chats = self._inputs, CHAT_REQUEST in call.arrays
-        request = (
-            ChatRequest(call, models, inputs)
-            if chats
-            else Request(call, models, inputs, self._rows)
-        )
+        request: Request
+        if CHAT_REQUEST in call.arrays:
+            request = ChatRequest(call, self.deployment, self._inputs, self.options)
+        else:
+            request = Request(call, self.deployment, self._inputs, self._rows)
         response = Response(call, self._declared, self._rows)
         CALLER.set(request)
         self.deployment.unfinished.add(response)
         error: BaseException | None = None
         seconds = self.deployment.defaults.timeout_s
+        too_late = f"the time limit of {seconds or 0:g} s is over"
+        left = call.context.seconds
+        if left is not None and (seconds is None or left < seconds):
+            seconds = left
+            too_late = f"the time of the request that {' → '.join(request.callers)} answers is over"
         limit = timeout(seconds)
         try:
-            async with limit, self.deployment.admission.acquire(1):
+            async with limit, self._place(request):
+                if seconds is not None:
+                    request.limit = response.arrived_at + seconds
                 response.begun_at = asyncio.get_running_loop().time()
                 if self._warm is not None and not self._warm.done():
                     if self._warm_up_failed:
@@ -623,7 +740,7 @@ class StreamingModel(ServedModel):
         except BaseException as raised:
             error = _told(raised)
             if isinstance(raised, asyncio.TimeoutError) and has_expired(limit):
-                error = DeadlineExceeded(f"the time limit of {seconds:g} s is over")
+                error = DeadlineExceeded(too_late)
             if error is raised:  # as its own cause it would be a reference cycle
                 raise
             raise error from raised
@@ -641,6 +758,29 @@ class StreamingModel(ServedModel):
             response.add_to(stats, streamed=True)
             self.deployment.reports.add(stats)
             error = None  # whose traceback refers to this frame: a reference cycle
+
+    @asynccontextmanager
+    async def _place(self, request: Request) -> AsyncIterator[None]:
+        """A place for a request while the context is entered; waits for it.
+
+        Raises ``CallChainTooLong``, and ``CycleWithoutPlace`` where those that have the places may
+        wait for the request itself.
+        """
+        chain = (*request.callers, self.deployment.name)
+        if len(request.callers) > MAX_CALL_DEPTH:
+            raise CallChainTooLong.of(chain, MAX_CALL_DEPTH)
+        admission = self.deployment.admission
+        if request.callers and not admission.has_place:
+            waiting = {*request.callers}
+            all_wait = all(running.called & waiting for running in self._running)
+            if self.deployment.name in waiting or all_wait:
+                raise CycleWithoutPlace.of(chain, admission.places)
+        async with admission.acquire(1):
+            self._running.add(request)
+            try:
+                yield
+            finally:
+                self._running.discard(request)
 
     async def _chat(self, request: ChatRequest, response: Response) -> None:
         assert self.chat is not None  # or there would be no such input

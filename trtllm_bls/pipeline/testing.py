@@ -39,7 +39,7 @@ from trtllm_bls.orchestrator.orchestrator import (
     has_expired,
     timeout,
 )
-from trtllm_bls.pipeline.language_model import LLM
+from trtllm_bls.pipeline.language_model import LLM, ConversationOptions
 from trtllm_bls.pipeline.other_models import DeclaredModel, OtherModels, failure_of
 from trtllm_bls.pipeline.streaming_model import (
     PipelineDeployment,
@@ -50,6 +50,13 @@ from trtllm_bls.settings.model_config import model_class
 from trtllm_bls.text.stopping import StopMatcher
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import Array, Ending, FinishReason, TextChunk, TextRequest, TokenText
+from trtllm_bls.wire.call_context import (
+    CONTEXT_PARAMETER,
+    NO_CONTEXT,
+    CallContext,
+    context_of,
+    signed_context,
+)
 from trtllm_bls.wire.contract import Tensor as Declared
 from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError
 from trtllm_bls.wire.kserve import arrays_of, packed_array
@@ -119,6 +126,7 @@ class Ask:
         self.responses: list[dict[str, Any]] = []
         self.error: TritonError | None = None
         self.sent_parameters: dict[str, Any] = {}
+        self.sequence_id: int | str = 0
         self.gone = False
         self.questions = 0  # how often the model has asked whether the caller is gone
         self._triton, self._inputs, self._outputs, self._id = triton, inputs, outputs, id
@@ -159,6 +167,9 @@ class Ask:
 
     def parameters(self) -> str:
         return json.dumps(self.sent_parameters)
+
+    def correlation_id(self) -> int | str:
+        return self.sequence_id
 
     def inputs(self) -> list[Tensor]:
         return [Tensor(name, _lent(array)) for name, array in self._inputs.items()]
@@ -371,13 +382,17 @@ class Double:
 
 @dataclass
 class Called:
-    """A call of another model, as the model sees it. ``over``: it has ended, or been cancelled."""
+    """A call of another model, as the model sees it.
+
+    ``context``: on whose behalf the request makes it. ``over``: it has ended, or been cancelled.
+    """
 
     model: str
     inputs: Mapping[str, Array]
     id: str
     version: str
     parameters: Mapping[str, Any]
+    context: CallContext = NO_CONTEXT
     over: bool = field(default=False, repr=False)
 
 
@@ -411,7 +426,10 @@ class FakeServer(GrpcChannel):
             if name != "triton_enable_empty_final_response"
         }
         names = {output.name for output in request.outputs}
-        call = Called(declared.name, inputs, request.id, request.model_version, parameters)
+        context = context_of(declared.name, parameters)
+        parameters.pop(CONTEXT_PARAMETER, None)
+        version = request.model_version
+        call = Called(declared.name, inputs, request.id, version, parameters, context)
         self.calls.append(call)
         double, streams = self.doubles[declared.name], method == "ModelStreamInfer"
         if double.decoupled and not streams:
@@ -504,6 +522,39 @@ class _Models(OtherModels):
             raise failure_of(model, error) from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """The client of a request, as the OpenAI API tells of it.
+
+    ``models``: pipelines that made the request on the client's behalf. ``seconds``: of their time
+    that are left. The other fields are those of ``ChatRequest``.
+    """
+
+    key: str | None = None
+    cache_salt: str | None = None
+    session: str | None = None
+    seconds: float | None = None
+    models: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def context(self) -> CallContext:
+        """What the server itself says of the client."""
+        return CallContext(
+            key=self.key,
+            cache_salt=self.cache_salt,
+            session=self.session,
+            seconds=self.seconds,
+            models=self.models,
+        )
+
+
+_NOBODY = Caller()
+
+
 class LoadedModel:
     """A model that ``serving`` has loaded. ``llm``: its language model; ``llms``: all, by name.
 
@@ -520,7 +571,14 @@ class LoadedModel:
         self.model, self.triton, self.llms, self.llm = model, triton, llms, llms[""]
         self.calls = server.calls
 
-    def ask(self, *, outputs: Sequence[str] = (), id: str = "", **inputs: Any) -> Ask:
+    def ask(
+        self,
+        *,
+        outputs: Sequence[str] = (),
+        id: str = "",
+        caller: Caller = _NOBODY,
+        **inputs: Any,
+    ) -> Ask:
         """Send a request; ``inputs`` are arrays, numbers, texts or bytes by name. See ``Ask``."""
         sides = [{tensor.name: tensor for tensor in side} for side in self.model.tensors()]
         declared = DeclaredModel("model", sides[0], sides[1], self.triton.batched)
@@ -529,16 +587,38 @@ class LoadedModel:
         except TrtllmBlsError as error:
             raise AssertionError(f"Triton would refuse the request: {error}") from error
         ask = self.triton.ask(arrays, *(outputs or declared.outputs), id=id)
+        if caller.context != NO_CONTEXT:
+            name = self.model.deployment.name
+            ask.sent_parameters[CONTEXT_PARAMETER] = signed_context(name, caller.context)
         self.model.execute([ask])
         return ask
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = (), **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] = (),
+        caller: Caller = _NOBODY,
+        **options: Any,
     ) -> list[dict[str, Any]]:
-        """What the model's ``chat`` gives for a conversation, as events. Raises
-        ``AssertionError`` with its error, if it answers one."""
-        request = {"messages": messages, "tools": tools, "options": options, "key": None}
-        ask = self.ask(chat_request=json.dumps(request), outputs=["chat_events"]).wait()
+        """What the model's ``chat`` gives for a conversation, as events.
+
+        ``options``: those of ``LLM.chat``, and the fields that the model declares. Raises
+        ``AssertionError`` with its error, if it answers one.
+        """
+        known = ConversationOptions.__annotations__
+        request = {
+            "messages": messages,
+            "tools": tools,
+            "options": {name: value for name, value in options.items() if name in known},
+            "further": {name: value for name, value in options.items() if name not in known},
+            "metadata": caller.metadata,
+            "user": caller.user,
+            "prompt_cache_key": caller.prompt_cache_key,
+            "headers": caller.headers,
+        }
+        text = json.dumps(request)
+        ask = self.ask(chat_request=text, outputs=["chat_events"], caller=caller).wait()
         assert ask.error is None, ask.error
         return [event for (text,) in ask.said("chat_events") for event in json.loads(text)]
 

@@ -27,6 +27,7 @@ from trtllm_bls.settings.parameters import ENGINE_CHOICE, BlsParameters, EngineC
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.text.json_values import json_value
 
+_HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _OVERRIDE = re.compile(r"(?P<model>[^.=\s]+)\.(?P<parameter>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 # Types of fields, with what click reads them as.
 Positive = Annotated[int, click.IntRange(1)]
@@ -64,6 +65,15 @@ def _lora(text: str) -> str:
     if not name or (separator and not 0 <= number < 2**64):
         raise click.BadParameter(f"{text!r} must be NAME or NAME=TASK_ID, a number of 64 bits")
     return text
+
+
+def _pipeline_header(text: str) -> str:
+    name = text.lower()
+    if not _HEADER_NAME.fullmatch(name):
+        raise click.BadParameter(f"{text!r} is no name of a header, such as X-Team")
+    if name in ("authorization", "x-api-key"):
+        raise click.BadParameter(f"{text!r}: pipelines get a digest of the key, request.key")
+    return name
 
 
 def _json_object(text: str) -> str:
@@ -364,6 +374,14 @@ class ServeSettings:
         "{}",
         type=_json_object,
         metavar="JSON",
+    )
+    pipeline_headers: tuple[str, ...] = setting(
+        "A header of requests of the OpenAI API that pipelines are told (request.headers); may be "
+        "repeated.",
+        (),
+        flag="--pipeline-header",
+        type=_pipeline_header,
+        metavar="NAME",
     )
     unreadable: Literal["replace", "refuse"] = setting(
         "What becomes of images and files in requests of the OpenAI API: the model reads a "

@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
+import json
 import logging
 import queue
 import threading
@@ -55,6 +56,7 @@ from trtllm_bls.errors import (
 from trtllm_bls.orchestrator.garbage import collect_rarely
 from trtllm_bls.triton.one_core import OneCore
 from trtllm_bls.types import Backoff
+from trtllm_bls.wire.call_context import CONTEXT_PARAMETER, NO_CONTEXT, context_of
 
 # Each question whether a caller has left costs a round trip to the server. The watcher asks for at
 # most so many calls per look: for each call every 50 ms up to 60 calls, every 250 ms at 300.
@@ -88,6 +90,7 @@ class RequestServer:
     """Runs ``handle(call)`` for every request, all concurrently, until closed.
 
     ``decoupled``: the model may send any number of responses to one request; otherwise exactly one.
+    ``model``: its name, for which contexts of calls are signed (``wire.call_context``).
     ``senders``: the threads that send. ``log_ends``: log each request that ends without an answer.
     ``prepare_batch`` gets the calls of one ``execute``, if they are several, in Triton's thread and
     before any of them is handled. ``before_error_status`` returns once an error may leave that its
@@ -102,6 +105,7 @@ class RequestServer:
         handle: Callable[[Call], Awaitable[None]],
         *,
         decoupled: bool = True,
+        model: str = "",
         senders: int = SENDERS,
         log_ends: bool = True,
         prepare_batch: Callable[[Sequence[Call]], None] | None = None,
@@ -112,6 +116,7 @@ class RequestServer:
         self._pb = pb_utils
         self._handle = handle
         self._decoupled = decoupled
+        self._model = model
         self._prepare_batch = prepare_batch
         self._end_level = logging.INFO if log_ends else logging.DEBUG
         self._open: dict[Call, asyncio.Task[None]] = {}
@@ -158,7 +163,7 @@ class RequestServer:
         """The call, and the error to answer it with if it cannot be handled."""
         call = Call(self._pb, request, self._senders, self._decoupled, self._open)
         try:
-            call.read(request)
+            call.read(request, self._model)
         except Exception as error:  # raised to Triton, it would answer the whole batch twice
             return call, error
         return call, self.refusal
@@ -383,6 +388,8 @@ class Call:
         self.id = f"{name}-{next(self._numbers)}"
         self.arrays: Arrays = MappingProxyType({})
         self.parameters = "{}"  # of the request, as JSON
+        self.context = NO_CONTEXT  # on whose behalf another model makes the call
+        self.sequence_id: int | str = 0  # by which Triton knows a sequence of requests; 0: none
         # Of the event loop:
         self.outbox = Outbox()
         self.abandoned = False  # its task has been cancelled since nobody takes its answer
@@ -394,9 +401,12 @@ class Call:
         self._gone = False  # the caller has left, or cannot be sent to
         self._ask_after_send = False  # the watcher came by during a send
 
-    def read(self, request: Any) -> None:
-        """Copy the inputs, in the thread that brings the request."""
+    def read(self, request: Any, model: str = "") -> None:
+        """Copy the inputs of a request to ``model``, in the thread that brings the request."""
         self.parameters = request.parameters()
+        self.sequence_id = request.correlation_id()
+        if CONTEXT_PARAMETER in self.parameters:  # most requests have none
+            self.context = context_of(model, json.loads(self.parameters))
         self.outbox.error_as_status = STATUS_ASKED in self.parameters
         self.arrays = MappingProxyType(
             {tensor.name(): _owned(tensor.as_numpy()) for tensor in request.inputs()}

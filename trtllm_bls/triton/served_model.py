@@ -50,6 +50,7 @@ class ServedModel(ABC):
             pb_utils,
             self.handle,
             decoupled=parameters.decoupled,
+            model=name,
             log_ends=not parameters.log_requests,  # which has a line for them, too
             prepare_batch=self.prepare_batch,
             before_error_status=partial(

@@ -31,7 +31,8 @@ from trtllm_bls.triton.tensors import (
     text_requests,
     with_callers_name,
 )
-from trtllm_bls.types import Array, FinishReason, TextChunk, TextRequest, TokenIds
+from trtllm_bls.types import Array, CacheSalt, FinishReason, TextChunk, TextRequest, TokenIds
+from trtllm_bls.wire.call_context import NO_CONTEXT, CallContext
 from trtllm_bls.wire.words import dense_bias, pack_words
 
 # A chunk that ends its sequence in one of these ways is followed by an error, or by no response.
@@ -70,7 +71,20 @@ class TextService:
 
     def _requests(self, call: Call) -> list[TextRequest]:
         arrays = as_text_inputs(call.arrays) if self.llmapi else call.arrays
-        return text_requests(arrays, call.id, self.limits, call.parameters, self.exclude_input)
+        requests = text_requests(arrays, call.id, self.limits, call.parameters, self.exclude_input)
+        if call.context is not NO_CONTEXT:
+            for request in requests:
+                self._add_context(request, call.context)
+        return requests
+
+    def _add_context(self, request: TextRequest, context: CallContext) -> None:
+        """Have a request that a pipeline makes belong to the client for whom it is made."""
+        request.tenant = context.key
+        if request.cache_salt is None and context.cache_salt is not None:
+            request.cache_salt = CacheSalt.parsed(context.cache_salt)
+        if context.seconds is not None:
+            own = self.orchestrator.timeout_s if request.timeout_s is None else request.timeout_s
+            request.timeout_s = context.seconds if own is None else min(own, context.seconds)
 
     async def handle(self, call: Call) -> None:
         """Answer one call; Triton's final flag is on the last chunk of the last sequence."""
