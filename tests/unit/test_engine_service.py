@@ -12,12 +12,16 @@ import pytest
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from tests.helpers.fake_metrics import Registry
+from tests.helpers.request_servers import Gate
 from tests.helpers.services_on_fake_backend import END, SILENT, TRUE, engine_service, ids, serving
 from tests.helpers.waiting import until
+from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator.status import ENGINE_REQUESTS, ENGINE_STEPS
+from trtllm_bls.pipeline.testing import SECONDS
 from trtllm_bls.settings.request_limits import RequestLimits
 from trtllm_bls.triton.engine_service import EngineService, EngineSteps
+from trtllm_bls.types import EngineRequest
 
 
 def test_tokens_stream_and_the_end_may_bring_none() -> None:
@@ -25,6 +29,33 @@ def test_tokens_stream_and_the_end_may_bring_none() -> None:
     with engine_service(3, 4) as bench:
         ask = bench.accept(bench.tokens(streaming=TRUE)).wait()
         assert ids(ask) == [[3], [4], []]
+
+
+class EagerEngine(ScriptedEngine):
+    """An engine that goes on whether its chunks are read or not, as real ones do."""
+
+    def generate(self, request: EngineRequest) -> ChunkStream:
+        scripted = super().generate(request)
+
+        async def fill(chunks: QueuedChunks) -> None:
+            async for chunk in scripted:
+                chunks.put([chunk])
+
+        return TaskChunks(fill)
+
+
+def test_tokens_that_arrive_during_a_send_leave_together() -> None:
+    """An engine that is faster than Triton's sends has no queue of single tokens behind it."""
+    engine = EagerEngine(reciting((3, 4, 5, 6), 2, END), Script(vocab_size=50))
+    gate = Gate()
+    with serving(engine, EngineService(engine, exclude_input=True).handle) as bench:
+        ask = bench.tokens(streaming=TRUE)
+        ask.on_send = gate
+        bench.accept(ask)
+        assert gate.begun.wait(SECONDS)
+        until(lambda: not engine.live)
+        gate.open.set()
+        assert ids(ask.wait()) == [[3], [4, 5, 6]]
 
 
 @pytest.mark.parametrize("default", [True, False])

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +47,7 @@ from trtllm_bls.orchestrator.status import ENGINE_REQUESTS, REQUESTS_LABEL
 from trtllm_bls.settings.command_options import GrpcAddress
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.settings.model_names import ENSEMBLE_NAME
+from trtllm_bls.settings.parent import end_with_parent
 from trtllm_bls.text.tokenizer import load_tokenizer
 
 _PROOF_PROMPTS = (
@@ -332,18 +335,22 @@ class TimedAnswer:
 async def _complete(http: httpx.AsyncClient, url: str, model: str, prompt: str) -> TimedAnswer:
     body = {"model": model, "prompt": prompt, "max_tokens": _PROOF_TOKENS, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    answer, at = TimedAnswer(), time.perf_counter()
+    answer = TimedAnswer()
+    lines: list[tuple[float, str]] = []
+    began = time.perf_counter()
     async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            part = json.loads(line[6:])
-            answer.tokens = (part.get("usage") or {}).get("completion_tokens", answer.tokens)
-            for choice in part["choices"]:
-                if choice["text"]:
-                    answer.text += choice["text"]
-                    answer.at.append(time.perf_counter() - at)
+            lines.append((time.perf_counter() - began, line))
+    for arrival, line in lines:
+        if not line.startswith("data: {"):
+            continue
+        part = json.loads(line[6:])
+        answer.tokens = (part.get("usage") or {}).get("completion_tokens", answer.tokens)
+        for choice in part["choices"]:
+            if choice["text"]:
+                answer.text += choice["text"]
+                answer.at.append(arrival)
     return answer
 
 
@@ -448,7 +455,8 @@ async def _ends(target: Target) -> list[tuple[str, str]]:
             }
             body["ignore_eos"] = True
             async with http.stream("POST", f"{target.openai}/v1/completions", json=body) as answer:
-                await answer.aiter_lines().__anext__()
+                lines = answer.aiter_lines()  # the response ends with its iterator
+                await anext(lines)
                 return await becomes(busy=True)
 
         async def stopped() -> bool:
@@ -497,14 +505,21 @@ async def _load(
     if beside:
         servers["beside"] = beside
     texts: dict[str, dict[str, str]] = {name: {} for name in servers}
-    async with _http() as http:
+    clients = max(1, (os.cpu_count() or 1) // 4)  # so that they do not limit a fast server
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(clients, spawning, end_with_parent, (os.getpid(),)) as pool:
+        run = partial(asyncio.get_running_loop().run_in_executor, pool)
+        # Importing takes a process a second, which is no part of the load.
+        await asyncio.gather(*(run(_client, target.openai, 0.0, range(1)) for _ in range(clients)))
         for streams, name in itertools.product((1, 8, 32), servers):
             url = servers[name]
             address = httpx.URL(url).netloc.decode()
             process = target.process if url == target.openai else _process_at(address)
             cpu, began = _cpu_of(process), time.monotonic()
-            ask = partial(_completions, http, url, seconds)
-            streamed = await asyncio.gather(*map(ask, range(streams)))
+            shares = [range(client, streams, clients) for client in range(min(clients, streams))]
+            streamed = await asyncio.gather(
+                *(run(_client, url, seconds, share) for share in shares)
+            )
             answers = list(itertools.chain.from_iterable(streamed))
             seconds_taken = time.monotonic() - began
             tokens = sum(answer.tokens for _, answer in answers)
@@ -522,6 +537,17 @@ async def _load(
         equal = sum(mine.get(prompt) == text for prompt, text in other.items())
         results.append(("texts equal to those beside", f"{equal} of {len(other)}"))
     return results
+
+
+def _client(url: str, seconds: float, numbers: range) -> list[tuple[str, TimedAnswer]]:
+    """The answers of the streams with these numbers; runs in a process of its own."""
+
+    async def ask_all() -> list[tuple[str, TimedAnswer]]:
+        async with _http() as http:
+            streams = [_completions(http, url, seconds, number) for number in numbers]
+            return list(itertools.chain.from_iterable(await asyncio.gather(*streams)))
+
+    return asyncio.run(ask_all())
 
 
 async def _completions(

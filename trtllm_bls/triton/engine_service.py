@@ -116,22 +116,34 @@ class EngineService:
             tasks.append(asyncio.create_task(self._row(call, request, own)))
         await run_rows(tasks)
 
+    def _told(self, chunk: EngineChunk) -> EngineChunk:
+        """Leave out the reuse of the KV cache where the deployment does not expose it."""
+        if not self.expose_kv_cache_metrics:
+            chunk.cached_tokens = None
+            chunk.metrics = chunk.metrics and chunk.metrics.without_reuse()
+        return chunk
+
     async def _row(
         self, call: Call, request: EngineRequest, sequences: list[_SequenceResponses]
     ) -> None:
         self._rows, begun = self._rows + 1, False
         try:
             async with aclosing(self.engine.generate(request)) as stream:
-                async for chunk in stream:
-                    self._chunks += 1
+                await stream.wait()
+                # Wait until the last response has been taken, then send all that has arrived. In
+                # Triton 24.10, a caller that uses the BLS API can hang if two responses of one
+                # stream arrive together.
+                await call.ready()
+                while chunks := stream.take():
+                    self._chunks += len(chunks)
                     self._begun, begun = self._begun + (not begun), True
-                    # Wait until the last response has been taken. In Triton 24.10, a caller that
-                    # uses the BLS API can hang if two responses of one stream arrive together.
+                    for sequence in sequences:
+                        own = [chunk for chunk in chunks if chunk.sequence_index == sequence.index]
+                        if own:
+                            await call.ready()
+                            sequence.add(self._told(join_chunks(own)))
+                    await stream.wait()
                     await call.ready()
-                    if not self.expose_kv_cache_metrics:
-                        chunk.cached_tokens = None
-                        chunk.metrics = chunk.metrics and chunk.metrics.without_reuse()
-                    sequences[chunk.sequence_index].add(chunk)
         finally:
             self._rows, self._begun = self._rows - 1, self._begun - begun
 

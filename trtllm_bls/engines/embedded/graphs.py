@@ -9,7 +9,6 @@ nobody sees. Longer pieces of prompts run without a graph, since they keep the G
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -40,13 +39,15 @@ class Shape(NamedTuple):
 
 
 class _Recording(NamedTuple):
-    """``inputs`` [sequences, 2 * rows + 1]: tokens, positions, slot; ``hidden`` [T, H].
+    """A graph and its memory. ``replay`` computes ``output`` from ``inputs``.
 
-    ``replay`` computes the one from the other.
+    ``inputs`` [sequences, 2 * rows + 2]: tokens, positions, slot, and the place of a kept row.
+    ``output``: where a sequence has one row, logits [sequences, vocab] of the kept rows in order;
+    else hidden rows [sequences * rows, H].
     """
 
     inputs: Tensor
-    hidden: Tensor
+    output: Tensor
     replay: Callable[[], object]
 
 
@@ -61,22 +62,26 @@ class Graphs:
         self._recordings: dict[Shape, _Recording] = {}
 
     def logits(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits [sum of ``keep``, vocab] of the last rows of each segment, in order."""
-        hidden: list[Tensor] = []
-        rows: dict[int, int] = {}  # by segment: its first row in ``hidden``
+        """Logits [sum of ``keep``, vocab] of the last rows of each segment, in order.
+
+        The next call may overwrite them.
+        """
+        batches = self._batches(segments)
+        if len(batches) == 1 and batches[0] == list(range(len(segments))):
+            return self._run(segments)
+        logits: list[Tensor] = []
+        first_rows: dict[int, int] = {}  # by segment
         num_rows = 0
-        for batch in self._batches(segments):
-            output, firsts = self._run([segments[index] for index in batch])
-            hidden.append(output.clone())  # the next batch may replay the same graph
-            for index, first in zip(batch, firsts, strict=True):
-                rows[index] = num_rows + first
-            num_rows += len(output)
-        kept: list[int] = []
+        for batch in batches:
+            output = self._run([segments[index] for index in batch])
+            logits.append(output.clone())  # the next batch may replay the same graph
+            for index in batch:
+                first_rows[index] = num_rows
+                num_rows += segments[index].keep
+        order: list[int] = []
         for index, segment in enumerate(segments):
-            end = rows[index] + len(segment.tokens)
-            kept += range(end - segment.keep, end)
-        joined = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-        return self._llama.logits(joined[torch.tensor(kept, device=self._device)])
+            order += range(first_rows[index], first_rows[index] + segment.keep)
+        return torch.cat(logits)[torch.tensor(order, device=self._device)]
 
     def _batches(self, segments: Sequence[Segment]) -> list[list[int]]:
         """Part segments, by index, into those that run together."""
@@ -92,8 +97,8 @@ class Graphs:
             batches.append([index])
         return batches
 
-    def _run(self, segments: list[Segment]) -> tuple[Tensor, list[int]]:
-        """The hidden rows of segments, and the first row of each."""
+    def _run(self, segments: Sequence[Segment]) -> Tensor:
+        """Logits of the kept rows of one batch, in order; the next run may overwrite them."""
         longest = max(len(segment.tokens) for segment in segments)
         if longest > _LONGEST_ROWS:
             return self._eager(segments)
@@ -101,40 +106,49 @@ class Graphs:
         count = min(_power(len(segments)), whole)
         length = _power(max(_SHORTEST_LENGTH, *(segment.end for segment in segments)))
         shape = Shape(count, _power(longest), min(length, self._slots.length))
-        inputs = np.zeros((count, 2 * shape.rows + 1), np.int64)
-        inputs[:, shape.rows : -1] = self._slots.length  # the place that nobody sees
-        firsts = []
-        for place, segment in enumerate(segments):
-            row = segment.slot if count == whole else place
+        inputs = np.zeros((count, 2 * shape.rows + 2), np.int64)
+        inputs[:, shape.rows : -2] = self._slots.length  # the place that nobody sees
+        kept: list[int] = []
+        for number, segment in enumerate(segments):
+            place = segment.slot if count == whole else number
             used = len(segment.tokens)
-            inputs[row, :used] = segment.tokens
-            inputs[row, shape.rows : shape.rows + used] = range(segment.start, segment.end)
-            inputs[row, -1] = segment.slot
-            firsts.append(row * shape.rows)
+            inputs[place, :used] = segment.tokens
+            inputs[place, shape.rows : shape.rows + used] = range(segment.start, segment.end)
+            inputs[place, -2] = segment.slot
+            end = place * shape.rows + used
+            kept += range(end - segment.keep, end)
+        if shape.rows == 1:
+            inputs[: len(kept), -1] = kept
         if shape not in self._recordings:
             self._recordings[shape] = self._recording(shape)
         recording = self._recordings[shape]
         recording.inputs.copy_(torch.from_numpy(inputs))
         recording.replay()
-        return recording.hidden, firsts
+        if shape.rows == 1:
+            return recording.output[: len(kept)]
+        return self._llama.logits(recording.output[torch.tensor(kept, device=self._device)])
 
-    def _eager(self, segments: list[Segment]) -> tuple[Tensor, list[int]]:
-        counts = [len(segment.tokens) for segment in segments]
-        firsts = [0, *itertools.accumulate(counts[:-1])]
+    def _eager(self, segments: Sequence[Segment]) -> Tensor:
+        kept: list[int] = []
+        end = 0
+        for segment in segments:
+            end += len(segment.tokens)
+            kept += range(end - segment.keep, end)
         tokens, positions, attend = flat_step(self._slots, segments, self._device)
-        return self._llama.hidden(tokens, positions, attend), firsts
+        hidden = self._llama.hidden(tokens, positions, attend)
+        return self._llama.logits(hidden[torch.tensor(kept, device=self._device)])
 
     def _recording(self, shape: Shape) -> _Recording:
         """Record a step of that shape."""
         rows = shape.rows
         inputs = torch.zeros(
-            (shape.sequences, 2 * rows + 1), dtype=torch.int64, device=self._device
+            (shape.sequences, 2 * rows + 2), dtype=torch.int64, device=self._device
         )
-        inputs[:, rows:-1] = self._slots.length
+        inputs[:, rows:-2] = self._slots.length
 
         def step() -> Tensor:
-            positions = inputs[:, rows:-1]
-            own = inputs[:, -1]
+            positions = inputs[:, rows:-2]
+            own = inputs[:, -2]
             whole = shape.sequences == self._slots.count  # then a batch's place is its slot
             slots = slice(None) if whole else own
             if whole:
@@ -142,12 +156,15 @@ class Graphs:
             group = RowGroup(slice(None), slots, shape.length, positions)
             places = (own.repeat_interleave(rows), positions.flatten())
             attend = StepAttention(self._slots, places, [group])
-            return self._llama.hidden(inputs[:, :rows].flatten(), places[1], attend)
+            hidden = self._llama.hidden(inputs[:, :rows].flatten(), places[1], attend)
+            if rows > 1:
+                return hidden
+            return self._llama.logits(hidden[inputs[:, -1]])
 
         return _Recording(inputs, *self._record(step))
 
     def _record(self, step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        """The output of a step, and what computes it again."""
+        """Record a step. Returns its output, and the call that computes it again."""
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -158,8 +175,8 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = step()
-        return hidden, graph.replay
+            output = step()
+        return output, graph.replay
 
 
 def _power(count: int) -> int:

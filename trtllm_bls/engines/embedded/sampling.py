@@ -234,8 +234,11 @@ def choose(logits: Tensor, rows: Sequence[TokenRow | None], log_probs: bool) -> 
     ``log_probs``: they are needed; otherwise they are 0.
     """
     highest, tokens = logits.max(dim=-1)
-    left = highest
     ruled = [index for index, row in enumerate(rows) if row is not None]
+    if not ruled and not log_probs:  # on a GPU each operation spared is a wait for the GIL
+        pairs = torch.stack([tokens.double(), highest.double()]).T.tolist()
+        return [Choice(int(token), 0.0, best, True) for token, best in pairs]
+    left = highest
     if ruled:
         places = torch.tensor(ruled, device=logits.device)
         chosen, scores = _ruled(logits[places], [row for row in rows if row is not None])
