@@ -56,8 +56,8 @@ def test_every_key_of_a_release_and_no_other_can_be_set(release: str) -> None:
     """In the spelling of that release."""
     version = parse_version(release)
     assert keys_of_table(version).keys() == keys_of(release, "read_by")
-    demanded = {key for key, row in keys_of_table(version).items() if row.demanded}
-    assert demanded >= keys_of(release, "demanded_by")
+    required = {key for key, row in keys_of_table(version).items() if row.required_since}
+    assert required >= keys_of(release, "demanded_by")
 
 
 # By type: values that the backend reads, and values that it would take for "not set".

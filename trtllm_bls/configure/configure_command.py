@@ -54,7 +54,7 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
         return
     version = parse_version(release, "--keys")
     for name, key in sorted(keys_of(version).items()):
-        always = " (always written)" if key.is_demanded(version) else ""
+        always = " (always written)" if key.is_required(version) else ""
         click.echo(f"{name}: {key.expected}{always}")
     ctx.exit()
 

@@ -220,7 +220,7 @@ def engine_parameters(engine: EngineDir, version: Version) -> dict[str, str]:
     }
     parameters = {}
     for name, key in keys_of(version).items():
-        if name in values or key.is_demanded(version):
+        if name in values or key.is_required(version):
             parameters[name] = values.get(name, "")
     return parameters | {"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}
 

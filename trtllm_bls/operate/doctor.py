@@ -378,7 +378,7 @@ def demanded_parameters(subject: Subject) -> Findings:
             if not values.get(name):
                 yield fault(f"{model}: {name} is missing", f"set {name}={value}")
         keys = cpp_backend.keys_of(release)
-        demanded = [name for name, key in keys.items() if key.is_demanded(release)]
+        demanded = [name for name, key in keys.items() if key.is_required(release)]
         absent = [name for name in demanded if name not in values | needed]
         if absent:
             what = f"{model}: no {', '.join(absent)}"

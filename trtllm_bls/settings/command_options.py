@@ -52,17 +52,18 @@ class GrpcAddress(click.types.StringParamType):
         address = str(value)
         bare_ipv6 = re.fullmatch(r"[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*", address)
         host_alone = re.fullmatch(r"[\w.-]*|\[[0-9a-fA-F:.]*\]", address)
-        if host_alone or bare_ipv6:
-            host = f"[{address}]" if bare_ipv6 else address or "localhost"
-            example = f"{host}:8001"
-            self.fail(f"{address!r} names no port; Triton's gRPC port is 8001: {example}")
-        return address
+        if not host_alone and not bare_ipv6:
+            return address
+        host = address or "localhost"
+        if bare_ipv6:
+            host = f"[{address}]"
+        self.fail(f"{address!r} names no port; Triton's gRPC port is 8001: {host}:8001")
 
 
 def _lora(text: str) -> str:
     name, separator, task_id = text.partition("=")
-    number = int(task_id) if task_id.isdecimal() else -1
-    if not name or (separator and not 0 <= number < 2**64):
+    is_task_id = task_id.isdecimal() and int(task_id) < 2**64
+    if not name or (separator and not is_task_id):
         raise click.BadParameter(f"{text!r} must be NAME or NAME=TASK_ID, a number of 64 bits")
     return text
 
@@ -96,18 +97,18 @@ def setting(
     sets: tuple[str, str] | None = None,
     **click_options: Any,
 ) -> Any:
-    """A field of a dataclass that is an option too.
+    """Declare a field of a dataclass that is an option too.
 
     ``flag`` is its spelling where that is not made of the field's name, ``aliases`` are further
     spellings that help does not show. ``sets`` is the model's parameter (model, key) that the
-    option sets, for ``configure``. click is given the rest.
+    option sets, for ``configure``. click reads ``click_options``.
     """
     about = {"flag": flag, "aliases": aliases, "sets": sets}
     return field(default=default, metadata={**about, "click": {"help": help, **click_options}})
 
 
 def option(field: str) -> str:
-    """The command-line spelling of a field."""
+    """Return the command-line spelling of a field."""
     return "--" + field.replace("_", "-")
 
 
@@ -115,67 +116,79 @@ def words_of(options: Any, names: Collection[str]) -> Iterator[str]:
     """Return the words of a command line that ``options_of`` reads as ``names``."""
     for setting in fields(options):
         value = getattr(options, setting.name)
-        if setting.name in names and value is not None and value is not False:
-            spelled = setting.metadata["flag"] or option(setting.name)
-            for item in value if isinstance(value, tuple) else (value,):
-                yield spelled if item is True else f"{spelled}={item}"
+        if setting.name not in names or value is None or value is False:
+            continue
+        flag = setting.metadata["flag"] or option(setting.name)
+        if value is True:
+            yield flag
+        elif isinstance(value, tuple):
+            for item in value:
+                yield f"{flag}={item}"
+        else:
+            yield f"{flag}={value}"
 
 
 class _Option(click.Option):
     """An option whose help shows no aliases."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        spelled, self.opts = self.opts, self.opts[:1]
+        flags = self.opts
+        self.opts = flags[:1]
         try:
             return super().get_help_record(ctx)
         finally:
-            self.opts = spelled
+            self.opts = flags
 
 
 def options_of(
-    declared: type, *names: str, **aliases: tuple[str, ...]
+    settings: type, *names: str, **aliases: tuple[str, ...]
 ) -> Callable[[_Command], _Command]:
-    """The options of a dataclass, or of its fields ``names``, in the order of the fields.
+    """Add the options of a dataclass, or of its fields ``names``, in the order of the fields.
 
-    ``aliases`` are further ones, by field, that only this command has.
+    ``aliases`` are further spellings, by field, that only this command has.
     """
-    hints = get_type_hints(declared, include_extras=True)
+    hints = get_type_hints(settings, include_extras=True)
 
     def decorate(command: _Command) -> _Command:
-        for setting in reversed(fields(declared)):
+        for setting in reversed(fields(settings)):
             if setting.metadata and (not names or setting.name in names):
-                command = _option(setting, hints[setting.name], aliases.get(setting.name, ()))(
-                    command
-                )
+                add_option = _option(setting, hints[setting.name], aliases.get(setting.name, ()))
+                command = add_option(command)
         return command
 
     return decorate
 
 
 def _option(
-    declared: Field[Any], hint: Any, aliases: tuple[str, ...]
+    setting: Field[Any], hint: Any, aliases: tuple[str, ...]
 ) -> Callable[[_Command], _Command]:
-    name, metadata = declared.name, declared.metadata
-    if parameter := metadata.get("parameter"):  # of a model: its text is read when it is used
-        default = f"  [default: {parameter.default}]" if parameter.default else ""
-        help = parameter.help.replace("`", "") + default
+    name = setting.name
+    metadata = setting.metadata
+    if parameter := metadata.get("parameter"):
+        # The parameter of a model is checked when it is used, so click hands on its text.
+        help = parameter.help.replace("`", "")
+        if parameter.default:
+            help += f"  [default: {parameter.default}]"
         return click.option(option(name), name, help=help, metavar="VALUE")
-    more = dict(metadata["click"])
-    kind, *_ = get_args(hint) or (hint,)  # without "or None", or of each value of a tuple
+    click_options = dict(metadata["click"])
+    kind, *_ = get_args(hint) or (hint,)  # the type without "or None", or that of a tuple's items
     for annotation in (hint, kind):
         if get_origin(annotation) is Annotated:
-            more["type"] = annotation.__metadata__[0]
-    more["multiple"] = get_origin(hint) is tuple
-    if declared.default not in (None, "", MISSING):
-        more |= {"default": declared.default, "show_default": True}
-    if declared.default is False:
-        more["is_flag"] = True
+            click_options["type"] = annotation.__metadata__[0]
+    click_options["multiple"] = get_origin(hint) is tuple
+    if setting.default not in (None, "", MISSING):
+        click_options["default"] = setting.default
+        click_options["show_default"] = True
+    if setting.default is False:
+        click_options["is_flag"] = True
     elif get_origin(hint) is Literal:
-        more["type"] = click.Choice(get_args(hint))
+        click_options["type"] = click.Choice(get_args(hint))
+    elif kind is Path:
+        click_options.setdefault("type", click.Path(path_type=Path))
     else:
-        more.setdefault("type", click.Path(path_type=Path) if kind is Path else kind)
-    spelled = (metadata["flag"] or option(name), *metadata["aliases"], *aliases)
-    return click.option(*spelled, name, cls=_Option, **more)
+        click_options.setdefault("type", kind)
+    flags = (metadata["flag"] or option(name), *metadata["aliases"], *aliases)
+    return click.option(*flags, name, cls=_Option, **click_options)
 
 
 # --- TLS of commands that connect -----------------------------------------------------------
@@ -210,7 +223,7 @@ class TlsConnection:
 
 @dataclass(frozen=True)
 class Override:
-    """One parameter of one model's configuration, replaced or added for this server only."""
+    """A parameter of a model's configuration, replaced or added for this server only."""
 
     model: str
     parameter: str
@@ -235,11 +248,13 @@ class ProcessCount(click.IntRange):
     """A number of processes, or the word ``auto``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if value == "auto" else super().convert(value, param, ctx)
+        if value == "auto":
+            return value
+        return super().convert(value, param, ctx)
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The cores that this process may use: by its affinity, and by its container's quota."""
+    """Count the cores that this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no file, or "max" for its first word
         allowed, period = map(int, quota.read_text(encoding="ascii").split())
@@ -248,7 +263,9 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def auto_processes(max_streams: int, remembers: bool) -> tuple[int, str]:
-    """How many processes ``auto`` means, of the OpenAI API or of ``tensorrt_llm_bls``, and why.
+    """Return how many processes ``auto`` means, and a line that says why.
+
+    The processes are those of the OpenAI API, or of ``tensorrt_llm_bls``.
 
     One for each 64 streams, whose first tokens would wait for each other, up to 4 and a quarter of
     the cores; the engine and the server's threads need the others. Above 1,024 streams up to 8 and
@@ -258,8 +275,10 @@ def auto_processes(max_streams: int, remembers: bool) -> tuple[int, str]:
     if remembers:
         return 1, "processes: 1 (auto: engine_affinity or draft_memory_tokens needs all requests)"
     cores = usable_cores()
-    most, share = (8, 2) if max_streams > 1024 and cores > 4 else (4, 4)
-    count = max(1, min(most, cores // share, math.ceil(max_streams / 64)))
+    limit = min(4, cores // 4)
+    if max_streams > 1024 and cores > 4:
+        limit = min(8, cores // 2)
+    count = max(1, min(limit, math.ceil(max_streams / 64)))
     return count, f"processes: {count} (auto: {cores} cores, max_streams {max_streams})"
 
 
@@ -456,9 +475,13 @@ class ServeSettings:
 
     @property
     def plain_host(self) -> str:
-        """Where Triton's HTTP and metrics ports listen, which have no TLS: where the other ports
-        have TLS, on this machine alone."""
-        return self.host if self.tls_cert is None else "127.0.0.1"
+        """The address of Triton's HTTP and metrics ports, which have no TLS.
+
+        Where the other ports have TLS, only this machine reaches these two.
+        """
+        if self.tls_cert is not None:
+            return "127.0.0.1"
+        return self.host
 
     def __post_init__(self) -> None:
         """Refuse what no server can be started with, and an open port that was not asked for."""
@@ -469,11 +492,12 @@ class ServeSettings:
             )
         names: dict[int, str] = {}
         for setting in fields(self):
-            port = getattr(self, setting.name) if setting.name.endswith("_port") else None
+            if not setting.name.endswith("_port"):
+                continue
+            port = getattr(self, setting.name)
             if port and names.setdefault(port, setting.name) != setting.name:
-                other = option(names[port])
                 raise SettingsError(
-                    f"{option(setting.name)} {port}: {other} has it; choose another"
+                    f"{option(setting.name)} {port}: {option(names[port])} has it; choose another"
                 )
         for name in ("api_keys_file", "tls_cert", "tls_key", "tls_client_ca"):
             path = getattr(self, name)
@@ -484,8 +508,8 @@ class ServeSettings:
         if self.tls_client_ca is not None:
             if self.tls_cert is None:
                 raise SettingsError("--tls-client-ca: needs --tls-cert and --tls-key")
-            named = {row.parameter for row in self.overrides}
-            has_certificate = {"engine_tls_cert", "engine_tls_key"} <= named
+            parameters = {override.parameter for override in self.overrides}
+            has_certificate = {"engine_tls_cert", "engine_tls_key"} <= parameters
             if not (self.engine_is_elsewhere or has_certificate):
                 raise SettingsError(
                     f"--tls-client-ca: {BLS_NAME} calls the server too and needs a "
@@ -503,15 +527,17 @@ class ServeSettings:
 
     @property
     def engine_choice(self) -> EngineChoice | None:
-        """What ``engine`` names. Raises ``SettingsError``."""
+        """The engine that ``engine`` names, if any. Raises ``SettingsError``."""
+        if self.engine is None:
+            return None
         try:
-            return parse_engine(self.engine) if self.engine is not None else None
+            return parse_engine(self.engine)
         except ValueError:
             raise SettingsError(f"--engine {self.engine!r}: use {ENGINE_CHOICE.expected}") from None
 
     @property
     def engine_is_elsewhere(self) -> bool:
-        """Whether the server runs no engine of its own."""
+        """True if the server runs no engine of its own."""
         choice = self.engine_choice
         return choice is not None and choice.is_elsewhere
 
@@ -520,37 +546,41 @@ class ServeSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server at ``host``."""
+    """Return True if only this machine reaches a server at ``host``."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
-def raise_open_files(needed: int, mend: str) -> None:
+def raise_open_files(needed: int, remedy: str) -> None:
     """Let this process and its children open as many files as they may.
 
-    Raises ``SetupError``, which ends with ``mend``, where that is fewer than ``needed``. A server
+    Raises ``SetupError``, which ends with ``remedy``, where that is fewer than ``needed``. A server
     without file descriptors accepts no connection, or resets it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise SetupError(
             f"only {hard} files may be open (ulimit -Hn), {needed} are needed: allow more "
-            f"(docker run --ulimit nofile={needed}) or {mend}"
+            f"(docker run --ulimit nofile={needed}) or {remedy}"
         )
-    limit = AMPLE_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, AMPLE_OPEN_FILES)
+    limit = AMPLE_OPEN_FILES
+    if hard != resource.RLIM_INFINITY:
+        limit = min(hard, limit)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def listen(host: str, port: int, option: str, zero: str = "any free port") -> socket.socket:
-    """A socket that listens at ``port``.
+    """Open a socket that listens at ``port``.
 
     Raises ``SetupError`` that names ``option``, by which another port can be chosen; its value 0
     means ``zero``.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:

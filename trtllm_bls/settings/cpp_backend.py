@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -42,9 +43,10 @@ LAST = Version(99, 0)
 
 @dataclass(frozen=True)
 class Key:
-    """One parameter in the releases ``since`` to ``until``, both included.
+    """A parameter in the releases ``since`` to ``until``, both included.
 
-    ``demanded``: the first release that does not load without the key; an empty value is enough.
+    ``required_since`` is the first release that does not load without the key; for it an empty
+    value is enough.
     """
 
     name: str
@@ -52,11 +54,11 @@ class Key:
     pattern: str
     since: Version
     until: Version
-    demanded: Version | None
+    required_since: Version | None
 
-    def is_demanded(self, version: Version) -> bool:
-        """Whether this release does not load without it."""
-        return self.demanded is not None and self.demanded <= version
+    def is_required(self, version: Version) -> bool:
+        """Return True if this release does not load without the key."""
+        return self.required_since is not None and self.required_since <= version
 
 
 _VALUE_KINDS = {
@@ -87,33 +89,47 @@ _VALUE_KINDS = {
 
 
 def parse_version(text: str, option: str = "--version") -> Version:
-    """``0.19``, ``0.20.0rc1``, ``v1.0`` or ``last``; raises ``SettingsError`` naming ``option``."""
+    """Read ``0.19``, ``0.20.0rc1``, ``v1.0`` or ``last``.
+
+    Raises ``SettingsError``, which names ``option``.
+    """
     if text == "last":
         return LAST
     match = re.match(r"v?(\d+)\.(\d+)(\D|$)", text)
-    version = Version(int(match[1]), int(match[2])) if match else Version(0, 0)
-    if version < OLDEST:
-        raise SettingsError(f"{option} {text}: use a release such as 0.19, from 0.9 on, or last")
-    return version
+    if match is not None:
+        version = Version(int(match[1]), int(match[2]))
+        if version >= OLDEST:
+            return version
+    raise SettingsError(f"{option} {text}: use a release such as 0.19, from 0.9 on, or last")
 
 
-KEYS = []
-with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
-    for _row in csv.DictReader(_file):  # without "until" the last release reads the key too
-        _since, _until = parse_version(_row["since"]), parse_version(_row["until"] or "last")
-        _demanded = parse_version(_row["demanded"]) if _row["demanded"] else None
-        _expected, _pattern = _VALUE_KINDS[_row["kind"]]
-        KEYS.append(Key(_row["key"], _expected, _pattern, _since, _until, _demanded))
+def _read_keys() -> list[Key]:
+    keys = []
+    with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            expected, pattern = _VALUE_KINDS[row["kind"]]
+            since = parse_version(row["since"])
+            until = LAST  # without "until" the last release reads the key too
+            if row["until"]:
+                until = parse_version(row["until"])
+            required_since = None
+            if row["demanded"]:
+                required_since = parse_version(row["demanded"])
+            keys.append(Key(row["key"], expected, pattern, since, until, required_since))
+    return keys
+
+
+KEYS = _read_keys()
 _FACTS = parameters_in(EngineFacts)
 
 
 def keys_of(version: Version) -> dict[str, Key]:
-    """What one release reads, by name."""
+    """Return the keys that one release reads, by name."""
     return {key.name: key for key in KEYS if key.since <= version <= key.until}
 
 
 def check_backend(key: str, value: str, version: Version | None = None) -> None:
-    """Raises ``SettingsError`` if the backend does not read ``key`` or cannot read ``value``.
+    """Raise ``SettingsError`` if the backend does not read ``key`` or cannot read ``value``.
 
     Without a ``version`` it is enough that any release does. The ``EngineFacts``, which the
     orchestrator reads, are allowed too.
@@ -121,13 +137,15 @@ def check_backend(key: str, value: str, version: Version | None = None) -> None:
     if key in _FACTS or key in COMMON_KEYS:
         check(ENGINE_NAME, key, value, _FACTS)
         return
-    known = KEYS if version is None else keys_of(version).values()
-    rows = [row for row in known if row.name == key]
-    if not rows:
+    keys: Iterable[Key] = KEYS
+    if version is not None:
+        keys = keys_of(version).values()
+    names = [row.name for row in keys]
+    if key not in names:
         backend = "the C++ backend"
         if version is not None and any(row.name == key for row in KEYS):
             backend += f" of {version}"
-        mend = suggestion(key, [row.name for row in known])
-        raise SettingsError(f"{backend} has no parameter {key}; {mend}")
+        raise SettingsError(f"{backend} has no parameter {key}; {suggestion(key, names)}")
+    rows = [row for row in keys if row.name == key]
     if "${" in value or not any(re.fullmatch(row.pattern, value) for row in rows):
         raise SettingsError(f"{value!r} is not allowed; it must be {rows[-1].expected}")

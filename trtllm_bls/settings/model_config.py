@@ -16,35 +16,40 @@ from tritonclient.grpc import model_config_pb2
 from trtllm_bls.errors import SettingsError
 
 # Tensors of a pipeline that answers conversations: a request and the events of its answer, as JSON.
-CHAT_REQUEST, CHAT_EVENTS = "chat_request", "chat_events"
+CHAT_REQUEST = "chat_request"
+CHAT_EVENTS = "chat_events"
 
 
 def read_config(path: Path) -> Any:
-    """The file as a ``ModelConfig`` message; raises ``SettingsError``."""
+    """Read the file as a ``ModelConfig`` message; raises ``SettingsError``."""
     config = model_config_pb2.ModelConfig()
     try:
         text = path.read_text(encoding="utf-8")
         text_format.Parse(text, config, allow_unknown_field=True)
     except (OSError, UnicodeDecodeError, RecursionError, text_format.ParseError) as error:
-        mend = "fill in the template" if "${" in str(error) else "mend it"
-        raise SettingsError(f"{path}: cannot be read: {error}; {mend}") from error
+        remedy = "mend it"
+        if "${" in str(error):
+            remedy = "fill in the template"
+        raise SettingsError(f"{path}: cannot be read: {error}; {remedy}") from error
     return config
 
 
 def values_of(config: Any) -> dict[str, str]:
-    """A configuration's parameters, by name in order."""
+    """Return a configuration's parameters, sorted by name."""
     return {key: value.string_value for key, value in sorted(config.parameters.items())}
 
 
 def dtype_of(tensor: Any) -> str:
-    """The type of an input or output as the contract spells it, such as ``INT32``."""
-    known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
-    # Any number can be written, and Triton loads it.
-    return known.name.removeprefix("TYPE_") if known else str(tensor.data_type)
+    """Return the type of an input or output as the contract spells it, such as ``INT32``."""
+    dtype = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
+    if dtype is None:
+        # A file may hold any number as a type, and Triton loads it.
+        return str(tensor.data_type)
+    return str(dtype.name).removeprefix("TYPE_")
 
 
 def instances_of(config: Any) -> int:
-    """How many processes the model has, as far as the configuration says."""
+    """Return the number of the model's processes, as far as the configuration says."""
     return max((group.count for group in config.instance_group), default=1)
 
 
@@ -56,26 +61,33 @@ class _Utilities(ModuleType):
 
 
 def model_class(model_file: str | os.PathLike[str]) -> Any:
-    """The class ``TritonPythonModel`` of a ``model.py``, read outside Triton, whose utilities some
-    models import. ``None``: there is no such class."""
+    """Return the class ``TritonPythonModel`` of a ``model.py``, or ``None`` if there is none.
+
+    The file is run outside Triton, with a stand-in for Triton's utilities, which some models
+    import.
+    """
     name = "triton_python_backend_utils"
-    if stands_in := name not in sys.modules:
+    needs_stand_in = name not in sys.modules
+    if needs_stand_in:
         sys.modules[name] = _Utilities(name)
     try:
         return runpy.run_path(os.fspath(model_file)).get("TritonPythonModel")
     finally:
-        if stands_in:
+        if needs_stand_in:
             del sys.modules[name]
 
 
 def chat_pipelines(repository: Path) -> tuple[str, ...]:
-    """The models of a repository that answer conversations by themselves, in order.
+    """Return the models of a repository that answer conversations by themselves, in order.
 
     Raises ``SettingsError``.
     """
-    files = sorted(repository.glob("*/config.pbtxt"))
-    declared = [(file, {tensor.name for tensor in read_config(file).input}) for file in files]
-    return tuple(file.parent.name for file, inputs in declared if CHAT_REQUEST in inputs)
+    pipelines = []
+    for file in sorted(repository.glob("*/config.pbtxt")):
+        inputs = {tensor.name for tensor in read_config(file).input}
+        if CHAT_REQUEST in inputs:
+            pipelines.append(file.parent.name)
+    return tuple(pipelines)
 
 
 # --- what Triton runs -------------------------------------------------------------------------
@@ -91,16 +103,22 @@ _VERSION = re.compile(r"0|[1-9]\d{0,18}")
 
 
 def backend_of(config: Any) -> str:
-    """The backend that runs a model; empty where only the model's files say so."""
+    """Return the backend that runs a model; empty where only the model's files say so."""
     return str(config.backend or _BACKEND_OF.get(config.platform, ""))
 
 
 def served_versions(config: Any, directory: Path) -> list[Path]:
-    """The directories of the versions that Triton loads."""
-    directories = {int(d.name): d for d in directory.iterdir() if _VERSION.fullmatch(d.name)}
-    policy, newest = config.version_policy, sorted(directories, reverse=True)
+    """Return the directories of the versions that Triton loads, newest first."""
+    versions = {}
+    for path in directory.iterdir():
+        if _VERSION.fullmatch(path.name):
+            versions[int(path.name)] = path
+    numbers = sorted(versions, reverse=True)
+    policy = config.version_policy
     if policy.HasField("specific"):
-        newest = [number for number in newest if number in policy.specific.versions]
+        numbers = [number for number in numbers if number in policy.specific.versions]
+    elif policy.HasField("latest"):
+        numbers = numbers[: policy.latest.num_versions]
     elif not policy.HasField("all"):
-        newest = newest[: policy.latest.num_versions if policy.HasField("latest") else 1]
-    return [directories[number] for number in newest]
+        numbers = numbers[:1]
+    return [versions[number] for number in numbers]

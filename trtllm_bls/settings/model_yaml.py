@@ -32,12 +32,12 @@ class ModelYaml:
 
     @classmethod
     def read(cls, path: Path) -> ModelYaml:
-        """Raises ``SettingsError``."""
+        """Read the file; raises ``SettingsError``."""
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-            what = " ".join(str(error).split())
-            raise SettingsError(f"{path.name}: cannot be read: {what}") from error
+            reason = " ".join(str(error).split())
+            raise SettingsError(f"{path.name}: cannot be read: {reason}") from error
         arguments = _mapping(path, "the file", content)
         triton = _mapping(path, "triton_config", arguments.pop("triton_config", None))
         name = "logits_post_processors"
@@ -49,22 +49,24 @@ class ModelYaml:
         )
 
     def load_processors(self) -> dict[str, Any]:
-        """The processors, imported; a class is called once. Raises ``SettingsError``."""
-        loaded = {}
+        """Import the processors and call each class once. Raises ``SettingsError``."""
+        processors = {}
         for name, spec in self.processors.items():  # "module.path:attribute"
-            what = f"model.yaml: logits_post_processors.{name} = {spec!r}"
+            entry = f"model.yaml: logits_post_processors.{name} = {spec!r}"
             module, _, attributes = str(spec).partition(":")
             if not (module and attributes):
-                raise SettingsError(f"{what}: write module.path:attribute")
+                raise SettingsError(f"{entry}: write module.path:attribute")
             try:
                 processor = attrgetter(attributes)(importlib.import_module(module))
-                loaded[name] = processor() if isinstance(processor, type) else processor
-                pickle.dumps(loaded[name])  # as workers get it with a request
+                if isinstance(processor, type):
+                    processor = processor()
+                pickle.dumps(processor)  # as workers get it with a request
             except Exception as error:  # a module may raise anything when it is imported
-                raise SettingsError(f"{what}: cannot be loaded: {error}") from error
-            if not callable(loaded[name]):
-                raise SettingsError(f"{what}: is not callable; name a class or a function")
-        return loaded
+                raise SettingsError(f"{entry}: cannot be loaded: {error}") from error
+            if not callable(processor):
+                raise SettingsError(f"{entry}: is not callable; name a class or a function")
+            processors[name] = processor
+        return processors
 
 
 def _mapping(path: Path, name: str, value: Any) -> dict[str, Any]:
@@ -74,7 +76,9 @@ def _mapping(path: Path, name: str, value: Any) -> dict[str, Any]:
 
 
 def gpus_of(gpu_device_ids: str, instance: int, instances: int) -> str:
-    """The GPUs of one of a model's processes, with commas; empty: all. Raises ``SettingsError``.
+    """Return the GPUs of one of a model's processes, with commas; empty: all.
+
+    Raises ``SettingsError``.
 
     ``gpu_device_ids`` has those of each process, with semicolons between them.
     """

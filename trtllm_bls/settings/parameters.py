@@ -30,7 +30,9 @@ from trtllm_bls.settings.model_names import (
 from trtllm_bls.settings.request_limits import RequestLimits
 
 GIVEN = "TRTLLM_BLS_GIVEN"  # MODEL.PARAMETER, ...: parameters that no variable overrides
-FORMAT_VERSION, WRITTEN_BY = "format_version", "written_by"  # of a configuration (``upgrade``)
+# Keys by which ``upgrade`` knows which version wrote a configuration.
+FORMAT_VERSION = "format_version"
+WRITTEN_BY = "written_by"
 # Keys that any model may have; the first two are Triton's own.
 COMMON_KEYS = frozenset(
     {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", FORMAT_VERSION, WRITTEN_BY}
@@ -49,7 +51,7 @@ ENGINE_TRANSPORT = "TRTLLM_BLS_ENGINE_TRANSPORT"
 
 _TRUE = {"true", "1", "t", "y", "yes"}
 _FLAGS = dict.fromkeys(_TRUE, True) | dict.fromkeys(("false", "0", "f", "n", "no"), False)
-_Declared = TypeVar("_Declared")
+_ParametersT = TypeVar("_ParametersT")
 
 
 # --- what a value may be --------------------------------------------------------------------
@@ -57,10 +59,12 @@ _Declared = TypeVar("_Declared")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value must be, in words; the function that reads its text, and the values allowed.
+    """A kind of values.
 
-    ``read`` raises ``ValueError`` or ``KeyError`` for a text that it cannot read. ``default`` is
-    that of a parameter which names none, ``unset`` the value of one that has no text either.
+    ``expected`` describes them in words, ``read`` reads a value's text, and ``allows`` tells which
+    values are allowed. ``read`` raises ``ValueError`` or ``KeyError`` for a text that it cannot
+    read. ``default`` is that of a parameter which names none, ``unset`` the value of one that has
+    no text either.
     """
 
     expected: str
@@ -70,27 +74,29 @@ class Kind:
     unset: Any = None
 
     def parse(self, text: str) -> Any:
-        """The value; raises ``ValueError`` or ``KeyError`` for any other text."""
+        """Read a value; raises ``ValueError`` or ``KeyError`` for any other text."""
         value = self.read(text)
         if not self.allows(value):
             raise ValueError(text)
         return value
 
-    def parameter(self, help: str, default: str | None = "", **more: str) -> Any:
-        """A field of a model's dataclass; ``more`` is what else ``Parameter`` has.
+    def parameter(self, help: str, default: str | None = "", **options: str) -> Any:
+        """Declare a field of a model's dataclass; ``options`` are further fields of ``Parameter``.
 
         ``default`` is written as in ``config.pbtxt``; empty, it is the kind's. The field's own
-        default is what it means.
+        default is the value that this text means.
         """
-        declared = Parameter(self, help, self.default if default == "" else default, **more)
-        metadata = {"parameter": declared}
+        if default == "":
+            default = self.default
+        parameter = Parameter(self, help, default, **options)
+        metadata = {"parameter": parameter}
         if default is None:
             return dataclasses.field(metadata=metadata)
-        return dataclasses.field(default=declared.parse("", "", ""), metadata=metadata)
+        return dataclasses.field(default=parameter.parse("", "", ""), metadata=metadata)
 
 
 def is_true(text: str) -> bool:
-    """Whether a parameter's text means true; any other text, also an empty one, means false."""
+    """Return True for a text that means true; any other, also an empty one, means false."""
     return text.strip().lower() in _TRUE
 
 
@@ -113,25 +119,35 @@ DIRECTORY = Kind("a directory", Path)
 FILE = Kind("a file", Path)
 
 
-def count(least: int, unit: str = "") -> Kind:
-    """A whole number of at least ``least``; ``unit`` says of what, such as ``tokens``."""
-    of = f" of {unit}," if unit else " of"
-    return Kind(f"a whole number{of} at least {least}", int, lambda number: number >= least)
+def count(minimum: int, unit: str = "") -> Kind:
+    """Make the kind of whole numbers from ``minimum`` on; ``unit`` is such as ``tokens``."""
+    expected = f"a whole number of at least {minimum}"
+    if unit:
+        expected = f"a whole number of {unit}, at least {minimum}"
+    return Kind(expected, int, lambda number: number >= minimum)
 
 
 def auto_or(kind: Kind) -> Kind:
-    """The same, or the word ``auto``, which is the default and is read as ``None``."""
-    words = f"{kind.expected}, or auto"
-    return Kind(words, lambda text: None if text == "auto" else kind.parse(text), default="auto")
+    """Extend a kind by the word ``auto``, which is the default and is read as ``None``."""
+
+    def read(text: str) -> Any:
+        if text == "auto":
+            return None
+        return kind.parse(text)
+
+    return Kind(f"{kind.expected}, or auto", read, default="auto")
 
 
 def none_if_zero(kind: Kind) -> Kind:
-    """The same, but a zero, which is the default, is read as ``None``."""
+    """Change a kind so that zero, which is the default, is read as ``None``."""
     return Kind(kind.expected, lambda text: kind.parse(text) or None, default="0")
 
 
 def choice(*words: str, **meanings: Any) -> Kind:
-    """One of the words, by default the first; a word that is given a meaning is read as that."""
+    """Make the kind of these words, of which the first is the default.
+
+    A word is read as itself, one of ``meanings`` as its value there.
+    """
     values = {word: word for word in words} | meanings
     return Kind(f"one of: {', '.join(values)}", values.__getitem__, default=next(iter(values)))
 
@@ -141,10 +157,10 @@ def choice(*words: str, **meanings: Any) -> Kind:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What is declared of one parameter.
+    """The declaration of one parameter.
 
-    ``default`` holds where a configuration does not have the key; ``None`` means that the key must
-    be given. ``shipped`` is the value in the checked-in ``config.pbtxt`` where that is another
+    ``default`` holds where a configuration does not have the key; ``None`` means that the key is
+    required. ``shipped`` is the value in the checked-in ``config.pbtxt`` where that is another
     one. ``env`` names the variable that overrides both, ``draft_env`` the one that does so in its
     place for a draft model (``is_draft``).
     """
@@ -159,53 +175,61 @@ class Parameter:
     @property
     def in_file(self) -> str:
         """The value in the checked-in configuration."""
-        return (self.default or "") if self.shipped is None else self.shipped
+        if self.shipped is not None:
+            return self.shipped
+        return self.default or ""
 
     def parse(self, model: str, key: str, text: str) -> Any:
-        """The value that ``text`` means; an empty text means the default.
+        """Read the value that ``text`` means; an empty text means the default.
 
-        Raises ``SettingsError``. Whether a path exists is not looked at.
+        Raises ``SettingsError``. A path need not exist.
         """
         if "${" in text:
             raise refusal(model, key, text, "fill in the template or remove the parameter")
         text = text or self.default or ""
+        if not text:
+            return self.kind.unset
         try:
-            return self.kind.parse(text) if text else self.kind.unset
+            return self.kind.parse(text)
         except (ValueError, KeyError):
             raise refusal(model, key, text, f"use {self.kind.expected}") from None
 
 
-def parameters_in(declared: type) -> dict[str, Parameter]:
-    """The parameters that a dataclass declares, by key."""
-    pairs = (
-        (field.name, field.metadata.get("parameter")) for field in dataclasses.fields(declared)
-    )
-    return {key: parameter for key, parameter in pairs if parameter is not None}
+def parameters_in(dataclass_type: type) -> dict[str, Parameter]:
+    """Return the parameters that a dataclass declares, by key."""
+    parameters = {}
+    for field in dataclasses.fields(dataclass_type):
+        if "parameter" in field.metadata:
+            parameters[field.name] = field.metadata["parameter"]
+    return parameters
 
 
-def refusal(model: str, key: str, value: str, mend: str) -> SettingsError:
-    """The error for a value that cannot be used."""
-    return SettingsError(f"model {model}: parameter {key} = '{value}': {mend}")
+def refusal(model: str, key: str, value: str, remedy: str) -> SettingsError:
+    """Make the error for a value that cannot be used."""
+    return SettingsError(f"model {model}: parameter {key} = '{value}': {remedy}")
 
 
-def suggestion(key: str, known: Iterable[str]) -> str:
-    """What to write instead of an unknown key: the most similar one, or all that there are."""
-    names = sorted(known)
+def suggestion(key: str, names: Iterable[str]) -> str:
+    """Suggest names instead of an unknown key: the most similar one, or else all of them."""
+    names = sorted(names)
     return nearest(key, names) or f"there are: {', '.join(names) or 'none'}"
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
-    """The most similar key, as a question; empty where none is similar."""
-    spelled = {name.replace("_", "").lower(): name for name in known}
-    close = difflib.get_close_matches(key.replace("_", "").lower(), spelled, n=1, cutoff=0.7)
-    return f"did you mean {spelled[close[0]]}?" if close else ""
+def nearest(key: str, names: Iterable[str]) -> str:
+    """Ask for the name that is most similar to a key; empty where none is similar."""
+    by_letters = {name.replace("_", "").lower(): name for name in names}
+    letters = key.replace("_", "").lower()
+    matches = difflib.get_close_matches(letters, by_letters, n=1, cutoff=0.7)
+    if not matches:
+        return ""
+    return f"did you mean {by_letters[matches[0]]}?"
 
 
 # --- the parameter `engine` ------------------------------------------------------------------
 
 
 class EngineKind(str, Enum):
-    """What kind of engine it is; the value is how its text begins."""
+    """A kind of engine; the value is the beginning of its text."""
 
     TRITON = "triton:"  # a model of this server
     TRITON_GRPC = "triton+grpc://"  # the same model of other servers
@@ -214,7 +238,7 @@ class EngineKind(str, Enum):
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """``addresses`` are (``host:port``, model) of each server.
+    """The engine that a text names; ``addresses`` has (``host:port``, model) of each server.
 
     The address is empty for a model of this server, the model for TensorRT-LLM's service.
     """
@@ -224,7 +248,7 @@ class EngineChoice:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether no model of this server is needed."""
+        """True if no model of this server is needed."""
         return self.kind is not EngineKind.TRITON
 
 
@@ -233,8 +257,10 @@ def parse_engine(text: str) -> EngineChoice:
 
     With several addresses of ``triton+grpc``, those that name no model have the first one's.
     """
-    kind = next((each for each in EngineKind if text.startswith(each.value)), None)
-    if kind is None:
+    for kind in EngineKind:
+        if text.startswith(kind.value):
+            break
+    else:
         raise ValueError(text)
     target = text.removeprefix(kind.value)
     if kind is EngineKind.TRITON:
@@ -247,7 +273,8 @@ def parse_engine(text: str) -> EngineChoice:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535 or "/" in model:
             raise ValueError(text)
-        model = model or (addresses[0][1] if addresses else "")
+        if not model and addresses:
+            model = addresses[0][1]
         if bool(model) != (kind is EngineKind.TRITON_GRPC):
             raise ValueError(text)
         addresses.append((address, model))
@@ -255,7 +282,7 @@ def parse_engine(text: str) -> EngineChoice:
 
 
 def _is_local(text: str) -> bool:
-    """Whether it generates tokens inside the Python model ``tensorrt_llm``."""
+    """Return True for an engine whose tokens the Python model ``tensorrt_llm`` sends."""
     if text in ("embedded", "llm_api"):
         return True
     choice = parse_engine(text)
@@ -276,7 +303,7 @@ _SWITCH = choice(auto=None, on=True, off=False)
 
 
 def own_grpc_url() -> str:
-    """This server's gRPC port, ``host:port``: what the environment names, or Triton's default."""
+    """Return this server's gRPC port, ``host:port``, of the environment or Triton's default."""
     return os.environ.get(GRPC_URL) or "localhost:8001"
 
 
@@ -285,7 +312,7 @@ def own_grpc_url() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParameters:
-    """What every model has."""
+    """The parameters of every model."""
 
     max_request_bytes: int = _BYTES.parameter(
         "Size of all inputs of a request; adapters and prompt tables may need more.",
@@ -295,8 +322,11 @@ class ModelParameters:
     @property
     def limits(self) -> RequestLimits:
         """The limits of one request; each model has parameters for some of them."""
-        names = [field.name for field in dataclasses.fields(RequestLimits)]
-        return RequestLimits(**{name: getattr(self, name) for name in names if hasattr(self, name)})
+        limits = {}
+        for field in dataclasses.fields(RequestLimits):
+            if hasattr(self, field.name):
+                limits[field.name] = getattr(self, field.name)
+        return RequestLimits(**limits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,7 +394,8 @@ class _Generating(ModelParameters):
         shipped="true",
     )
 
-    # What Triton says, not parameters: which of the model's processes this is, and how many.
+    # These two are no parameters. Triton says which of the model's processes this is, and how many
+    # there are.
     instance: int = 0
     instances: int = 1
 
@@ -442,7 +473,7 @@ class EngineParameters(_Generating):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """What an engine's ``config.json`` says and the orchestrator needs.
+    """The facts of an engine's ``config.json`` that the orchestrator needs.
 
     ``configure`` writes these parameters for the C++ backend, which does not read them.
     """
@@ -604,12 +635,13 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
     @property
     def max_queued(self) -> int:
         """Sequences that may wait in this process."""
-        queued = self.max_queued_requests
-        return 4 * self.max_running if queued is None else queued
+        if self.max_queued_requests is not None:
+            return self.max_queued_requests
+        return 4 * self.max_running
 
     @property
     def keeps_one_core(self) -> bool:
-        """Whether this process keeps its threads on one core.
+        """True if this process keeps its threads on one core.
 
         By itself it does so where a core is left for it beside those of the engine and the server.
         """
@@ -619,7 +651,7 @@ class BlsParameters(_Encoding, _Decoding, _Generating):
 
 
 def share_of(limit: int, processes: int) -> int:
-    """How much of ``limit`` one of several ``processes`` may take."""
+    """Return how much of ``limit`` one of several ``processes`` may take."""
     # Requests are not spread evenly: if each process took only its own share, some would wait in
     # one process while another has room.
     return min(limit, max(1, 2 * limit // processes))
@@ -634,28 +666,33 @@ _MODEL_PARAMETERS: Mapping[str, type] = {
 
 
 def parameters_of(model: str) -> dict[str, Parameter]:
-    """The parameters of one of our models, by key; none for another model."""
-    return parameters_in(_MODEL_PARAMETERS[model]) if model in _MODEL_PARAMETERS else {}
+    """Return the parameters of one of our models, by key; none for another model."""
+    if model not in _MODEL_PARAMETERS:
+        return {}
+    return parameters_in(_MODEL_PARAMETERS[model])
 
 
-def check(model: str, key: str, value: str, known: Mapping[str, Parameter] | None = None) -> None:
-    """Raises ``SettingsError`` if our ``model`` has no parameter ``key`` or it cannot be ``value``.
+def check(
+    model: str, key: str, value: str, parameters: Mapping[str, Parameter] | None = None
+) -> None:
+    """Raise ``SettingsError`` if our ``model`` has no parameter ``key`` or it cannot be ``value``.
 
-    ``known`` are its parameters, where not all of them count. What depends on the machine, such as
-    whether a directory exists, is not checked.
+    ``parameters`` are those of the model, where not all of them count. What depends on the machine,
+    such as whether a directory exists, is not checked.
     """
-    known = parameters_of(model) if known is None else known
-    if key in known:
-        known[key].parse(model, key, value)
+    if parameters is None:
+        parameters = parameters_of(model)
+    if key in parameters:
+        parameters[key].parse(model, key, value)
     elif key not in COMMON_KEYS:
-        raise SettingsError(f"{model} has no parameter {key}; {suggestion(key, known)}")
+        raise SettingsError(f"{model} has no parameter {key}; {suggestion(key, parameters)}")
 
 
 # --- reading a model's own, once, at load ---------------------------------------------------
 
 
 class Parameters:
-    """One model's parameters as Triton hands them to ``initialize``.
+    """A model's parameters as Triton hands them to ``initialize``.
 
     Variables of ``environment`` override them, except those that ``GIVEN`` lists: so the checked-in
     files load as they stand, and ``serve`` still sets paths, addresses and sizes. Every error names
@@ -667,49 +704,53 @@ class Parameters:
     ) -> None:
         config: Mapping[str, Any] = json.loads(args["model_config"])
         self._model = args.get("model_name") or config["name"]
-        self._texts = {
-            key: value["string_value"] for key, value in config.get("parameters", {}).items()
-        }
+        self._texts: dict[str, str] = {}
+        for key, value in config.get("parameters", {}).items():
+            self._texts[key] = value["string_value"]
         decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._texts["decoupled"] = str(decoupled)
         self._environment = environment
-        self._given = environment.get(GIVEN, "").split(",")
-        self._repository = Path(args["model_repository"]).parent  # of all models
+        self._fixed = environment.get(GIVEN, "").split(",")  # which no variable overrides
+        self._repository = Path(args["model_repository"]).parent  # the folder of all models
         # As in "tensorrt_llm_bls_0_3": the third number of Triton's name for this process.
         instance = args.get("model_instance_name", "")
         self.instance = int(instance[len(instance.rstrip("0123456789")) :] or 0)
         groups = config.get("instance_group", [])
         self.instances = max(1, sum(int(group.get("count", 1)) for group in groups))
 
-    def read(self, declared: type[_Declared]) -> _Declared:
-        """The dataclass with its parameters' values. Raises ``SettingsError``.
+    def read(self, parameters_type: type[_ParametersT]) -> _ParametersT:
+        """Fill the dataclass with its parameters' values. Raises ``SettingsError``.
 
         Its fields ``instance`` and ``instances``, if it has them, are set too.
         """
-        known = parameters_in(declared)
-        values = {key: self._value(key, parameter) for key, parameter in known.items()}
-        for field in dataclasses.fields(declared):  # type: ignore[arg-type]
-            if field.name not in known:
+        parameters = parameters_in(parameters_type)
+        values = {}
+        for field in dataclasses.fields(parameters_type):  # type: ignore[arg-type]
+            if field.name in parameters:
+                values[field.name] = self._value(field.name, parameters[field.name])
+            else:
                 values[field.name] = getattr(self, field.name)
-        return declared(**values)
+        return parameters_type(**values)
 
-    def _value(self, key: str, declared: Parameter) -> Any:
-        is_draft = bool(declared.draft_env) and is_true(self._texts.get("is_draft", ""))
-        variable = declared.draft_env if is_draft else declared.env
-        if f"{self._model}.{key}" in self._given:
+    def _value(self, key: str, parameter: Parameter) -> Any:
+        variable = parameter.env
+        if parameter.draft_env and is_true(self._texts.get("is_draft", "")):
+            variable = parameter.draft_env
+        if f"{self._model}.{key}" in self._fixed:
             variable = ""
         text = self._environment.get(variable) or self._texts.get(key, "")
-        value = declared.parse(self._model, key, text)
-        if declared.kind not in (DIRECTORY, FILE):
+        value = parameter.parse(self._model, key, text)
+        if parameter.kind not in (DIRECTORY, FILE):
             return value
         if value is None:
-            if declared.default is None:
-                raise refusal(self._model, key, "", f"name {declared.kind.expected}")
+            if parameter.default is None:
+                raise refusal(self._model, key, "", f"name {parameter.kind.expected}")
             return None
         # Symbolic links are not resolved: in a repository of links, what is named relative to the
         # repository lies beside the links.
         path = Path(os.path.abspath(self._repository / value))
-        if not (path.is_dir() if declared.kind is DIRECTORY else path.is_file()):
-            what = declared.kind.expected.removeprefix("a ")
-            raise refusal(self._model, key, str(path), f"no such {what}")
+        if parameter.kind is DIRECTORY and not path.is_dir():
+            raise refusal(self._model, key, str(path), "no such directory")
+        if parameter.kind is FILE and not path.is_file():
+            raise refusal(self._model, key, str(path), "no such file")
         return path

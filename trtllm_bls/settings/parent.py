@@ -10,7 +10,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Send this process SIGTERM, by which it drains, when ``parent``, who started it, has ended.
+    """Send this process SIGTERM, by which it drains, when its ``parent`` has ended.
 
     The kernel does so whatever ended the parent. It also does so when just the *thread* has ended
     that started this process.

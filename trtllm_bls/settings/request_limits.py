@@ -14,8 +14,9 @@ from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.types import GUIDE_TEXT_INPUT, Guide
 
 _LOGIT_BYTES = 4  # FP32
-# Of a guide: a text in quotes, the last of which may not end; what is no structure.
+# A guide's text in quotes; the closing quote may be missing at the guide's end.
 _QUOTED = re.compile(rb'"((?:[^"\\]|\\.)*)("?)', re.S)
+# All bytes but the marks that make a guide's structure.
 _NO_MARKS = bytes(set(range(256)) - set(b"[](){},|"))
 
 
@@ -33,10 +34,11 @@ class RequestLimits:
     max_guide_nodes: int = 50_000
 
     def check(self, limit: str, field: str, value: float | None, unit: str) -> None:
-        """Raises ``InvalidRequest`` if ``value`` is above the field ``limit`` of this class."""
-        most = getattr(self, limit)
-        if most is not None and value is not None and value > most:
-            raise above_limit(field, f"{value:.15g} {unit}; at most {most:.15g} are allowed", limit)
+        """Raise ``InvalidRequest`` if ``value`` is above the field ``limit`` of this class."""
+        maximum = getattr(self, limit)
+        if maximum is not None and value is not None and value > maximum:
+            problem = f"{value:.15g} {unit}; at most {maximum:.15g} are allowed"
+            raise above_limit(field, problem, limit)
 
     def check_guide(self, guide: Guide | None) -> None:
         """Raise ``InvalidRequest`` if the grammar of guided decoding is too large or too deep.
@@ -48,8 +50,8 @@ class RequestLimits:
             return
         grammar = guide.text.encode()
         self.check("max_guide_bytes", GUIDE_TEXT_INPUT, len(grammar), "bytes")
-        outside = _QUOTED.sub(lambda quoted: b"" if quoted[2] else quoted[1], grammar)
-        marks = outside.translate(None, _NO_MARKS)
+        structure = _QUOTED.sub(_text_after_open_quote, grammar)
+        marks = structure.translate(None, _NO_MARKS)
         depth = deepest = 0
         for mark in marks[: self.max_guide_nodes + 1]:
             depth += (mark in b"([{") - (mark in b")]}")
@@ -58,13 +60,22 @@ class RequestLimits:
         self.check("max_guide_nodes", GUIDE_TEXT_INPUT, len(marks), "nodes")
 
     def check_logits(self, rows: int, vocab_size: int | None) -> None:
-        """Raises ``InvalidRequest`` for too many rows of logits, of ``vocab_size`` each, in all
-        responses together."""
+        """Raise ``InvalidRequest`` for too many rows of logits, of ``vocab_size`` each.
+
+        The rows of all responses count together.
+        """
         size = rows * (vocab_size or 0) * _LOGIT_BYTES
         field = "return_context_logits, return_generation_logits"
         self.check("max_logits_bytes", field, size, "bytes of logits")
 
 
+def _text_after_open_quote(quoted: re.Match[bytes]) -> bytes:
+    """Drop a text in quotes, but keep what follows a quote that no other one closes."""
+    if quoted[2]:
+        return b""
+    return quoted[1]
+
+
 def above_limit(field: str, problem: str, parameter: str) -> InvalidRequest:
-    """The refusal of a value that is above the limit which ``parameter`` sets."""
+    """Make the refusal of a value that is above the limit which ``parameter`` sets."""
     return InvalidRequest(field, f"{problem} (parameter {parameter})", parameter)
