@@ -62,10 +62,7 @@ class Graphs:
         self._recordings: dict[Shape, _Recording] = {}
 
     def logits(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits [sum of ``keep``, vocab] of the last rows of each segment, in order.
-
-        The next call may overwrite them.
-        """
+        """Logits [sum of ``keep``, vocab] of the last rows of each segment, in order."""
         batches = self._batches(segments)
         if len(batches) == 1 and batches[0] == list(range(len(segments))):
             return self._run(segments)
@@ -73,8 +70,7 @@ class Graphs:
         first_rows: dict[int, int] = {}  # by segment
         num_rows = 0
         for batch in batches:
-            output = self._run([segments[index] for index in batch])
-            logits.append(output.clone())  # the next batch may replay the same graph
+            logits.append(self._run([segments[index] for index in batch]))
             for index in batch:
                 first_rows[index] = num_rows
                 num_rows += segments[index].keep
@@ -98,7 +94,7 @@ class Graphs:
         return batches
 
     def _run(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits of the kept rows of one batch, in order; the next run may overwrite them."""
+        """Logits of the kept rows of one batch, in order."""
         longest = max(len(segment.tokens) for segment in segments)
         if longest > _LONGEST_ROWS:
             return self._eager(segments)
@@ -125,7 +121,7 @@ class Graphs:
         recording.inputs.copy_(torch.from_numpy(inputs))
         recording.replay()
         if shape.rows == 1:
-            return recording.output[: len(kept)]
+            return recording.output[: len(kept)].clone()  # the next replay overwrites it
         return self._llama.logits(recording.output[torch.tensor(kept, device=self._device)])
 
     def _eager(self, segments: Sequence[Segment]) -> Tensor:
