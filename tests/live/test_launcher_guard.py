@@ -18,7 +18,8 @@ import pytest
 from tests.helpers.waiting import until
 from trtllm_bls.operate import guard
 from trtllm_bls.operate.preparation import Scratch
-from trtllm_bls.operate.tritonserver import GuardedProcess, describe_exit
+from trtllm_bls.operate.supervisor import describe_exit
+from trtllm_bls.operate.tritonserver import GuardedProcess
 from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory
 
 

@@ -11,7 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -25,12 +25,9 @@ from tests.helpers.children import Child
 from tests.helpers.waiting import until
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SetupError
-from trtllm_bls.operate import serve
 from trtllm_bls.operate import watch as watch_module
 from trtllm_bls.operate.health import Observed, ServerProcesses, Verdict, evaluate, server_process
-from trtllm_bls.operate.tritonserver import ServerFailed, ServerStopped, next_delay
 from trtllm_bls.operate.watch import HealthEndpoint, HealthState, ProblemLog, Watch, engine_load
-from trtllm_bls.settings.command_options import ServeSettings
 
 SECONDS = 20
 STALL_S = 10.0
@@ -401,41 +398,7 @@ def test_a_busy_health_port_names_its_option(endpoint: tuple[HealthState, str]) 
         HealthEndpoint("127.0.0.1", port, HealthState())
 
 
-# --- starts ---------------------------------------------------------------------------------
-
-
-def test_restarts_come_later_each_time() -> None:
-    """Up to half a minute; a server that was up for a while begins anew."""
-    delays = [0.0]
-    for up_s in (*[59.9] * 7, 60, 0):
-        delays.append(next_delay(delays[-1], up_s))
-    assert delays[1:] == [1, 2, 4, 8, 16, 30, 30, 1, 2]
-
-
-def test_a_server_that_does_not_start_again_is_left_more_and_more_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """However long ``serve`` has run; a stop ends the waiting."""
-    now, starts, said = [1000.0], list[float](), list[str]()
-    server: Any = SimpleNamespace(settings=ServeSettings(), stop_requested=False, discard=list)
-
-    def start() -> None:
-        starts.append(now[0])
-        server.stop_requested = len(starts) == 5
-        raise ServerFailed("no GPU")
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    server.start = start
-    terminal: Any = SimpleNamespace(progress=nullcontext, say=lambda line, _: said.append(line))
-    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    state = HealthState()
-    state.started = True
-    with pytest.raises(ServerStopped):
-        serve._Service(server, terminal, state, 0).run()
-    assert [round(at - 1000) for at in starts] == [0, 1, 3, 7, 15]
-    assert state.restarts == 5 and said[1] == "no GPU; starting again in 2 s"
+# --- file descriptors -----------------------------------------------------------------------
 
 
 def test_a_process_that_can_open_nothing_more_is_named() -> None:

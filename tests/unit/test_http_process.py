@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import threading
+import shlex
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -22,6 +22,7 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.operate import http_process
 from trtllm_bls.operate.http_process import HttpProcess, check
 from trtllm_bls.operate.ports import listen
+from trtllm_bls.operate.supervisor import ProcessStopped
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory, start_of
 from trtllm_bls.settings.command_options import ServeSettings
@@ -59,12 +60,18 @@ def server_beside(tmp_path: Path, **more: Any) -> Any:
     )
 
 
+def answering(server: Any) -> list[str]:
+    """A program that answers at the port of the API, which makes it ready."""
+    port = str(server.settings.openai_port)
+    return [sys.executable, "-m", "http.server", "-b", server.host, port]
+
+
 def test_a_dead_api_is_started_again_unless_the_server_stops(tmp_path: Path) -> None:
     """Why, and that it answers again, is told once each."""
     server, told = server_beside(tmp_path), list[str | None]()
     api = HttpProcess(server, True, told.append, lambda _: None)
     try:
-        assert api.wait_until_ready()
+        api.start()
         api.keep()
         api.kill()
         until(lambda: told[1:] == [None])
@@ -81,7 +88,7 @@ def test_requests_call_the_model_as_serve_was_told(tmp_path: Path) -> None:
     server = server_beside(tmp_path, served_model_names=("llama", "claude"), loras=("math=7",))
     api = HttpProcess(server, True, lambda _: None, lambda _: None)
     try:
-        assert api.wait_until_ready()
+        api.start()
         port = server.settings.openai_port
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=20) as answer:
             cards = json.load(answer)["data"]
@@ -95,15 +102,11 @@ def test_the_api_chooses_its_processes_itself(
 ) -> None:
     """It reads there whether the model remembers prompts; alone, the other program does not."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    started: list[list[str]] = []
-    monkeypatch.setattr(
-        http_process, "start_child", lambda words, *_, **__: (started.append(words), None)
-    )
     server = server_beside(tmp_path, max_streams=128)
     server.public_http_url = "http://127.0.0.1:1"
     for with_api, workers in ((True, "auto"), (False, "2")):
-        HttpProcess(server, with_api, lambda _: None, lambda _: None)
-        assert f"--workers={workers}" in started.pop()
+        http = HttpProcess(server, with_api, lambda _: None, lambda _: None)
+        assert f"--workers={workers}" in http.command
 
 
 def test_a_dead_api_ends_a_server_that_is_not_to_be_started_again(tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ def test_a_dead_api_ends_a_server_that_is_not_to_be_started_again(tmp_path: Path
     server, told = server_beside(tmp_path, on_failure="exit"), list[str | None]()
     api = HttpProcess(server, True, told.append, lambda _: None)
     try:
-        assert api.wait_until_ready()
+        api.start()
         api.keep()
         api.kill()
         until(lambda: server.failures)
@@ -129,16 +132,18 @@ def test_a_program_that_two_looks_in_a_row_find_stopped_is_killed(
     states = [stopped, runs, stopped, stopped]
     monkeypatch.setattr(psutil.Process, "status", lambda process: states.pop(0) if states else runs)
     monkeypatch.setattr(http_process, "_LOOK_S", 0.01)
-    running = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(http_process, "start_child", lambda *_, **__: (running, None))
-    server, told = server_beside(tmp_path, on_failure="exit"), list[tuple[str, int]]()
-    api = HttpProcess(server, True, lambda _: None, lambda line: told.append((line, len(states))))
+    server, told = server_beside(tmp_path, on_failure="exit"), list[str]()
+    api = HttpProcess(server, True, lambda _: None, told.append)
+    api.command = answering(server)
     try:
+        api.start()
         api.keep()
         until(lambda: server.failures)
     finally:
         api.close()
-    assert told == [(f"process {running.pid} of the HTTP program was stopped: killed it", 0)]
+    killed = [line for line in told if line.startswith("process")]
+    assert killed == [f"process {api.pid} of the HTTP program was stopped: killed it"]
+    assert states == []
 
 
 def test_a_worker_whose_event_loop_is_stuck_is_killed_alone(
@@ -146,26 +151,27 @@ def test_a_worker_whose_event_loop_is_stuck_is_killed_alone(
 ) -> None:
     """Its other threads still answer. A stuck process of the server is not this program's."""
     monkeypatch.setattr(http_process, "_LOOK_S", 0.01)
-    script = "sleep 60 & echo $!; sleep 60 & echo $!; trap 'kill 0' TERM; wait"
-    words = ["sh", "-c", script]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as running:
-        assert running.stdout
-        stuck, well = (int(running.stdout.readline()) for _ in range(2))
-        monkeypatch.setattr(http_process, "start_child", lambda *_, **__: (running, None))
-        server, told = server_beside(tmp_path), list[str]()
-        api = HttpProcess(server, True, lambda _: None, told.append)
-        files, now = StatusDirectory(tmp_path), time.monotonic()
+    server, told = server_beside(tmp_path), list[str]()
+    api = HttpProcess(server, True, lambda _: None, told.append)
+    workers = f"sleep 60 & sleep 60 & {shlex.join(answering(server))} & trap 'kill 0' TERM; wait"
+    api.command = ["sh", "-c", workers]
+    files = StatusDirectory(tmp_path)
+    try:
+        api.start()
+        sleeping = [c.pid for c in psutil.Process(api.pid).children() if c.name() == "sleep"]
+        stuck, well = sleeping
+        now = time.monotonic()
         late = now - server.settings.stall_timeout - 1
         for pid, loop_at in ((stuck, late), (well, now + 60), (os.getpid(), late)):
             files.write(ProcessStatus(pid, now, loop_at, 0, 0))
-        try:
-            api.keep()
-            until(lambda: start_of(stuck) is None)
-            until(lambda: {status.pid for status in files.read()} == {well, os.getpid()})
-        finally:
-            api.close()
+        api.keep()
+        until(lambda: start_of(stuck) is None)
+        until(lambda: {status.pid for status in files.read()} == {well, os.getpid()})
+    finally:
+        api.close()
     reason = f"had its event loop stuck for {server.settings.stall_timeout} s"
-    assert set(told) == {f"process {stuck} of the HTTP program {reason}: killed it"}
+    killed = [line for line in told if line.startswith("process")]
+    assert set(killed) == {f"process {stuck} of the HTTP program {reason}: killed it"}
 
 
 def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> None:
@@ -185,16 +191,13 @@ def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> No
         workdir=tmp_path,
         environment=dict(os.environ) | {"TRTLLM_BLS_STATUS_DIR": str(tmp_path)},
         stop_requested=False,
-        running=True,
+        running=False,
     )
     lines: list[str] = []
     api = HttpProcess(cast(TritonServer, server), True, lines.append, lines.append)
     try:
-        waiting = threading.Thread(target=api.wait_until_ready, daemon=True)
-        waiting.start()
-        assert waiting.is_alive()
-        server.running = False
-        until(lambda: not waiting.is_alive())
+        with pytest.raises(ProcessStopped):
+            api.start()
     finally:
         api.kill()
         api.close()

@@ -30,13 +30,14 @@ from trtllm_bls.http.keys import KEYS_VARIABLE, read_keys
 from trtllm_bls.openai.openai_command import AS_OF_SERVE
 from trtllm_bls.operate import preparation
 from trtllm_bls.operate.ports import ask, curl_tls, own_tls
-from trtllm_bls.operate.tritonserver import (
+from trtllm_bls.operate.supervisor import (
     GRACE_MARGIN,
-    TritonServer,
+    Child,
+    ProcessStopped,
     describe_exit,
-    next_delay,
-    start_child,
+    keep_running,
 )
+from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.status import StatusDirectory
 from trtllm_bls.settings.command_options import (
     ServeSettings,
@@ -48,7 +49,6 @@ from trtllm_bls.settings.command_options import (
 from trtllm_bls.settings.engine_tls import trusting
 from trtllm_bls.settings.model_names import BLS_NAME
 
-_POLL_S = 0.05
 _START_S = 120.0
 _LOOK_S = 0.5
 _PROBE_S = 15.0
@@ -100,7 +100,8 @@ class HttpProcess:
 
     ``with_api``: it has the OpenAI API too, whose address is ``url``.
 
-    It drains when the server is asked to stop, as the server's models do. ``on_problem`` gets the
+    ``start`` it, then ``keep`` it: from then on it is started again whenever it fails. It drains
+    when the server is asked to stop, as the server's models do. ``on_problem`` gets the
     reason when it ends, and ``None`` when it answers again; ``on_line`` gets every line of its log.
     Both are called on other threads.
     """
@@ -142,7 +143,7 @@ class HttpProcess:
         store = settings.store_dir or server.workdir / "responses"
         names = model_names(settings)
         named = replace(settings, served_model_names=names, store_dir=store)
-        self._command = [
+        self.command = [
             *(sys.executable, "-m", "trtllm_bls.cli", f"--exit-with-parent={os.getpid()}"),
             "openai",
             f"--port={settings.openai_port}",
@@ -153,104 +154,96 @@ class HttpProcess:
         ]
         self._server, self._on_problem, self._on_line = server, on_problem, on_line
         self._closing = threading.Event()
-        self._is_starting = False
+        self._process: Child | None = None
+        self._is_away = False
         self._keeping = threading.Thread(target=self._keep, name="http", daemon=True)
-        self._process = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process, _ = start_child(
-            self._command,
+    @property
+    def pid(self) -> int:
+        """Of the supervisor of its workers, where there are several."""
+        assert self._process is not None, "it has not been started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """See ``Restartable``: return when it answers.
+
+        Raises ``ProcessStopped`` if the server is stopping or has ended meanwhile, and
+        ``SetupError`` if it ends or takes longer than two minutes.
+        """
+        self._process = Child(
+            "the HTTP program",
+            self.command,
             self._server.environment,
             self._on_line,
-            "http-log",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
-        return process
+        self._process.wait_until(self._is_well, _START_S, self.is_stopping)
 
     def keep(self) -> None:
         """From now on restart it when it ends."""
         self._keeping.start()
 
-    def wait_until_ready(self) -> bool:
-        """Wait until it answers; false if the server is stopping or has ended meanwhile.
-
-        Raises ``SetupError`` if it ends or takes longer than two minutes.
-        """
-        deadline = time.monotonic() + _START_S
-        while not self._is_well():
-            if self._closing.is_set() or self._server.stop_requested or not self._server.running:
-                return False
-            code = self._process.poll()
-            if code is not None:
-                raise SetupError(f"the HTTP program did not start ({describe_exit(code)})")
-            if time.monotonic() > deadline:
-                raise SetupError(f"the HTTP program did not answer within {_START_S:g} s")
-            time.sleep(_POLL_S)
-        return True
-
-    @property
-    def pid(self) -> int:
-        """Of the supervisor, where there are several workers."""
-        return self._process.pid
-
     def kill(self) -> None:
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
+
+    def is_stopping(self) -> bool:
+        """See ``Restartable``: true if the server is stopping, or has ended."""
+        is_server_gone = self._server.stop_requested or not self._server.running
+        return self._closing.is_set() or is_server_gone
+
+    def on_failure(self, error: SetupError, pause_s: float) -> None:
+        """See ``Restartable``."""
+        self._is_away = True
+        self._on_problem(str(error))
+
+    def on_recovery(self, away_s: float) -> None:
+        """See ``Restartable``."""
+        self._is_away = False
+        self._on_problem(None)
+
+    def discard(self) -> None:
+        """See ``Restartable``."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def replace(self, why: str) -> None:
         """Kill it, so that another one is started."""
         with suppress(psutil.NoSuchProcess):
-            self._kill(psutil.Process(self._process.pid), why)
+            self._kill(psutil.Process(self.pid), why)
 
     def answers(self, timeout: float) -> bool:
         """True if it answers a GET within ``timeout`` seconds, or is being started again."""
-        return self._is_starting or self._status(timeout) is not None
+        return self._is_away or self._status(timeout) is not None
 
     def close(self) -> None:
         """End it; kill it if its drain takes longer than ``--exit-timeout`` and a margin."""
         self._closing.set()
         if self._keeping.ident is not None:
             self._keeping.join()
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._server.settings.exit_timeout + GRACE_MARGIN)
-        self.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.end(self._server.settings.exit_timeout + GRACE_MARGIN)
 
     def _keep(self) -> None:
-        delay, up_since = 0.0, time.monotonic()
-        problem = self._next_problem()
-        while problem:
-            if self._server.settings.on_failure == "exit":
-                self._server.fail(problem)
-                return
-            self._is_starting = True
-            self._on_problem(problem)
-            delay = next_delay(delay, time.monotonic() - up_since)
-            self._closing.wait(delay)
-            if self._closing.is_set() or self._server.stop_requested:
-                return
-            self._process = self._start()
-            up_since = time.monotonic()
-            try:
-                if self.wait_until_ready():
-                    self._is_starting = False
-                    self._on_problem(None)
-                problem = self._next_problem()
-            except SetupError as error:
-                problem = str(error)
-                self.kill()
-                self._process.wait()
+        try:
+            keep_running(self, self._server.settings.on_failure == "restart")
+        except ProcessStopped:
+            return
+        except SetupError as error:
+            self._server.fail(str(error))
 
-    def _next_problem(self) -> str | None:
-        """Wait until it ends, and return how; ``None`` if it was told to end."""
+    def wait(self) -> None:
+        """See ``Restartable``. Until then kill processes of it that are stopped or stuck."""
+        assert self._process is not None, "it has not been started"
         stopped: set[psutil.Process] = set()
         files = StatusDirectory(self._server.status_dir)
         stall_s = self._server.settings.stall_timeout
         while not self._closing.wait(_LOOK_S):
             # A single look may fall into the moment between a SIGSTOP and its SIGCONT.
-            pid = self._process.pid
+            pid = self.pid
             before = stopped
             stopped = set()
             workers: dict[int, psutil.Process] = {}
@@ -269,10 +262,10 @@ class HttpProcess:
                 if worker is not None and now - status.loop_at > stall_s:
                     self._kill(worker, f"had its event loop stuck for {stall_s} s")
             code = self._process.poll()
+            if code is not None and not self._server.stop_requested:
+                raise SetupError(f"the HTTP program has ended ({describe_exit(code)})")
             if code is not None:
-                stopping = self._server.stop_requested
-                return None if stopping else f"the HTTP program has ended ({describe_exit(code)})"
-        return None
+                return
 
     def _kill(self, process: psutil.Process, why: str) -> None:
         """Kill the process, unless another one has its id by now."""

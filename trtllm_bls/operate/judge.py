@@ -24,7 +24,8 @@ from trtllm_bls.operate import checks, preparation
 from trtllm_bls.operate.logs import LogBook
 from trtllm_bls.operate.ports import Ports, choose
 from trtllm_bls.operate.preparation import Scratch
-from trtllm_bls.operate.tritonserver import POLL_S, GuardedProcess, describe_exit
+from trtllm_bls.operate.supervisor import describe_exit
+from trtllm_bls.operate.tritonserver import POLL_S, GuardedProcess
 from trtllm_bls.settings.command_options import ServeSettings
 from trtllm_bls.settings.model_config import backend_of
 from trtllm_bls.settings.model_names import ENSEMBLE_PLATFORM

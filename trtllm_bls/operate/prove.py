@@ -19,13 +19,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,10 @@ from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.operate.doctor import diagnose
 from trtllm_bls.operate.findings import Subject, installed
+from trtllm_bls.operate.supervisor import GRACE_MARGIN, Child
 from trtllm_bls.operate.version import version_text
 from trtllm_bls.orchestrator.status import ENGINE_REQUESTS, REQUESTS_LABEL
-from trtllm_bls.settings.command_options import GrpcAddress
+from trtllm_bls.settings.command_options import GrpcAddress, ServeSettings
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.settings.model_names import ENSEMBLE_NAME
 from trtllm_bls.settings.parent import end_with_parent
@@ -62,7 +64,9 @@ _PROOF_PROMPTS = (
 )
 _PROOF_TOKENS = 48
 _LONG_PROMPT_WORDS = 1900  # tokens; fewer end before the metric of a fast engine shows the request
-_READY_SECONDS, _FREED_SECONDS = 600.0, 30.0
+_READY_SECONDS = 600.0
+_FREED_SECONDS = 30.0
+_LAST_LINE_SECONDS = 5.0
 _PACKAGES = ("tensorrt-llm", "torch", "transformers", "tokenizers", "tritonclient", "numpy")
 _RUNNING = re.compile(
     rf"{ENGINE_REQUESTS}{{[^{{}}]{{0,200}}{REQUESTS_LABEL}="
@@ -212,21 +216,33 @@ def _target(options: dict[str, Any]) -> Iterator[Target]:
     for name in ("model_repository", "model", "draft_model", "engine"):
         if options[name] is not None:
             words += [f"--{name.replace('_', '-')}", str(options[name])]
-    with tempfile.TemporaryFile() as log:
-        serve = subprocess.Popen(words, stdout=log, stderr=log)
+    lines: deque[str] = deque(["no line of it"], maxlen=1)
+    health = f"http://127.0.0.1:{ports['health']}/health/ready"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    serve = Child("serve", words, os.environ, lines.append, **streams)
+    try:
         try:
-            _wait_until_ready(serve, f"http://127.0.0.1:{ports['health']}/health/ready", log)
-            yield Target(
-                grpc=f"127.0.0.1:{ports['grpc']}",
-                http=f"http://127.0.0.1:{ports['http']}",
-                openai=f"http://127.0.0.1:{ports['openai']}",
-                metrics=f"http://127.0.0.1:{ports['metrics']}",
-                process=psutil.Process(serve.pid),
-                **common,
-            )
-        finally:
-            serve.terminate()
-            serve.wait()
+            serve.wait_until(partial(_answers, health), _READY_SECONDS)
+        except SetupError as error:
+            serve.read_to_end(_LAST_LINE_SECONDS)
+            raise SetupError(f"{error}: {lines[-1]}") from None
+        yield Target(
+            grpc=f"127.0.0.1:{ports['grpc']}",
+            http=f"http://127.0.0.1:{ports['http']}",
+            openai=f"http://127.0.0.1:{ports['openai']}",
+            metrics=f"http://127.0.0.1:{ports['metrics']}",
+            process=psutil.Process(serve.pid),
+            **common,
+        )
+    finally:
+        serve.end(ServeSettings.exit_timeout + 2 * GRACE_MARGIN)
+
+
+def _answers(url: str) -> bool:
+    """True if a GET of ``url`` is answered with 200."""
+    with suppress(httpx.HTTPError):
+        return httpx.get(url, trust_env=False).status_code == HTTPStatus.OK
+    return False
 
 
 def _free_ports(*names: str) -> dict[str, int]:
@@ -234,18 +250,6 @@ def _free_ports(*names: str) -> dict[str, int]:
     with ExitStack() as sockets:  # all are open at once, so that no port is chosen twice
         listening = {name: sockets.enter_context(socket.create_server(address)) for name in names}
         return {name: listener.getsockname()[1] for name, listener in listening.items()}
-
-
-def _wait_until_ready(serve: subprocess.Popen[bytes], url: str, log: Any) -> None:
-    limit = time.monotonic() + _READY_SECONDS
-    while time.monotonic() < limit and serve.poll() is None:
-        with suppress(httpx.HTTPError):
-            if httpx.get(url, trust_env=False).status_code == 200:
-                return
-        time.sleep(0.2)
-    log.seek(0)
-    lines = log.read().decode("utf-8", "replace").strip().splitlines() or ["no line of it"]
-    raise SetupError(f"serve did not become ready: {lines[-1]}")
 
 
 def machine(target: Target) -> dict[str, str]:

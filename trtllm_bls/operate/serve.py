@@ -14,8 +14,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -34,12 +34,11 @@ from trtllm_bls.operate.health import ServerProcesses
 from trtllm_bls.operate.http_process import HttpProcess, chat_curl
 from trtllm_bls.operate.logs import TAIL_LINES, LogLine, parse
 from trtllm_bls.operate.ports import curl_tls
+from trtllm_bls.operate.supervisor import ProcessStopped, keep_running
 from trtllm_bls.operate.tritonserver import (
     Listener,
     ServerFailed,
-    ServerStopped,
     TritonServer,
-    next_delay,
 )
 from trtllm_bls.operate.watch import HealthEndpoint, HealthState, Watch
 from trtllm_bls.orchestrator.log_lines import json_line
@@ -47,7 +46,6 @@ from trtllm_bls.orchestrator.output import LAST_LINES_S, QueuedStream, dropped_l
 from trtllm_bls.settings.command_options import ServeSettings, listen, options_of
 from trtllm_bls.settings.model_names import BLS_NAME
 
-_SERVE_POLL_S = 0.1
 _LINE_STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
 
 
@@ -114,7 +112,7 @@ def serve(settings: ServeSettings, verbose: bool) -> int:
                 forced = service.run()
             if forced:
                 terminal.say("running requests were cut off")
-        except ServerStopped:
+        except ProcessStopped:
             forced = True
         return 128 + service.last_signal if forced else 0
 
@@ -129,61 +127,72 @@ class _Service:
     health_port: int
     http: HttpProcess | None = None  # while it runs
     last_signal: int = 0
+    _running: ExitStack = field(default_factory=ExitStack)  # ends all but the server
 
     def run(self) -> bool:
         """Serve until a stop is requested; returns whether requests were cut off.
 
-        Raises ``ServerStopped`` if the request came during a start, ``SetupError`` if the first
+        Raises ``ProcessStopped`` if the request came during a start, ``SetupError`` if the first
         start fails, and ``ServerFailed`` after a failure with ``--on-failure exit``.
         """
-        server, settings, terminal = self.server, self.server.settings, self.terminal
-        delay, failed_at = 0.0, None
-        while True:
-            ready_at: float | None = None
-            try:
-                with terminal.progress():
-                    server.start()
-                server.keep_ports()
-                ready_at = time.monotonic()
-                with ExitStack() as running:
-                    if server.behind_http:
-                        with_api = bool(settings.openai_port) and BLS_NAME in server.models
-                        self.http = HttpProcess(
-                            server,
-                            with_api,
-                            self._on_http_problem,
-                            lambda raw: terminal.log(parse(raw)),
-                        )
-                        running.callback(self.http.close)
-                        running.callback(setattr, self, "http", None)
-                        self.http.wait_until_ready()
-                        self.http.keep()
-                    watch = Watch(server, terminal.warning, http=self.http)
-                    running.callback(watch.close)
-                    running.enter_context(self.state.serving(watch))
-                    if failed_at is not None:
-                        terminal.say(f"serving again, {time.monotonic() - failed_at:.1f} s later")
-                        for line in processes(server, self.http):
-                            terminal.say(line)
-                    else:
-                        text = announcement(server, self.health_port, self.http)
-                        text = json_line(text, source="serve") if terminal.as_json else text
-                        Console().print(Text(text), soft_wrap=True)
-                    return server.wait()
-            except SetupError as error:
-                server.discard()
-                once = not self.state.started or settings.on_failure == "exit"
-                if once or isinstance(error, ServerStopped):
-                    raise
-                now = time.monotonic()
-                failed_at = failed_at if ready_at is None else now
-                delay = next_delay(delay, 0.0 if ready_at is None else now - ready_at)
-                self.state.restarting(str(error))
-                terminal.say(f"{error}; starting again in {delay:.0f} s", "error")
-            while time.monotonic() < now + delay:
-                if server.stop_requested:
-                    raise ServerStopped("stopped before the server was started again")
-                time.sleep(_SERVE_POLL_S)
+        try:
+            self.start()
+            text = announcement(self.server, self.health_port, self.http)
+            text = json_line(text, source="serve") if self.terminal.as_json else text
+            Console().print(Text(text), soft_wrap=True)
+            return keep_running(self, self.server.settings.on_failure == "restart")
+        finally:
+            self.discard()
+
+    def start(self) -> None:
+        """See ``Restartable``: the server, the HTTP program in front of it, and their watch."""
+        with self.terminal.progress():
+            self.server.start()
+        self.server.keep_ports()
+        if self.server.behind_http:
+            self._start_http()
+        watch = Watch(self.server, self.terminal.warning, http=self.http)
+        self._running.callback(watch.close)
+        self._running.enter_context(self.state.serving(watch))
+
+    def wait(self) -> bool:
+        """See ``Restartable``: the server's end; whether requests were cut off."""
+        return self.server.wait()
+
+    def discard(self) -> None:
+        """See ``Restartable``."""
+        self._running.close()
+        self.server.discard()
+
+    def is_stopping(self) -> bool:
+        """See ``Restartable``."""
+        return self.server.stop_requested
+
+    def on_failure(self, error: SetupError, pause_s: float) -> None:
+        """See ``Restartable``."""
+        self.state.restarting(str(error))
+        self.terminal.say(f"{error}; starting again in {pause_s:.0f} s", "error")
+
+    def on_recovery(self, away_s: float) -> None:
+        """See ``Restartable``."""
+        self.terminal.say(f"serving again, {away_s:.1f} s later")
+        for line in processes(self.server, self.http):
+            self.terminal.say(line)
+
+    def _start_http(self) -> None:
+        with_api = bool(self.server.settings.openai_port) and BLS_NAME in self.server.models
+        self.http = HttpProcess(
+            self.server,
+            with_api,
+            self._on_http_problem,
+            lambda raw: self.terminal.log(parse(raw)),
+        )
+        self._running.callback(self.http.close)
+        self._running.callback(setattr, self, "http", None)
+        # If the server is stopping or has ended, ``wait`` tells how.
+        with suppress(ProcessStopped):
+            self.http.start()
+        self.http.keep()
 
     def _on_http_problem(self, problem: str | None) -> None:
         self.state.api_problem = problem
@@ -268,7 +277,7 @@ class Terminal(Listener):
         try:
             yield
         except SetupError as error:
-            if not self.as_json or isinstance(error, ServerStopped):
+            if not self.as_json or isinstance(error, ProcessStopped):
                 raise
             self.say(str(error), "error")
             sys.exit(1)

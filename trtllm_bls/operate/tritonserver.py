@@ -39,6 +39,7 @@ from trtllm_bls.operate.health import Probe
 from trtllm_bls.operate.logs import LogBook, LogLine
 from trtllm_bls.operate.ports import Ports, ask, choose, own_tls, reachable
 from trtllm_bls.operate.preparation import TMPDIR, Scratch
+from trtllm_bls.operate.supervisor import GRACE_MARGIN, Child, ProcessStopped, describe_exit
 from trtllm_bls.orchestrator.status import CANARY_ID
 from trtllm_bls.settings.command_options import ServeSettings
 from trtllm_bls.settings.model_names import BLS_NAME
@@ -49,7 +50,6 @@ from trtllm_bls.settings.parameters import (
     SESSION_DIR,
     STATUS_DIR,
 )
-from trtllm_bls.types import Backoff
 from trtllm_bls.wire.call_context import RUN_SECRET
 
 # Another program may take a port between its choice and the server's start, seconds later, and
@@ -59,16 +59,9 @@ START_ATTEMPTS = 3
 # Seconds between checks of readiness while the log has no new line.
 POLL_S = 0.1
 
-# Seconds beyond the server's own exit timeout, for unloading models.
-GRACE_MARGIN = 10.0
-
 # The longest wait for killed processes to disappear, and for the log to end.
 _LAST_LINES_S = 5.0
 _FOREVER_S = 1e9
-
-# Pauses before a process is started again, and how long a run lasts after which they begin anew.
-_RESTART_S = Backoff(1.0, 30.0)
-_GOOD_RUN_S = 60.0
 
 
 class ServerFailed(SetupError):
@@ -81,10 +74,6 @@ class ServerFailed(SetupError):
 
 class _StartAgain(ServerFailed):
     """The start failed by an accident of timing; another one may not."""
-
-
-class ServerStopped(SetupError):
-    """The server was asked to stop before it was ready."""
 
 
 class Listener:
@@ -188,7 +177,7 @@ class TritonServer:
         """Start and return when every model is ready.
 
         Raises ``SetupError``: ``ServerFailed`` with the last log lines if it started but
-        did not get ready, ``ServerStopped`` if it was asked to stop meanwhile.
+        did not get ready, ``ProcessStopped`` if it was asked to stop meanwhile.
         """
         own_tls(self.settings)
         self._preflight(preflight.PREPARING)
@@ -352,7 +341,7 @@ class TritonServer:
             self._logged.wait(POLL_S)
             self._logged.clear()
             if self._stop_requests:
-                raise ServerStopped("stopped before the models were ready")
+                raise ProcessStopped("stopped before the models were ready")
             ended = process is None or not process.running
             code = process.wait() if process and ended else 0  # also reads the log to its end
             if book.lock_exception and (ended or book.failures):
@@ -411,39 +400,7 @@ def is_ready(ports: Ports, missing: list[str]) -> bool:
     return False
 
 
-# --- child processes ------------------------------------------------------------------------
-
-
-def start_child(
-    command: list[str],
-    environment: Mapping[str, str],
-    on_line: Callable[[str], object],
-    name: str,
-    **streams: Any,
-) -> tuple[subprocess.Popen[bytes], threading.Thread]:
-    """Start a process, and a thread ``name`` that calls ``on_line`` with each line of its output.
-
-    The output is the one of ``streams`` that is a pipe. The process is in a session of its own, for
-    Ctrl-C is the launcher's to pass on. Only its owner reads its files, through which prompts and
-    answers pass.
-    """
-    process = subprocess.Popen(
-        command, env=environment, start_new_session=True, umask=0o077, **streams
-    )
-    output = process.stdout or process.stderr
-    assert output is not None
-
-    def read() -> None:
-        with output:
-            for line in output:
-                # The terminal may be gone or the disk full; rich turns a broken pipe into
-                # SystemExit. If this thread ended, the process would block on its next line.
-                with suppress(OSError, SystemExit):
-                    on_line(line.decode("utf-8", "replace").rstrip("\n"))
-
-    reader = threading.Thread(target=read, name=name, daemon=True)
-    reader.start()
-    return process, reader
+# --- the process under its guard ------------------------------------------------------------
 
 
 class GuardedProcess:
@@ -466,11 +423,11 @@ class GuardedProcess:
             "drain": exit_timeout,
             "grace": exit_timeout + GRACE_MARGIN,
         }
-        self._guard, self._reader = start_child(
+        self._guard = Child(
+            "the guard",
             [sys.executable, "-I", "-S", guard.__file__, json.dumps(order)],
             os.environ | self._own,
             on_line,
-            "server-log",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -525,7 +482,7 @@ class GuardedProcess:
                     orphans.append(psutil.Process(pid))
                     orphans[-1].kill()
             psutil.wait_procs(orphans, timeout=_LAST_LINES_S)
-        self._reader.join(_LAST_LINES_S)
+        self._guard.read_to_end(_LAST_LINES_S)
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
@@ -547,20 +504,3 @@ class GuardedProcess:
                 os.write(self._guard.stdin.fileno(), word)
         if self.running:  # a guard that is stopped (SIGSTOP) would not read the control pipe
             self._guard.send_signal(signal.SIGCONT)
-
-
-def next_delay(last: float, up_s: float) -> float:
-    """Seconds to wait before the next start: 1, 2, 4 ... 30, and 1 again after a minute's work.
-
-    ``last``: the delay before, 0 for none; ``up_s``: for how many seconds the process was up.
-    """
-    return _RESTART_S.first if up_s >= _GOOD_RUN_S else _RESTART_S.after(last)
-
-
-def describe_exit(code: int) -> str:
-    """An exit code, 128 + n or -n for signal n, in words, with the usual cause of a kill."""
-    number = -code if code < 0 else code - 128
-    if number not in set(signal.Signals):
-        return f"exit code {code}"
-    name = signal.Signals(number).name
-    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name
