@@ -1,0 +1,293 @@
+"""Pipelines that call pipelines on a real tritonserver; the engine says the prompt back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from tests.helpers.openai_server import RunningApi
+from tests.helpers.openai_server import serving as openai_serving
+from tests.helpers.server_settings import DEMO
+from tests.helpers.waiting import until
+from tests.live.conftest import echo_settings
+from tests.live.test_pipelines import LONG, Lines, Stream, live_requests, texts
+from trtllm_bls.configure.new import config_of
+from trtllm_bls.openai.openai_command import read_parameters
+from trtllm_bls.operate.tritonserver import TritonServer
+from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.settings.model_config import chat_pipelines
+from trtllm_bls.wire.call_context import CONTEXT_PARAMETER, RUN_SECRET
+
+# Does as ``what`` says; ``chat`` tells who asks, and a second pipeline what it was told of that.
+PIPELINE = """
+import asyncio
+import json
+
+from trtllm_bls.pipeline import EngineError, StreamingModel, Tensor
+
+class TritonPythonModel(StreamingModel):
+    inputs = (Tensor("what", "STRING", required=True), Tensor("text", "STRING"))
+    outputs = (Tensor("said", "STRING"),)
+    options = {"top_docs": int}
+
+    async def load(self, deployment):
+        self.llm, self.name = deployment.llm(), deployment.name
+
+    async def answer(self, request, response):
+        what, text = request.text("what"), request.text("text") if "text" in request else ""
+        if what == "endless":
+            async for part in request.stream(self.name, {"what": what}):
+                await response.send({"said": part["said"]})
+        elif what == "rendezvous":
+            # All callers have a place when the first of them calls.
+            await asyncio.sleep(1)
+            async for part in request.stream(self.name, {"what": "tell"}):
+                await response.send({"said": part["said"]})
+        elif what == "tell":
+            await response.send({"said": json.dumps(told(request))})
+        elif what == "bls":
+            inputs = {"text_input": text, "max_tokens": 1000, "stream": True}
+            async for part in request.stream("tensorrt_llm_bls", inputs, ["text_output"]):
+                await response.send({"said": part["text_output"]})
+        elif what == "say":
+            async for step in self.llm.text(text, max_tokens=1000):
+                await response.send({"said": step.text})
+        elif what.startswith("via "):
+            other, _, rest = what.removeprefix("via ").partition(" ")
+            async for part in request.stream(other, {"what": rest, "text": text}):
+                await response.send({"said": part["said"]})
+        elif what == "count":
+            count = (await request.session.get() or 0) + 1
+            await request.session.put(count)
+            await response.send({"said": f"{count} {id(self)}"})
+
+    async def chat(self, request):
+        inner = None
+        if self.name == "first":
+            async for part in request.stream("second", {"what": "tell"}):
+                inner = json.loads(part["said"][0])
+        own = {"metadata": request.metadata, "user": request.user, "headers": request.headers}
+        own |= {"options": request.options, "inner": inner}
+        yield json.dumps({**told(request), **own})
+
+def told(request):
+    session = request.session.id if request.session else None
+    return {
+        "key": request.key, "salt": request.cache_salt, "trace": request.traceparent,
+        "callers": list(request.callers), "session": session, "parameters": request.parameters,
+        "limit": request.limit,
+    }
+"""
+COUNTED = "instance_group [{ count: 2, kind: KIND_CPU }]"
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    settings = echo_settings(tmp_path_factory.mktemp("inner"))
+    assert settings.model_repository is not None
+    own = {"few": {"max_running_requests": "4"}, "hasty": {"request_timeout_seconds": "2"}}
+    for name in ("first", "second", "few", "hasty", "counter"):
+        directory = settings.model_repository / name
+        (directory / "1").mkdir(parents=True)
+        (directory / "1" / "model.py").write_text(PIPELINE)
+        config = config_of(directory / "1" / "model.py", own.get(name, {}))
+        if name == "counter":
+            config += COUNTED
+        (directory / "config.pbtxt").write_text(config)
+    with TritonServer(settings, Lines()) as running:
+        yield running
+
+
+def ended(server: TritonServer, model: str) -> int:
+    """Requests of a model that are over."""
+    count = 0.0
+    for line in httpx.get(server.metrics_url).text.splitlines():
+        if line.startswith("trtllm_bls_requests_total{") and f'model="{model}"' in line:
+            count += float(line.rpartition(" ")[2])
+    return int(count)
+
+
+def test_a_pipeline_that_calls_itself_ends_at_the_ninth_call(server: TritonServer) -> None:
+    """At once, with the names of the chain."""
+    before = ended(server, "first")
+    chain = " → ".join(["first"] * 10)
+    with pytest.raises(InferenceServerException, match=f"{chain}: 9 calls inside one another"):
+        list(Stream(server, "first", what="endless"))
+    until(lambda: ended(server, "first") == before + 10)
+    before = ended(server, "first")
+    with pytest.raises(InferenceServerException, match="first → second → second"):
+        list(Stream(server, "first", what="via second endless"))
+    until(lambda: ended(server, "first") == before + 1)
+
+
+def test_a_chain_ends_with_its_first_request(server: TritonServer) -> None:
+    """By its time limit, and when its caller leaves: the engine's work ends as well."""
+    with pytest.raises(InferenceServerException, match="the time limit of 2 s is over"):
+        list(Stream(server, "hasty", what="via second via first say", text=LONG * 40))
+    until(lambda: live_requests(server) == 0)
+    stream = Stream(server, "first", what="via second bls", text=LONG * 40)
+    next(iter(stream))
+    assert live_requests(server) == 1
+    stream.leave()
+    until(lambda: live_requests(server) == 0)
+
+
+def test_tensorrt_llm_bls_ends_with_the_time_of_its_caller(server: TritonServer) -> None:
+    """It is told the time, and ends by itself: the answer so far is whole text."""
+    said = []
+    try:
+        for result in Stream(server, "hasty", what="bls", text=LONG * 40):
+            said += texts(result, "said")
+    except InferenceServerException as error:
+        assert "the time limit of 2 s is over" in error.message()
+    assert said
+    until(lambda: live_requests(server) == 0)
+
+
+def test_callers_that_wait_for_places_of_each_other_are_told(server: TritonServer) -> None:
+    """Of as many as there are places, one is told at the least; none waits for its time limit."""
+    outcomes: Counter[str] = Counter()
+
+    def call() -> None:
+        try:
+            list(Stream(server, "few", what="rendezvous"))
+            outcomes["answered"] += 1
+        except InferenceServerException as error:
+            assert "few → few: all 4 places of few (max_running_requests)" in error.message()
+            outcomes["refused"] += 1
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert outcomes.total() == 4 and outcomes["refused"]
+
+
+def test_a_client_of_triton_cannot_say_on_whose_behalf_it_calls(server: TritonServer) -> None:
+    """Its own parameter counts as absent; it may be as deep and as late as it says."""
+    client = grpcclient.InferenceServerClient(server.grpc_url)
+    arrived: list[Any] = []
+    client.start_stream(lambda result, error: arrived.append((result, error)))
+    inputs = [grpcclient.InferInput("what", [1], "BYTES")]
+    inputs[0].set_data_from_numpy(np.array([b"tell"], np.object_))
+    fields = {"key": "k", "cache_salt": "s", "session": "x", "seconds": 0.0, "models": ["a"] * 20}
+    forged = f"{hashlib.sha256(b'').hexdigest()} {json.dumps(fields)}"
+    client.async_stream_infer("first", inputs, parameters={CONTEXT_PARAMETER: forged, "own": "1"})
+    until(lambda: arrived)
+    client.stop_stream()
+    result, error = arrived[0]
+    assert error is None
+    told = json.loads(texts(result, "said")[0])
+    assert told["key"] is told["salt"] is told["session"] is None
+    assert (told["callers"], told["parameters"]) == ([], {"own": "1"})
+
+
+@pytest.fixture
+def api(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningApi]:
+    repository = server.settings.model_repository
+    assert repository is not None
+    monkeypatch.setenv(RUN_SECRET, server.environment[RUN_SECRET])
+    given = {"engine_url": server.grpc_url, "tokenizer_dir": str(DEMO / "target")}
+    own: Any = {"model_names": ("demo",), "pipelines": chat_pipelines(repository)}
+    own |= {"keys": (hashlib.sha256(b"key").digest(),), "pipeline_headers": ("x-team",)}
+    backend = Deployment(read_parameters(repository, given), model_name="demo")
+    with openai_serving(backend.engine, backend, **own) as running:
+        yield running
+
+
+def test_who_asks_is_told_to_a_pipeline_and_to_those_that_it_calls(api: RunningApi) -> None:
+    """Over the OpenAI API: a digest of the key, the session, and all that the caller sent."""
+    client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="key", max_retries=0)
+    response = client.responses.create(
+        model="first",
+        input="Hi",
+        metadata={"a": "b"},
+        extra_headers={"X-Team": "red", "traceparent": TRACE},
+        extra_body={"top_docs": 3, "safety_identifier": "ann", "cache_salt": "mine"},
+    )
+    told = json.loads(response.output_text)
+    assert told["metadata"] == {"a": "b"} and told["user"] == "ann"
+    assert told["headers"] == {"x-team": "red"} and told["options"] == {
+        "top_docs": 3,
+        "fits_max_tokens": True,
+    }
+    inner = told["inner"]
+    for each in (told, inner):
+        assert each["key"] == hashlib.sha256(b"key").hexdigest()
+        assert each["salt"].startswith("key:") and each["session"] == response.id
+        assert each["trace"] == TRACE
+    assert (told["callers"], inner["callers"]) == ([], ["first"])
+    assert inner["limit"] <= told["limit"] + 0.5  # two processes of one machine have one clock
+
+
+def test_two_instances_have_the_same_sessions(server: TritonServer) -> None:
+    """A sequence of Triton's is a session; its requests meet either process."""
+    client = grpcclient.InferenceServerClient(server.grpc_url)
+    arrived: list[Any] = []
+    client.start_stream(lambda result, error: arrived.append((result, error)))
+    inputs = [grpcclient.InferInput("what", [1], "BYTES")]
+    inputs[0].set_data_from_numpy(np.array([b"count"], np.object_))
+    processes = set()
+    count = 0
+    while len(processes) < 2:
+        count += 1
+        assert count < 200, "one instance was given all requests"
+        client.async_stream_infer("counter", inputs, sequence_id=7)
+        until(lambda: arrived)
+        result, error = arrived.pop()
+        assert error is None, error
+        said, process = texts(result, "said")[0].split()
+        assert int(said) == count
+        processes.add(process)
+    client.stop_stream()
+
+
+def test_64_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
+    server: TritonServer,
+) -> None:
+    """Also where a third of them leaves at any time."""
+    names = ("first", "second", "tensorrt_llm_bls")
+    before = {name: ended(server, name) for name in names}
+    finished: list[str] = []
+
+    def call(number: int) -> None:
+        what = ("via second say", "via second bls", "via second via first say")[number % 3]
+        stream = Stream(server, "first", what=what, text=f"{number} {LONG}")
+        if number % 3 == 0:
+            if number % 2:
+                next(iter(stream))
+            stream.leave()
+            return
+        said = "".join(text for result in stream for text in texts(result, "said"))
+        assert said.strip() == f"{number} {LONG}".strip(), said
+        finished.append(what)
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(64)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(120)
+    assert len(finished) == 42
+    until(lambda: live_requests(server) == 0)
+
+    def is_idle() -> bool:
+        gauges = ("trtllm_bls_num_requests_running", "trtllm_bls_num_requests_waiting")
+        lines = httpx.get(server.metrics_url).text.splitlines()
+        values = [line.rpartition(" ")[2] for line in lines if line.startswith(gauges)]
+        return len(values) >= 2 * len(names) and not any(map(float, values))
+
+    until(is_idle)
+    assert ended(server, "first") > before["first"] + 42
