@@ -240,7 +240,7 @@ def test_two_instances_have_the_same_sessions(server: TritonServer) -> None:
     client.start_stream(lambda result, error: arrived.append((result, error)))
     inputs = [grpcclient.InferInput("what", [1], "BYTES")]
     inputs[0].set_data_from_numpy(np.array([b"count"], np.object_))
-    processes = set()
+    processes: set[str] = set()
     count = 0
     while len(processes) < 2:
         count += 1

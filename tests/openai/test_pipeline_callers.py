@@ -183,7 +183,7 @@ def test_a_websocket_keeps_the_session_of_responses_that_are_not_stored(
 ) -> None:
     url = api.url.replace("http", "ws") + "/v1/responses"
     headers = {"Authorization": "Bearer key"}
-    ids = []
+    ids: list[str] = []
     with connect(url, additional_headers=headers) as socket:
         for _ in range(3):
             request: dict[str, Any] = {"type": "response.create", "model": "agent", "input": "Hi"}

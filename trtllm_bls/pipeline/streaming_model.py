@@ -23,9 +23,10 @@ from collections.abc import (
 )
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from trtllm_bls.errors import (
     CallChainTooLong,
@@ -81,12 +82,14 @@ from trtllm_bls.wire.contract import Tensor
 from trtllm_bls.wire.traceparent import valid_traceparent
 
 if sys.version_info >= (3, 11):
-    from typing import Unpack
+    from typing import ParamSpec, Unpack
 else:
-    from typing_extensions import Unpack
+    from typing_extensions import ParamSpec, Unpack
 
 __all__ = ["EngineError", "InvalidRequest", "Step", "Tensor"]  # for ``trtllm_bls.pipeline``
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 Value: TypeAlias = bool | int | float | str
 _WARM_UP_PAUSE = Backoff(1.0, 60.0)  # seconds between two tries
 _WARM_UP_LOG_SECONDS = 10  # between two lines on what a warm-up waits for
@@ -609,6 +612,19 @@ class StreamingModel(ServedModel):
         inputs = [replace(tensor, required=False) for tensor in cls.inputs]
         chat_request, chat_events = Tensor(CHAT_REQUEST, "STRING"), Tensor(CHAT_EVENTS, "STRING")
         return (*inputs, chat_request), (*cls.outputs, chat_events)
+
+    async def run_in_thread(
+        self,
+        function: Callable[_Arguments, _Result],
+        *args: _Arguments.args,
+        **kw: _Arguments.kwargs,
+    ) -> _Result:
+        """Run a function that takes more than a few milliseconds, and return what it returns.
+
+        It runs in a thread of its own, where it holds up no request. The end of the request does
+        not end it.
+        """
+        return await self._server.run_in_thread(partial(function, *args, **kw))
 
     async def unload(self) -> None:
         """Called once after the last request."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextvars
 import itertools
 import json
 import logging
@@ -35,10 +36,11 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +83,7 @@ _UNSENDABLE = EngineUnavailable("a response could not be sent; the server's log 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 ArraysFunction: TypeAlias = Callable[[Arrays], Arrays]
 BeforeErrorStatus: TypeAlias = Callable[[], Awaitable[None]]
+_Result = TypeVar("_Result")
 _Response: TypeAlias = Arrays | Exception | None  # ``None``: only the FINAL flag
 
 log = logging.getLogger(__name__)
@@ -245,6 +248,52 @@ class RequestServer:
         if call in self._open and not call.abandoned:
             call.abandoned = True
             self._open[call].cancel(CancelCause.CALLER_LEFT.value)
+
+    @property
+    def loop_thread(self) -> threading.Thread:
+        """The thread that runs ``loop``."""
+        return self._threads[0]
+
+    def request_of(self, task: asyncio.Task[Any]) -> str | None:
+        """The id of the request that a task answers; any thread may ask."""
+        for call, answering in self._open.copy().items():
+            if answering is task:
+                return call.id
+        return None
+
+    async def run_in_thread(self, function: Callable[[], _Result]) -> _Result:
+        """Run a function in a thread of its own, on any core, and return what it returns.
+
+        A cancelled caller does not wait for its end, which nothing else waits for either: the
+        threads of asyncio's executor would keep the process from ending.
+        """
+        outcome: asyncio.Future[_Result] = self.loop.create_future()
+        context = contextvars.copy_context()
+
+        def settle(result: _Result | None, error: BaseException | None) -> None:
+            if outcome.done():  # cancelled
+                return
+            if error is None:
+                outcome.set_result(result)  # type: ignore[arg-type]
+            else:
+                outcome.set_exception(error)
+
+        def run() -> None:
+            result: _Result | None = None
+            problem: BaseException | None = None
+            try:
+                if self._one_core is not None:
+                    self._one_core.free_this_thread()
+                result = context.run(function)
+            except StopIteration as error:  # which no future takes
+                problem = RuntimeError(f"the function raised {error!r}")
+            except BaseException as error:
+                problem = error
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(settle, result, problem)
+
+        threading.Thread(target=run, name="of-a-request", daemon=True).start()
+        return await outcome
 
     async def end_all(self) -> None:
         """End every open call with an error."""

@@ -15,6 +15,7 @@ from trtllm_bls.orchestrator.lifecycle import Lifecycle
 from trtllm_bls.orchestrator.log_lines import log_to_triton
 from trtllm_bls.settings.engine_tls import engine_tls
 from trtllm_bls.settings.parameters import BlsParameters, Parameters, own_grpc_url
+from trtllm_bls.triton.loop_watch import LoopWatch
 from trtllm_bls.triton.request_server import ArraysFunction, Call, RequestServer
 
 
@@ -59,12 +60,16 @@ class ServedModel(ABC):
             one_core=parameters.keeps_one_core,
             owns_process=self.owns_process,
         )
+        server = self._server
+        self._loop_watch = LoopWatch(server.loop, server.loop_thread, server.request_of)
+        self._loop_watch.start()
         self._lifecycle: Lifecycle | None = None
         try:
             asyncio.run_coroutine_threadsafe(self.begin(), self._server.loop).result()
             if parameters.status_dir:
                 self._lifecycle = Lifecycle(self._server, self.deployment, parameters.status_dir)
         except BaseException:
+            self._loop_watch.close()
             self._server.close(self._close)  # its threads would keep the process
             raise
         self.deployment.start(self._server.loop)
@@ -74,6 +79,7 @@ class ServedModel(ABC):
         """Called by Triton when it unloads the model."""
         if self._lifecycle is not None:
             self._lifecycle.close()
+        self._loop_watch.close()
         self._server.close(self._close)
 
     async def _close(self) -> None:
