@@ -50,7 +50,9 @@ _SECTIONS: dict[str, dict[str, Entry]] = {
         "openai": Entry(
             "trtllm_bls.openai.openai_command:main", "Serve OpenAI's API in front of an engine."
         ),
-        "dynamo": Entry("trtllm_bls.openai.dynamo:command", "Answer Dynamo's front end."),
+        "dynamo": Entry(
+            "trtllm_bls.openai.dynamo:command", "Answer Dynamo's front end (deprecated)."
+        ),
     },
     "Operate": {
         "doctor": Entry("trtllm_bls.operate.doctor:command", "Find what would go wrong."),
@@ -58,7 +60,7 @@ _SECTIONS: dict[str, dict[str, Entry]] = {
         "drain": Entry("trtllm_bls.operate.drain:command", "Let a server finish and stop."),
         "prove": Entry("trtllm_bls.operate.prove:command", "Examine a deployment, write a report."),
         "conformance": Entry(
-            "trtllm_bls.operate.doctor:conformance", "Ask an engine for known answers."
+            "trtllm_bls.operate.doctor:conformance", "Ask an engine for known answers (deprecated)."
         ),
     },
     "This program": {

@@ -1,4 +1,6 @@
-"""``trtllm-bls dynamo`` behind Dynamo's own front end, over scripted engines.
+"""``examples/dynamo/worker.py`` behind Dynamo's own front end, over scripted engines.
+
+So does the deprecated command ``trtllm-bls dynamo``, with and without ``--tokens``.
 
 Both come from PyPI (``ai-dynamo``). ``DYNAMO=/path/to/python`` names an interpreter that has them
 and this package's requirements; ``TRTLLM_BLS_INSTALL_CLIENTS`` has the tests install them.
@@ -79,7 +81,9 @@ class Cluster:
         running = service_in_a_thread(engine or EchoEngine(script), behaviour)
         self.service, self._engine = stack.enter_context(running)
         (port,) = unused_ports(1)
-        self.start("dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), *front)
+        self.start(
+            "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), *front
+        )
         self.url = f"http://127.0.0.1:{port}/v1"
         client = openai.OpenAI(base_url=self.url, api_key="any", max_retries=0)
         self.client = stack.enter_context(client)
@@ -87,17 +91,15 @@ class Cluster:
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, **LOCAL, "PYTHONPATH": str(ROOT)}
         environment["DYN_FILE_KV"] = str(self._scratch / "discovery")
-        log = self._stack.enter_context((self._scratch / f"{words[0]}.log").open("ab"))
-        process = subprocess.Popen(
-            [self._python, "-m", *words], stdout=log, stderr=log, env=environment
-        )
+        log = self._stack.enter_context((self._scratch / f"{len(words)}.log").open("ab"))
+        process = subprocess.Popen([self._python, *words], stdout=log, stderr=log, env=environment)
         self._stack.callback(process.wait, 60)
         self._stack.callback(process.kill)
         return process
 
     def worker(self, *words: str) -> subprocess.Popen[bytes]:
         where = ["--engine", f"trtllm://{self._engine}", "--tokenizer-dir", str(MODEL)]
-        return self.start("trtllm_bls.cli", "dynamo", *where, *words)
+        return self.start(*words, *where)
 
     @property
     def instances(self) -> int:
@@ -114,7 +116,12 @@ class Cluster:
         return [each["id"] for each in answer["data"]]
 
 
-@pytest.fixture(scope="module", params=[(), ("--tokens",)], ids=["text", "tokens"])
+EXAMPLE = (str(ROOT / "examples" / "dynamo" / "worker.py"),)
+COMMAND = ("-m", "trtllm_bls.cli", "dynamo")
+WORKERS = {"example": EXAMPLE, "command": COMMAND, "tokens": (*COMMAND, "--tokens")}
+
+
+@pytest.fixture(scope="module", params=WORKERS.values(), ids=WORKERS)
 def cluster(
     request: pytest.FixtureRequest, python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, subprocess.Popen[bytes]]]:
@@ -202,7 +209,7 @@ def test_begun_streams_go_on_at_another_worker(
     with ExitStack() as stack:
         scratch = tmp_path_factory.mktemp("migrating")
         found = Cluster(python, scratch, stack, "--migration-limit", "3", engine=engine)
-        lost, _ = (found.worker("--tokens") for _ in range(2))
+        lost, _ = (found.worker(*COMMAND, "--tokens") for _ in range(2))
         until(lambda: found.instances == 2 and found.models == ["target"], seconds=120)
         asked: dict[str, Any] = {"model": "target", "prompt": "one two", "max_tokens": 100}
         expected = found.client.completions.create(**asked).choices[0].text

@@ -24,7 +24,7 @@ from trtllm_bls.cli import main, show_error
 from trtllm_bls.operate.logs import parse
 from trtllm_bls.operate.serve import Terminal
 from trtllm_bls.operate.tritonserver import ServerFailed
-from trtllm_bls.settings.command_options import ServeSettings
+from trtllm_bls.settings.command_options import ServeSettings, deprecated
 
 COMMANDS = main.list_commands(click.Context(main))
 
@@ -64,6 +64,29 @@ def test_help_has_examples_that_parse(name: str) -> None:
     assert examples
     for words in examples:
         command(name).make_context(name, words)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_deprecated_command_says_so(name: str) -> None:
+    """As docs/stability.md promises: in its help, in the list of commands, and as it runs."""
+    is_deprecated = name in ("conformance", "dynamo")
+    listed = command(name)
+    assert ("(deprecated)" in (listed.short_help or "")) == is_deprecated
+    assert bool(re.search(r"^ *Deprecated: ", listed.help or "", re.M)) == is_deprecated
+
+
+def test_a_deprecated_command_warns_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """With its end and what to use; then it works as before."""
+
+    @click.command()
+    @deprecated("use another")
+    def former() -> None:
+        click.echo("its output")
+
+    former.main([], prog_name="former", standalone_mode=False)
+    printed = capsys.readouterr()
+    assert printed.out == "its output\n"
+    assert printed.err == "warning: former is deprecated and goes with 0.7.0; use another\n"
 
 
 @pytest.mark.parametrize("name", ["chat", "doctor", "generate", "health"])

@@ -1,5 +1,7 @@
 """``trtllm-bls dynamo``: a worker of NVIDIA's Dynamo, whose front end listens to clients.
 
+Deprecated: ``examples/dynamo`` shows a worker over public names, and this module goes with 0.7.0.
+
 By default Dynamo passes OpenAI's requests on, and this package's API answers them in the worker.
 With ``--tokens`` Dynamo's front end makes ids and text, and the worker is an engine alone: Dynamo
 then routes by prefix and resumes the streams of a lost worker.
@@ -27,7 +29,7 @@ from trtllm_bls.openai.openai_command import DECLARED, given_parameters, read_pa
 from trtllm_bls.openai.schema import CompletionRequest
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.orchestrator.log_lines import log_to_stderr
-from trtllm_bls.settings.command_options import options_of
+from trtllm_bls.settings.command_options import deprecated, options_of
 from trtllm_bls.settings.parameters import BlsParameters
 from trtllm_bls.types import EngineRequest
 
@@ -45,8 +47,11 @@ _DYNAMO_SAMPLING |= {"frequency_penalty", "presence_penalty", "repetition_penalt
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @options_of(BlsParameters, *DECLARED)
 @click.pass_context
+@deprecated("examples/dynamo/worker.py in the source tree takes its place")
 def command(context: click.Context, /, **options: Any) -> None:
     """Answer requests of Dynamo's front end from an engine, until SIGTERM.
+
+    Deprecated: examples/dynamo/worker.py in the source tree takes its place.
 
     Dynamo reads variables of its own, such as DYN_DISCOVERY_BACKEND. Those that say where it
     listens win over --host.

@@ -54,7 +54,7 @@ from trtllm_bls.operate.preflight import has_server
 from trtllm_bls.operate.triton_reasons import NO_GPU, mend_of
 from trtllm_bls.pipeline.streaming_model import own_parameters, undeclared
 from trtllm_bls.settings import cpp_backend
-from trtllm_bls.settings.command_options import TlsConnection, options_of
+from trtllm_bls.settings.command_options import TlsConnection, deprecated, options_of
 from trtllm_bls.settings.model_config import (
     backend_of,
     dtype_of,
@@ -795,12 +795,13 @@ def command(as_json: bool, **options: Any) -> None:
     "--model", "model_dir", required=True, type=_DIRECTORY_OPTION, help="Directory of the model."
 )
 @click.option("--model-yaml", type=_DIRECTORY_OPTION, help="Arguments of the LLM API.")
+@deprecated("use prove --only conformance")
 def conformance(engine: str, **options: Any) -> None:
     """Send an engine requests whose answers are known, and print a report for an issue.
 
     The engine runs in this process, without Triton. Exit code 1: a check failed.
 
-    Deprecated: trtllm-bls prove --only conformance asks through a server, as callers do.
+    Deprecated: prove --only conformance asks through a server, as callers do.
 
     \b
     Examples:
@@ -810,8 +811,6 @@ def conformance(engine: str, **options: Any) -> None:
     from trtllm_bls.engines.conformance import examine as ask
     from trtllm_bls.engines.opening import open_local_engine
 
-    mend = "use trtllm-bls prove --only conformance"
-    click.echo(f"warning: conformance is deprecated and goes with 0.6.0; {mend}", err=True)
     check_ours(ENGINE.name, "engine", engine)
     packages = ("trtllm-bls", "tensorrt-llm", "torch", "transformers")
     versions = [f"{name} {version}" for name in packages if (version := installed(name))]

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -138,6 +139,21 @@ class _Option(click.Option):
             return super().get_help_record(ctx)
         finally:
             self.opts = flags
+
+
+def deprecated(remedy: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a command say on standard error when it goes, and what to do instead."""
+
+    def warning(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def warn(*arguments: Any, **options: Any) -> None:
+            name = click.get_current_context().info_name
+            click.echo(f"warning: {name} is deprecated and goes with 0.7.0; {remedy}", err=True)
+            function(*arguments, **options)
+
+        return warn
+
+    return warning
 
 
 def options_of(
