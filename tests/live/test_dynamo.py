@@ -173,7 +173,7 @@ def test_who_leaves_frees_the_engine(cluster: Running, stream: bool) -> None:
         if stream:
             with client.stream("POST", f"{found.url}/completions", json=body) as answer:
                 next(answer.iter_bytes())
-                assert found.service.live == 1
+                until(lambda: found.service.live == 1)
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post(f"{found.url}/completions", json=body, timeout=1)
