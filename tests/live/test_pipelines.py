@@ -40,7 +40,7 @@ from trtllm_bls.operate.tritonserver import Listener, TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.pipeline.testing import Double, LoadedModel, load, serving
 from trtllm_bls.settings.command_options import Override
-from trtllm_bls.settings.model_config import chat_pipelines
+from trtllm_bls.settings.model_config import served_pipelines
 from trtllm_bls.text.tokenizer import load_tokenizer
 
 EXAMPLES = ROOT / "examples"
@@ -299,7 +299,7 @@ def api(pipelines: TritonServer) -> Iterator[RunningApi]:
     assert repository is not None
     given = {"engine_url": pipelines.grpc_url, "tokenizer_dir": str(DEMO / "target")}
     parameters = read_parameters(repository, given)
-    names = {"model_names": ("demo",), "pipelines": chat_pipelines(repository)}
+    names = {"model_names": ("demo",), "pipelines": served_pipelines(repository)}
     digest = hashlib.sha256(b"key").digest()
     backend = Deployment(parameters, model_name="demo")
     with openai_serving(backend.engine, backend, keys=(digest,), **names) as running:

@@ -17,7 +17,7 @@ from wsproto.frame_protocol import Opcode
 from trtllm_bls.http import infer
 from trtllm_bls.http.budgets import BUDGETS, Budget
 from trtllm_bls.http.routes import ROUTES
-from trtllm_bls.openai import messages, responses, schema
+from trtllm_bls.openai import face_requests, messages, responses, schema
 from trtllm_bls.wire.contract import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,9 @@ REQUESTS = (
     messages.CountTokensRequest,
     messages.Block,
     infer.InferBody,
+    face_requests.EmbeddingsRequest,
+    face_requests.SpeechRequest,
+    face_requests.RerankRequest,
 )
 
 

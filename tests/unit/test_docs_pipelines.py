@@ -21,7 +21,7 @@ from trtllm_bls.text.tokenizer import load_tokenizer
 
 PAGE = (ROOT / "docs" / "pipelines.md").read_text(encoding="utf-8")
 COMMAND, *_ = re.findall(r"^```\n(.*?)^```", PAGE, re.M | re.S)
-MODEL, CONNECT, CALLS, WARM_UP, PARAMETERS, CHAT, OPTIONS, TEST = re.findall(
+MODEL, CONNECT, CALLS, WARM_UP, PARAMETERS, CHAT, OPTIONS, FACES, TEST = re.findall(
     r"^```python\n(.*?)^```", PAGE, re.M | re.S
 )
 
@@ -87,6 +87,23 @@ def test_a_field_of_its_own_reaches_a_pipeline(tmp_path: Path) -> None:
         asked = [{"role": "user", "content": "Hi"}]
         assert model.chat(asked)[0] == {"text": "3 passages"}
         assert model.chat(asked, top_docs=5)[0] == {"text": "5 passages"}
+
+
+def test_the_model_with_three_faces_answers(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(FACES)
+
+    def embedder(inputs: Any) -> Any:
+        return {"vectors": [[len(text), 1.0] for text in inputs["texts"].tolist()]}
+
+    with testing.serving(testing.load(file), models={"embedder": embedder}) as model:
+        vectors = model.ask(embed_request='{"input": ["a"]}', outputs=["embed_vectors"]).wait()
+        sound = model.ask(speech_request='{"input": "a b"}', outputs=["speech_audio"]).wait()
+        query = '{"query": "a", "documents": ["bb", "c"]}'
+        scores = model.ask(rerank_request=query, outputs=["rerank_scores"]).wait()
+    assert vectors.said("embed_vectors") == [[[1.0, 1.0]]]
+    assert [len(piece) for piece in sound.said("speech_audio")] == [44 + 3200, 3200]
+    assert scores.said("rerank_scores") == [[3.0, 2.0]]
 
 
 async def test_a_program_outside_triton_connects(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.app import create_app
 from trtllm_bls.pipeline import ChatRequest, StreamingModel
 from trtllm_bls.pipeline.testing import Caller, LoadedModel, serving
+from trtllm_bls.settings.faces import ServedPipeline
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
 from trtllm_bls.types import CacheSalt, ChatOptions, Sampling, TextRequest
 from trtllm_bls.wire.call_context import (
@@ -311,7 +312,10 @@ def test_a_value_that_cannot_be_sent_is_refused_by_its_name(options: dict[str, A
 def test_a_pipeline_is_not_named_as_the_language_model() -> None:
     """It would answer the requests that are meant for the model."""
     backend = ScriptedBackend(saying("a"))
-    names: Any = {"model_names": ("demo",), "pipelines": ("demo",)}
+    names: Any = {
+        "model_names": ("demo",),
+        "pipelines": (ServedPipeline("demo", frozenset({"chat"})),),
+    }
     with pytest.raises(SettingsError, match="demo is a pipeline of this server, too; choose"):
         create_app(backend, ApiSettings(**names))
 

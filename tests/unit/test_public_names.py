@@ -19,6 +19,9 @@ PUBLIC = {
     "trtllm_bls.openai": {"asgi_app"},
     "trtllm_bls.pipeline": {
         "LLM",
+        "BatchedStage",
+        "Speech",
+        "batched",
         "EngineError",
         "InvalidRequest",
         "ChatRequest",

@@ -61,6 +61,10 @@ MAX_ITEMS = 8192  # of a conversation, with those that references stand for
 MAX_TOOLS = 512
 MAX_PROMPTS = 256  # of a completion
 MAX_TOKENS = 2**20  # of a list
+MAX_EMBEDDED_TEXTS = 2048  # of ``/v1/embeddings``, as OpenAI has it
+MAX_DOCUMENTS = 2048  # of ``/v1/rerank``
+MAX_SPEECH_CHARACTERS = 2**16  # of ``/v1/audio/speech``
+MAX_NAME = 256  # characters of a voice or a format
 MAX_TEXT_TOKENS = 2**18  # that ``/detokenize`` makes a text of, each of up to hundreds of bytes
 STORED_RESPONSE_BYTES = 4 * MIB  # of one response: of its input, and of the rest
 STORED_CHAIN = 1000  # responses
@@ -448,6 +452,14 @@ _REQUEST_ROWS = (
         beyond="400",
         test=f"{_GUARD}:test_counts_are_checked_before_work",
         covers=("list prompt",),
+    ),
+    Budget(
+        unit="texts of an embedding; documents of a rerank; characters that are said",
+        limit=f"{MAX_EMBEDDED_TEXTS:,}; {MAX_DOCUMENTS:,}; {MAX_SPEECH_CHARACTERS:,}",
+        holder="request",
+        beyond="400",
+        test="tests/openai/test_faces.py:test_counts_of_faces_are_checked_before_work",
+        covers=_named("text", "query text documents[]"),
     ),
     Budget(
         unit="numbers of a request",

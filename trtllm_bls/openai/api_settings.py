@@ -9,6 +9,7 @@ from typing import Any
 
 from trtllm_bls.http.limits import ConnectionLimits
 from trtllm_bls.openai.exposition import SharedSamples
+from trtllm_bls.settings.faces import ServedPipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class ApiSettings:
     ``allowed_origins``: web pages that may use the API from a browser (CORS).
     ``shared``: memory in which workers keep their samples for ``/metrics``; ``None``: there is one
     process.
-    ``pipelines``: models of the Triton server that answer conversations by themselves.
+    ``pipelines``: models of the Triton server that answer endpoints by themselves.
     ``pipeline_headers``: names of headers that pipelines are told, in lower case.
     ``loras``: task ids of LoRA adapters by the names that requests give as ``model``; empty for one
     that the engine knows by its name.
@@ -50,7 +51,7 @@ class ApiSettings:
     allowed_origins: tuple[str, ...] = ()
     shared: SharedSamples | None = None
     loras: Mapping[str, str] = field(default_factory=dict)
-    pipelines: tuple[str, ...] = ()
+    pipelines: tuple[ServedPipeline, ...] = ()
     pipeline_headers: tuple[str, ...] = ()
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"

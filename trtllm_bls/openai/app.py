@@ -32,6 +32,7 @@ from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.counting import CountingRoutes
 from trtllm_bls.openai.document import docs_answer, document, overview, page
 from trtllm_bls.openai.exchange import JsonResponse, RunningRequests
+from trtllm_bls.openai.face_routes import EmbeddingsRoute, RerankRoute, SpeechRoute
 from trtllm_bls.openai.generating import Generate, GenerateReferring, Services
 from trtllm_bls.openai.health import Health, HealthRoute
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
@@ -51,6 +52,7 @@ from trtllm_bls.openai.stored_routes import StoredRoutes
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.orchestrator.garbage import collect_rarely
 from trtllm_bls.orchestrator.lifecycle import Lifecycle
+from trtllm_bls.settings.faces import CHAT, EMBED, FACES, RERANK, SPEAK
 
 _PATHS_BEHIND_KEYS = ("/v1", "/tokenize", "/detokenize")
 
@@ -66,6 +68,7 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         PATH: ResponsesResponse.object,
         "/v1/responses/compact": CompactResponse.object,
         "/v1/messages": MessagesResponse.object,
+        **{face.path: face.capability for face in FACES if face is not CHAT},
     }
     refusals = Refusals(orchestrator, kinds)
     running = RunningRequests()
@@ -118,6 +121,9 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         post("/v1/responses/{id}/cancel", stored.cancel),
         post("/v1/messages", Generate(services, MessagesRequest, MessagesResponse)),
         post("/v1/messages/count_tokens", counting.messages),
+        post(EMBED.path, EmbeddingsRoute(services)),
+        post(SPEAK.path, SpeechRoute(services)),
+        post(RERANK.path, RerankRoute(services)),
         post("/tokenize", counting.tokenize),
         post("/detokenize", counting.detokenize),
         Route("/version", version),

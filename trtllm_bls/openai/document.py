@@ -24,6 +24,7 @@ from trtllm_bls import __version__
 from trtllm_bls.openai.api_errors import Error
 from trtllm_bls.openai.builder import Head
 from trtllm_bls.openai.docs_page import docs_page
+from trtllm_bls.openai.face_requests import EmbeddingsRequest, RerankRequest, SpeechRequest
 from trtllm_bls.openai.messages import PATH, CountTokensRequest, MessagesRequest
 from trtllm_bls.openai.responses import CompactRequest, ResponsesRequest
 from trtllm_bls.openai.schema import (
@@ -122,6 +123,8 @@ _COMPACTION = _object("usage", object={"const": "response.compaction"}, output=_
 _COUNT_ANSWER = _object(input_tokens=_INTEGER)
 _CHAT = _choices("chat.completion", message=_object("role", "content"))
 _TOKENIZE_ANSWER = _object("token_strs", "max_model_len", count=_INTEGER, tokens=_INTEGERS)
+_EMBEDDINGS = _object("usage", object={"const": "list"}, data=_LIST, model=_STRING)
+_RERANKED = _object("usage", id=_STRING, model=_STRING, results=_LIST)
 # By path: what is taken, what is given, and whether it can be streamed.
 _POSTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any], bool]] = {
     "/v1/chat/completions": (ChatCompletionRequest, _CHAT, True),
@@ -131,6 +134,9 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any], bool]] = {
     "/v1/responses/compact": (CompactRequest, _COMPACTION, False),
     PATH: (MessagesRequest, _ANTHROPIC_MESSAGE, True),
     f"{PATH}/count_tokens": (CountTokensRequest, _COUNT_ANSWER, False),
+    "/v1/embeddings": (EmbeddingsRequest, _EMBEDDINGS, False),
+    "/v1/audio/speech": (SpeechRequest, {"type": "string", "format": "binary"}, False),
+    "/v1/rerank": (RerankRequest, _RERANKED, False),
     "/tokenize": (TokenizeRequest, _TOKENIZE_ANSWER, False),
     "/detokenize": (DetokenizeRequest, _object(prompt=_STRING), False),
 }
@@ -146,6 +152,9 @@ _SUMMARIES = {
     "post /v1/responses/{id}/cancel": "Refuse: responses are stored once they have ended.",
     "post /v1/messages": "Answer in the form of Anthropic's Messages API.",
     "post /v1/messages/count_tokens": "Count the tokens of a request for a message.",
+    "post /v1/embeddings": "Turn texts into vectors, by a pipeline with embed.",
+    "post /v1/audio/speech": "Say a text, by a pipeline with speak; streamed as it is made.",
+    "post /v1/rerank": "Order documents by their relevance to a query, by a pipeline with rerank.",
     "post /tokenize": "Return the token ids of a text or a conversation.",
     "post /detokenize": "Return the text of token ids.",
     "get /v1": "List the paths below.",
@@ -225,6 +234,8 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     for path, (kind, answer, streams) in _POSTS.items():
         full, error = ((529,), _ANTHROPIC_ERROR) if path.startswith(PATH) else ((429, 503), _ERROR)
         responses = _responses(answer, 400, 401, 404, 405, 413, 415, 500, *full, error=error)
+        if kind is SpeechRequest:
+            responses["200"]["content"] = {"audio/*": {"schema": answer}}
         if streams:
             responses["200"]["content"]["text/event-stream"] = {"schema": {}}
         body = _json({"$ref": f"#/components/schemas/{kind.__name__}"})

@@ -28,8 +28,8 @@ from trtllm_bls.orchestrator.orchestrator import Orchestrator, TextSink, run_row
 from trtllm_bls.types import TextChunk, TextRequest
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _STREAM = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # otherwise nginx would buffer the events
 )
@@ -51,6 +51,7 @@ class Reply:
         if not _REQUEST_ID.fullmatch(self.request_id):
             self.request_id = uuid.uuid4().hex.encode()
         self.begun = False
+        self.stream_type = _EVENT_STREAM  # the content type of what ``events`` sends
         self.num_puts = 0
         self.path: str = scope["path"]
         self._for_anthropic = self.path.startswith(PATH)
@@ -92,9 +93,10 @@ class Reply:
             if not end:
                 return
             data = b"".join(self._collected)
-            await self._start(200, [*_STREAM, (b"content-length", b"%d" % len(data))])
+            length = (b"content-length", b"%d" % len(data))
+            await self._start(200, [*_STREAM, (b"content-type", self.stream_type), length])
         elif not self.begun:
-            await self._start(200, list(_STREAM))
+            await self._start(200, [*_STREAM, (b"content-type", self.stream_type)])
         await self._send({"type": "http.response.body", "body": data, "more_body": not end})
 
     def put(self, events: bytes) -> None:
@@ -189,9 +191,19 @@ async def run_all(
     If one fails, all end. If ``receive`` tells that the client has left, all end and ``ClientGone``
     is raised.
     """
-    work = asyncio.create_task(
-        _run_prompts(orchestrator, requests, on_chunk, reply, on_prompt, run)
+    await run_for_client(
+        _run_prompts(orchestrator, requests, on_chunk, reply, on_prompt, run), reply, receive
     )
+
+
+async def run_for_client(
+    running: Coroutine[Any, Any, None], reply: Reply, receive: Receive
+) -> None:
+    """Run the work of one HTTP request until it has ended and all is written.
+
+    If ``receive`` tells that the client has left, it ends and ``ClientGone`` is raised.
+    """
+    work = asyncio.create_task(running)
     watcher = asyncio.create_task(_cancel_when_client_leaves(receive, work))
     try:
         await asyncio.wait({work})

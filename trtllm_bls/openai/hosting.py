@@ -40,7 +40,7 @@ def asgi_app(
     from trtllm_bls.orchestrator.deployment import Deployment
     from trtllm_bls.orchestrator.log_lines import log_to_stderr
     from trtllm_bls.orchestrator.status import StatusDirectory
-    from trtllm_bls.settings.model_config import chat_pipelines
+    from trtllm_bls.settings.model_config import served_pipelines
 
     log_to_stderr("openai")
     texts = {name: str(value) for name, value in parameters.items()}
@@ -52,7 +52,7 @@ def asgi_app(
         keys=settings.keys or read_keys(api_keys_file),
         status_dir=read.status_dir,
         pipelines=settings.pipelines
-        or (chat_pipelines(model_repository) if model_repository else ()),
+        or (served_pipelines(model_repository) if model_repository else ()),
     )
     if read.status_dir:
         StatusDirectory(read.status_dir).forget_drain()

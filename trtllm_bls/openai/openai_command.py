@@ -112,7 +112,7 @@ def main(context: click.Context, /, **options: Any) -> None:
             StatusDirectory(parameters.status_dir).forget_drain()
         except OSError as error:
             raise SettingsError(f"status_dir {parameters.status_dir}: {error.strerror}") from error
-    from trtllm_bls.settings.model_config import chat_pipelines
+    from trtllm_bls.settings.model_config import served_pipelines
 
     own_name = parameters.tokenizer_dir.name if parameters else ""
     api = ApiSettings(
@@ -123,7 +123,7 @@ def main(context: click.Context, /, **options: Any) -> None:
         allowed_hosts=options["allowed_hosts"] if is_loopback(options["host"]) else None,
         status_dir=parameters.status_dir if parameters else "",
         triton_metrics=front.metrics if front else "",
-        pipelines=chat_pipelines(repository) if repository and parameters else (),
+        pipelines=served_pipelines(repository) if repository and parameters else (),
         **{name: options[name] for name in _OF_API},
     )
     listening = {name: options[name] for name in ("host", "port", "exit_timeout", *_TLS)}

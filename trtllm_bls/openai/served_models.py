@@ -21,30 +21,37 @@ from trtllm_bls.openai.exchange import JsonResponse
 from trtllm_bls.openai.schema import Generation
 from trtllm_bls.orchestrator.chat_turn import ChatTurns
 from trtllm_bls.orchestrator.deployment import Deployment
+from trtllm_bls.orchestrator.pipeline_faces import PipelineFaces
 from trtllm_bls.orchestrator.reports import (
     TOOL_CALLS,
     UNREADABLE_ARGUMENTS,
     UNREADABLE_CONTENT,
 )
 from trtllm_bls.orchestrator.status import StatusDirectory
+from trtllm_bls.settings.faces import CHAT, FACES, Face
 from trtllm_bls.text.chat_parser import CallOutcome
 from trtllm_bls.types import Adapter, TextRequest
 
 
 class ServedModels:
-    """The language model by its names, its LoRA adapters, and pipelines that answer chats.
+    """The language model by its names, its LoRA adapters, and pipelines with faces.
 
-    ``pipelines`` runs a request of a pipeline, by the pipeline's name. Raises ``SettingsError``
+    ``pipelines`` runs a chat with a pipeline, by the pipeline's name. Raises ``SettingsError``
     where a pipeline has the name of another model.
     """
 
     def __init__(self, backend: Deployment, settings: ApiSettings) -> None:
         language_models = {*settings.model_names, *settings.loras}
-        if twice := language_models.intersection(settings.pipelines):
+        self._served = {pipeline.name: pipeline for pipeline in settings.pipelines}
+        if twice := language_models.intersection(self._served):
             problem = f"{min(twice)} is a pipeline of this server, too"
             raise SettingsError(f"--served-model-name: {problem}; choose another name")
-        self.names = (*settings.model_names, *settings.loras, *settings.pipelines)
-        self.pipelines = backend.chat_pipelines(settings.pipelines) if settings.pipelines else {}
+        self.names = (*settings.model_names, *settings.loras, *self._served)
+        chats = self._names_with(CHAT)
+        self.pipelines = backend.chat_pipelines(chats) if chats else {}
+        self._faces: PipelineFaces | None = None
+        if any(self._names_with(face) for face in FACES if face is not CHAT):
+            self._faces = backend.pipeline_faces
         self._engine = backend.engine
         self._status_dir = settings.status_dir
         self._base_name = settings.model_names[0]
@@ -99,7 +106,37 @@ class ServedModels:
         self.check(request.model)
         if request.model in self.pipelines:
             return self._pipeline_model
+        if request.model in self._served:
+            raise self._elsewhere(request.model)
         return self._language_model
+
+    def pipeline_of(self, face: Face, model: str) -> tuple[str, PipelineFaces]:
+        """Return the pipeline that ``model`` names, and what runs its faces.
+
+        The only pipeline with that face is the default. Raises ``ApiError``.
+        """
+        names = self._names_with(face)
+        if model:
+            self.check(model)
+        elif len(names) == 1:
+            model = names[0]
+        elif names:
+            raise invalid("model", f"is missing; send one of {', '.join(names)}"[:500])
+        if self._faces is None or model not in names:
+            mend = f"send {' or '.join(names)}" if names else "a pipeline of the server may"
+            problem = f"{model or self.names[0]!r} does not answer {face.path}; {mend}"
+            raise invalid("model", problem[:500])
+        return model, self._faces
+
+    def _names_with(self, face: Face) -> Sequence[str]:
+        """Return the pipelines that have a face."""
+        served = self._served.values()
+        return [one.name for one in served if face.capability in one.capabilities]
+
+    def _elsewhere(self, model: str) -> ApiError:
+        """Return the refusal of a request that a pipeline answers at other paths alone."""
+        paths = [face.path for face in FACES if model in self._names_with(face)]
+        return invalid("model", f"{model!r} answers {' and '.join(paths)} alone")
 
     def add_adapter(self, model: str, requests: Sequence[TextRequest]) -> None:
         """Ask the engine for the LoRA adapter that is served as ``model``, if one is."""
@@ -142,6 +179,11 @@ class ServedModels:
         self.check(name)
         return JsonResponse(await self._card(name))
 
+    def _capabilities(self, name: str) -> Sequence[str]:
+        if name in self._served:
+            return sorted(self._served[name].capabilities)
+        return ["chat", "completions"]
+
     async def _card(self, name: str) -> dict[str, object]:
         return {
             "id": name,
@@ -150,6 +192,7 @@ class ServedModels:
             "owned_by": "trtllm-bls",
             "parent": self._base_name if name in self._loras else None,
             "max_model_len": await self.max_tokens(),
+            "capabilities": self._capabilities(name),
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, timezone.utc).isoformat(),

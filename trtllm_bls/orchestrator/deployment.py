@@ -10,12 +10,14 @@ from typing import Any
 from trtllm_bls import __version__
 from trtllm_bls.engines.chat_model import ChatModels
 from trtllm_bls.engines.opening import open_engine
+from trtllm_bls.engines.pipeline_faces import FaceModels
 from trtllm_bls.engines.replicas import ReplicatedEngine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.trtllm_service.service_engine import TrtllmServiceEngine
 from trtllm_bls.errors import EngineError, ShuttingDown
 from trtllm_bls.orchestrator.chat_models import ChatPipeline
 from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Load, Orchestrator
+from trtllm_bls.orchestrator.pipeline_faces import PipelineFaces
 from trtllm_bls.orchestrator.reports import (
     RequestLog,
     RequestMetrics,
@@ -125,6 +127,7 @@ class Deployment(BaseDeployment):
         super().__init__(parameters, pb_utils, model_name)
         self.engine = self.open(parameters, self.tokenizer)
         self.chat_models: ChatModels | None = None
+        self._faces: PipelineFaces | None = None
         self.orchestrator = Orchestrator(
             self.tokenizer,
             self.engine,
@@ -145,9 +148,21 @@ class Deployment(BaseDeployment):
             name: ChatPipeline(name, models, self.orchestrator, limit, on_end) for name in names
         }
 
+    @property
+    def pipeline_faces(self) -> PipelineFaces:
+        """The faces of the pipelines behind this deployment's Triton server."""
+        if self._faces is None:
+            models = FaceModels(self._parameters.engine_url, engine_tls(self._parameters))
+            self._faces = PipelineFaces(
+                models, self.admission, self.defaults.timeout_s, self.reports.add
+            )
+        return self._faces
+
     async def close(self) -> None:
         if self.chat_models is not None:
             await self.chat_models.close()
+        if self._faces is not None:
+            await self._faces.close()
         await super().close()
 
 

@@ -47,10 +47,19 @@ from trtllm_bls.orchestrator.orchestrator import (
     stats_of,
     timeout,
 )
+from trtllm_bls.pipeline.faces import (
+    FaceFields,
+    Faces,
+    Speech,
+    face_end,
+    face_tensors,
+    requested_face,
+)
 from trtllm_bls.pipeline.language_model import CALLER, LLM, ConversationOptions, Step, Steps
 from trtllm_bls.pipeline.other_models import CallOptions, Origin, OtherModels, OtherStream
 from trtllm_bls.pipeline.sessions import Session, SessionStore
 from trtllm_bls.settings.engine_tls import engine_tls
+from trtllm_bls.settings.faces import Face
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
 from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.settings.parameters import (
@@ -221,7 +230,9 @@ class PipelineDeployment(BaseDeployment):
         outputs: Sequence[str] = (),
         **options: Unpack[CallOptions],
     ) -> dict[str, Array]:
-        """As ``Request.infer``, of no request: in ``StreamingModel.warm_up``."""
+        """As ``Request.infer``, for the request of this task, or for none in ``warm_up``."""
+        if isinstance(caller := CALLER.get(), Request):
+            return await caller.infer(model, inputs, outputs, **options)
         return await self.other_models.infer(model, inputs, outputs, Origin(self.name), **options)
 
     def stream(
@@ -231,7 +242,9 @@ class PipelineDeployment(BaseDeployment):
         outputs: Sequence[str] = (),
         **options: Unpack[CallOptions],
     ) -> OtherStream:
-        """As ``Request.stream``, of no request."""
+        """As ``Request.stream``, for the request of this task, or for none in ``warm_up``."""
+        if isinstance(caller := CALLER.get(), Request):
+            return caller.stream(model, inputs, outputs, **options)
         return self.other_models.stream(model, inputs, outputs, Origin(self.name), **options)
 
     def load(self) -> Load:
@@ -312,7 +325,7 @@ class Request:
         return name in self._arrays
 
     def text(self, name: str) -> str:
-        """The one text of a ``STRING`` input. Raises ``InvalidRequest``."""
+        """Return the one text of an input of type STRING. Raises ``InvalidRequest``."""
         values = self[name].reshape(-1).tolist()
         if len(values) != 1:
             raise InvalidRequest(name, f"{len(values)} texts; send one")
@@ -462,6 +475,17 @@ def _own_options(declared: Mapping[str, type], sent: Mapping[str, Any]) -> dict[
     return options
 
 
+class FaceRequest(Request):
+    """A request for ``embed``, ``speak`` or ``rerank``; ``fields``: what the endpoint was sent."""
+
+    def __init__(
+        self, call: Call, deployment: PipelineDeployment, inputs: Collection[str], face: Face
+    ) -> None:
+        super().__init__(call, deployment, inputs)
+        self.face = face
+        self.fields = FaceFields(face, self.text(face.request))
+
+
 def _checked_chat(text: str) -> dict[str, Any]:
     """What ``engines.chat_model`` sends, which any client of Triton may send, too.
 
@@ -596,22 +620,34 @@ class StreamingModel(ServedModel):
         """Called once the server answers, which it does when all of its models are loaded; requests
         wait for its end. Call other models here: ``deployment.infer``, ``deployment.stream``."""
 
-    # Where a subclass has it, an async generator of ``ChatPart``, given a ``ChatRequest``: then the
-    # model also answers OpenAI's APIs, and its own inputs are optional.
+    # Where a subclass has one of these, the model also answers an endpoint of OpenAI's API, and
+    # its own inputs are optional.
+    # ``async def chat(self, request)``: an async generator of ``ChatPart``.
     chat: Callable[..., Any] | None = None
+    # ``async def embed(self, texts)``: an array of one vector for each text, which may be of
+    # several requests. ``dimensions``: lengths that the vectors may be cut to.
+    embed: Any = None
+    dimensions: ClassVar[tuple[int, ...]] = ()
+    # ``async def speak(self, text, voice)``: an async generator of sound, as ``speech`` declares.
+    speak: Callable[..., Any] | None = None
+    speech: ClassVar[Speech] = Speech()
+    # ``async def rerank(self, query, documents)``: an array of one score for each document.
+    rerank: Callable[..., Any] | None = None
 
     async def answer(self, request: Request, response: Response) -> None:
         """Answer one request. An ``InvalidRequest`` becomes the caller's error INVALID_ARG."""
-        raise InvalidRequest(CHAT_REQUEST, "is missing; this model answers conversations alone")
+        inputs, _ = face_tensors(type(self))
+        names = " or ".join(tensor.name for tensor in inputs) or "answer"
+        raise InvalidRequest(names, "is missing; this model answers nothing else")
 
     @classmethod
     def tensors(cls) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """All inputs and outputs, those of conversations included."""
-        if cls.chat is None:
+        """Return all inputs and outputs, those of endpoints included."""
+        face_inputs, face_outputs = face_tensors(cls)
+        if not face_inputs:
             return cls.inputs, cls.outputs
         inputs = [replace(tensor, required=False) for tensor in cls.inputs]
-        chat_request, chat_events = Tensor(CHAT_REQUEST, "STRING"), Tensor(CHAT_EVENTS, "STRING")
-        return (*inputs, chat_request), (*cls.outputs, chat_events)
+        return (*inputs, *face_inputs), (*cls.outputs, *face_outputs)
 
     async def run_in_thread(
         self,
@@ -634,8 +670,9 @@ class StreamingModel(ServedModel):
         if (rows := int(config.get("max_batch_size", 0))) > 1:
             problem = f"max_batch_size: {rows}: a pipeline answers one row at a time; write 0 or 1"
             raise SettingsError(f"model {args['model_name']}: {problem}")
-        if rows and self.chat is not None:
+        if rows and face_tensors(type(self))[0]:
             raise SettingsError(f"max_batch_size: {rows}: a model with chat needs 0")
+        self._faces = Faces(self)
         self._rows = rows == 1
         inputs, outputs = self.tensors()
         self._inputs = [tensor.name for tensor in inputs]
@@ -724,8 +761,11 @@ class StreamingModel(ServedModel):
 
     async def handle(self, call: Call) -> None:
         request: Request
+        face = requested_face(call.arrays)
         if CHAT_REQUEST in call.arrays:
             request = ChatRequest(call, self.deployment, self._inputs, self.options)
+        elif face is not None:
+            request = FaceRequest(call, self.deployment, self._inputs, face)
         else:
             request = Request(call, self.deployment, self._inputs, self._rows)
         response = Response(call, self._declared, self._rows)
@@ -750,6 +790,10 @@ class StreamingModel(ServedModel):
                     await asyncio.shield(self._warm)
                 if isinstance(request, ChatRequest):
                     await self._chat(request, response)
+                elif isinstance(request, FaceRequest):
+                    await self._faces.answer(request.face, request.fields, response.send)
+                    end = face_end(request.prompt_tokens, request.tokens)
+                    await response.send(end, final=True)
                 else:
                     await self.answer(request, response)
             response.finish()

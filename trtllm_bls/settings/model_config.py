@@ -14,10 +14,11 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.errors import SettingsError
+from trtllm_bls.settings.faces import CHAT, FACES, ServedPipeline
 
 # Tensors of a pipeline that answers conversations: a request and the events of its answer, as JSON.
-CHAT_REQUEST = "chat_request"
-CHAT_EVENTS = "chat_events"
+CHAT_REQUEST = CHAT.request
+CHAT_EVENTS = CHAT.outputs[0][0]
 
 
 def read_config(path: Path) -> Any:
@@ -77,16 +78,17 @@ def model_class(model_file: str | os.PathLike[str]) -> Any:
             del sys.modules[name]
 
 
-def chat_pipelines(repository: Path) -> tuple[str, ...]:
-    """Return the models of a repository that answer conversations by themselves, in order.
+def served_pipelines(repository: Path) -> tuple[ServedPipeline, ...]:
+    """Return the models of a repository that answer endpoints by themselves, in order.
 
     Raises ``SettingsError``.
     """
     pipelines = []
     for file in sorted(repository.glob("*/config.pbtxt")):
         inputs = {tensor.name for tensor in read_config(file).input}
-        if CHAT_REQUEST in inputs:
-            pipelines.append(file.parent.name)
+        capabilities = [face.capability for face in FACES if face.request in inputs]
+        if capabilities:
+            pipelines.append(ServedPipeline(file.parent.name, frozenset(capabilities)))
     return tuple(pipelines)
 
 

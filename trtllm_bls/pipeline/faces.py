@@ -1,0 +1,322 @@
+"""The faces of a pipeline in its own process: ``embed``, ``speak`` and ``rerank``.
+
+A request is one JSON text, which any client of Triton may send. What a method of the user's gives
+is checked here, so that a mistake is one line that names the method.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from trtllm_bls.errors import InvalidRequest, SettingsError, TrtllmBlsError, Unsupported
+from trtllm_bls.pipeline.batching import BatchedMethod, BatchedStage, BatchLimits
+from trtllm_bls.settings.faces import (
+    EMBED,
+    EMBED_VECTORS,
+    FACE_END,
+    FACES,
+    RERANK,
+    RERANK_SCORES,
+    SPEAK,
+    SPEECH_AUDIO,
+    SPEECH_TYPE,
+    Face,
+)
+from trtllm_bls.text.json_values import json_value
+from trtllm_bls.types import Array
+from trtllm_bls.wire.contract import Tensor
+
+# Of texts of several requests, unless ``embed`` has a decorator of its own.
+_EMBED_LIMITS = BatchLimits(max_size=64, max_wait_ms=2)
+_MEDIA_TYPES = {
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+    "aac": "audio/aac",
+    "flac": "audio/flac",
+}
+_SAMPLE_BYTES = 2
+_UNKNOWN_SIZE = 0xFFFFFFFF  # of a sound whose end nobody knows yet
+
+Send: TypeAlias = Callable[[Mapping[str, Any]], Any]
+
+
+def face_tensors(model: type) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the inputs and outputs of the faces that a user's model has."""
+    inputs: list[Tensor] = []
+    outputs: dict[str, Tensor] = {}
+    for face in FACES:
+        if getattr(model, face.method, None) is not None:
+            inputs.append(Tensor(face.request, "STRING"))
+            outputs |= {name: Tensor(name, dtype, dims) for name, dtype, dims in face.outputs}
+    return tuple(inputs), tuple(outputs.values())
+
+
+def requested_face(arrays: Collection[str]) -> Face | None:
+    """Return the face that a request with these inputs is for, beside conversations."""
+    for face in (EMBED, SPEAK, RERANK):
+        if face.request in arrays:
+            return face
+    return None
+
+
+@dataclass(frozen=True)
+class Speech:
+    """The sound that ``speak`` makes.
+
+    ``voices``: the names that a caller may choose; none: any. ``rate``: samples a second.
+    ``format``: ``pcm``, 16-bit samples of one channel, which callers get as ``pcm`` or ``wav``; or
+    the one format that ``speak`` writes itself: ``mp3``, ``opus``, ``aac`` or ``flac``.
+    """
+
+    voices: tuple[str, ...] = ()
+    rate: int = 24_000
+    format: str = "pcm"
+
+    def __post_init__(self) -> None:
+        if self.format not in ("pcm", *_MEDIA_TYPES):
+            formats = ", ".join(("pcm", *_MEDIA_TYPES))
+            raise SettingsError(f"Speech: format: {self.format!r} is none of {formats}")
+        if type(self.rate) is not int or not 0 < self.rate < 2**31:
+            raise SettingsError(f"Speech: rate: {self.rate!r} is no number of samples a second")
+        if isinstance(self.voices, str):
+            raise SettingsError(f"Speech: voices: {self.voices!r} is one text; write a tuple")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats that callers may ask for, the default first."""
+        return ("wav", "pcm") if self.format == "pcm" else (self.format,)
+
+
+class FaceFields:
+    """The fields of a face's request. Reading one raises ``InvalidRequest`` for another type."""
+
+    def __init__(self, face: Face, text: str) -> None:
+        fields = json_value(text)
+        if not isinstance(fields, dict):
+            raise InvalidRequest(face.request, "must be a JSON object")
+        self._fields = fields
+
+    def text(self, name: str) -> str:
+        """Return a text."""
+        value = self._fields.get(name)
+        if not isinstance(value, str):
+            raise InvalidRequest(name, "must be a text")
+        return value
+
+    def optional_text(self, name: str) -> str | None:
+        """Return a text, or ``None`` where none was sent."""
+        return None if self._fields.get(name) is None else self.text(name)
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts, at least one."""
+        value = self._fields.get(name)
+        if not isinstance(value, list) or not value:
+            raise InvalidRequest(name, "must be a list of texts, at least one")
+        if not all(isinstance(item, str) for item in value):
+            raise InvalidRequest(name, "must be a list of texts")
+        return value
+
+    def optional_number(self, name: str) -> int | None:
+        """Return a whole number above 0, or ``None`` where none was sent."""
+        value = self._fields.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise InvalidRequest(name, "must be a whole number above 0")
+        return value
+
+
+class Faces:
+    """The faces of one loaded model. Raises ``SettingsError`` for a declaration that is none."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._embedder = _embedder(model)
+        self._cuts: tuple[int, ...] = tuple(model.dimensions)
+        if not isinstance(model.speech, Speech):
+            raise SettingsError("speech: is no Speech; write speech = Speech(voices=(…))")
+
+    async def answer(self, face: Face, fields: FaceFields, send: Send) -> None:
+        """Answer one request but for its end, by ``send``."""
+        if face is EMBED:
+            await self._embed(fields, send)
+        elif face is SPEAK:
+            await self._speak(fields, send)
+        else:
+            await self._rerank(fields, send)
+
+    async def _embed(self, fields: FaceFields, send: Send) -> None:
+        texts = fields.texts("input")
+        dimensions = fields.optional_number("dimensions")
+        rows = await self._embedder.many(texts)
+        if len({len(row) for row in rows}) > 1:
+            lengths = sorted({len(row) for row in rows})
+            raise TrtllmBlsError(f"embed gave vectors of {lengths[0]} and {lengths[-1]} numbers")
+        vectors = np.stack(rows)
+        if dimensions is not None:
+            vectors = self._cut(vectors, dimensions)
+        await send({EMBED_VECTORS: vectors})
+
+    def _cut(self, vectors: Array, dimensions: int) -> Array:
+        """Return the vectors with fewer dimensions, of length 1 again. Raises ``Unsupported``."""
+        own = vectors.shape[1]
+        if dimensions == own:
+            return vectors
+        if dimensions not in self._cuts or dimensions > own:
+            allowed = [str(size) for size in (*self._cuts, own)]
+            problem = f"{dimensions} is not supported; send {' or '.join(allowed)}"
+            raise Unsupported("dimensions", problem)
+        short = vectors[:, :dimensions]
+        lengths = np.linalg.norm(short, axis=1, keepdims=True)
+        cut: Array = np.divide(short, lengths, out=np.zeros_like(short), where=lengths > 0)
+        return cut
+
+    async def _speak(self, fields: FaceFields, send: Send) -> None:
+        speech: Speech = self._model.speech
+        form = fields.optional_text("response_format") or speech.formats[0]
+        if form not in speech.formats:
+            mend = " or ".join(speech.formats)
+            raise Unsupported("response_format", f"{form!r:.40} is not supported; send {mend}")
+        voice = fields.optional_text("voice")
+        if voice is None:
+            voice = speech.voices[0] if speech.voices else ""
+        elif speech.voices and voice not in speech.voices:
+            mend = " or ".join(speech.voices)
+            raise InvalidRequest("voice", f"there is no voice {voice!r:.80}; send {mend}")
+        kind = _MEDIA_TYPES.get(form, f"audio/{form}")
+        if form == "pcm":
+            kind += f";rate={speech.rate}"
+        head = wav_header(speech.rate) if form == "wav" else b""
+        outputs: dict[str, Any] = {SPEECH_TYPE: kind}
+        parts = self._model.speak(fields.text("input"), voice)
+        if not hasattr(parts, "__aiter__"):
+            _close_unread(parts)
+            raise TrtllmBlsError("speak is no async generator; write yield for each piece of sound")
+        async with aclosing(_iterator(parts)) as pieces:
+            async for piece in pieces:
+                sound = head + _sound(piece, speech.format)
+                head = b""
+                if sound:
+                    await send({**outputs, SPEECH_AUDIO: np.frombuffer(sound, np.uint8)})
+                    outputs = {}
+        if outputs:  # nothing was said
+            await send({**outputs, SPEECH_AUDIO: np.frombuffer(head, np.uint8)})
+
+    async def _rerank(self, fields: FaceFields, send: Send) -> None:
+        documents = fields.texts("documents")
+        scores = _numbers("rerank", await self._model.rerank(fields.text("query"), documents))
+        if scores.shape != (len(documents),):
+            problem = f"gave an array of shape {list(scores.shape)} for {len(documents)} documents"
+            raise TrtllmBlsError(f"rerank {problem}; give one number for each")
+        if not np.isfinite(scores).all():
+            at = int(np.flatnonzero(~np.isfinite(scores))[0])
+            raise TrtllmBlsError(f"rerank gave no finite number for document {at}")
+        await send({RERANK_SCORES: scores})
+
+
+def face_end(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Return the outputs of a face's last response."""
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    return {FACE_END: json.dumps(usage)}
+
+
+def wav_header(rate: int) -> bytes:
+    """Return the header of a WAV of 16-bit samples of one channel, whose length is not known."""
+    form = struct.pack("<IHHIIHH", 16, 1, 1, rate, rate * _SAMPLE_BYTES, _SAMPLE_BYTES, 16)
+    size = struct.pack("<I", _UNKNOWN_SIZE)
+    return b"RIFF" + size + b"WAVEfmt " + form + b"data" + size
+
+
+def _sound(piece: Any, form: str) -> bytes:
+    """Return the bytes of one piece of sound. Raises ``TrtllmBlsError``."""
+    if isinstance(piece, (bytes, bytearray, memoryview)):
+        sound = bytes(piece)
+        if form == "pcm" and len(sound) % _SAMPLE_BYTES:
+            raise TrtllmBlsError(f"speak gave {len(sound)} bytes; a sample has {_SAMPLE_BYTES}")
+        return sound
+    if form != "pcm" or not isinstance(piece, np.ndarray):
+        kinds = "bytes, or an array of samples" if form == "pcm" else "bytes"
+        raise TrtllmBlsError(f"speak gave a {type(piece).__name__}; give {kinds}")
+    if piece.ndim != 1:
+        problem = f"gave an array of shape {list(piece.shape)}"
+        raise TrtllmBlsError(f"speak {problem}; give samples of one channel")
+    if piece.dtype == np.int16:
+        return bytes(piece.astype("<i2").tobytes())
+    if piece.dtype.kind != "f":
+        raise TrtllmBlsError(f"speak gave samples of type {piece.dtype}; give float32 or int16")
+    if not np.isfinite(piece).all():
+        raise TrtllmBlsError("speak gave a sample that is no finite number")
+    return bytes(np.round(np.clip(piece, -1, 1) * 32767).astype("<i2").tobytes())
+
+
+async def _iterator(parts: Any) -> AsyncGenerator[Any, None]:
+    """Iterate, and close what is iterated when this is closed."""
+    try:
+        async for part in parts:
+            yield part
+    finally:
+        close = getattr(parts, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def _close_unread(value: Any) -> None:
+    """Close a coroutine that nobody will await."""
+    close = getattr(value, "close", None)
+    if close is not None:
+        close()
+
+
+def _embedder(model: Any) -> BatchedStage[str, Array]:
+    """Return the batches of ``embed``, of which each result is a vector."""
+    declared: Any = getattr(type(model), EMBED.method, None)
+    limits = _EMBED_LIMITS
+    method = declared
+    if isinstance(declared, BatchedMethod):
+        limits = declared.limits
+        method = declared.method
+
+    async def vectors(texts: list[str]) -> list[Any]:
+        # A model without this method has no input for such requests.
+        return _vectors(await method(model, texts), len(texts))
+
+    return BatchedStage(vectors, limits, EMBED.method)
+
+
+def _vectors(given: Any, count: int) -> list[Any]:
+    """Return a vector for each text, or an exception in its place. Raises ``TrtllmBlsError``."""
+    if isinstance(given, (list, tuple)) and any(isinstance(row, Exception) for row in given):
+        rows: list[Any] = []
+        for row in given:
+            rows.append(row if isinstance(row, Exception) else _vectors([row], 1)[0])
+        return rows
+    array = _numbers("embed", given)
+    if array.ndim != 2 or not array.shape[1]:
+        problem = f"gave an array of shape {list(array.shape)} for {count} texts"
+        raise TrtllmBlsError(f"embed {problem}; give one vector for each")
+    if len(array) != count:
+        raise TrtllmBlsError(
+            f"embed gave {len(array)} vectors for {count} texts; give one for each"
+        )
+    vectors: list[Any] = list(array)
+    for index in np.flatnonzero(~np.isfinite(array).all(axis=1)).tolist():
+        vectors[index] = TrtllmBlsError("embed gave a vector with a number that is not finite")
+    return vectors
+
+
+def _numbers(method: str, given: Any) -> Array:
+    """Return what a method gave as float32. Raises ``TrtllmBlsError``."""
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise TrtllmBlsError(f"{method} gave no array of numbers: {error}") from None
+    if array.dtype.kind not in "fiu":
+        raise TrtllmBlsError(f"{method} gave a {type(given).__name__} that is no array of numbers")
+    with np.errstate(over="ignore"):
+        numbers: Array = array.astype(np.float32)
+    return numbers
