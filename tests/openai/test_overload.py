@@ -19,7 +19,6 @@ from tests.helpers.scripted_text import PROMPT, saying
 from tests.helpers.waiting import until
 from tests.openai.conftest import SAYS, Connect
 from tests.openai.test_refusals import ask, completion
-from trtllm_bls.http.limits import accepting
 from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.exchange import Reply, run_all
 from trtllm_bls.orchestrator.orchestrator import Admission, Orchestrator
@@ -27,7 +26,6 @@ from trtllm_bls.text.prompts import PromptMaker
 from trtllm_bls.types import TextRequest
 
 COMPLETIONS = "/v1/completions"
-CALLERS = 24
 
 
 def test_a_full_server_refuses_before_it_reads_a_request(connect: Connect) -> None:
@@ -52,50 +50,6 @@ def test_a_full_server_refuses_before_it_reads_a_request(connect: Connect) -> No
         caller.close()
     until(lambda: backend.admission is not None and backend.admission.room == 2)
     assert ask(api, COMPLETIONS, b"no JSON")[0] == 400
-
-
-def test_all_who_wait_are_accepted_in_one_iteration_of_the_loop() -> None:
-    """uvloop accepts one connection of a socket in an iteration, however many wait."""
-    uvloop = pytest.importorskip("uvloop")
-
-    async def iterations(sockets: list[socket.socket]) -> int:
-        loop = asyncio.get_running_loop()
-        at: list[int] = []
-        iteration = 0
-
-        def count() -> None:
-            nonlocal iteration
-            iteration += 1
-            if len(at) < CALLERS:
-                loop.call_soon(count)
-
-        class Accepted(asyncio.Protocol):
-            def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                at.append(iteration)
-                transport.close()
-
-        servers = [await loop.create_server(Accepted, sock=each) for each in sockets]
-        count()
-        while len(at) < CALLERS:
-            await asyncio.sleep(0)
-        for server in servers:
-            server.close()
-            await server.wait_closed()
-        return at[-1] - at[0]
-
-    def run(several: bool) -> int:
-        with socket.create_server(("127.0.0.1", 0), backlog=CALLERS) as listening:
-            callers = [socket.create_connection(listening.getsockname()) for _ in range(CALLERS)]
-            loop = uvloop.new_event_loop()
-            try:
-                sockets = accepting(listening) if several else [listening]
-                return loop.run_until_complete(iterations(sockets))
-            finally:
-                loop.close()
-                for caller in callers:
-                    caller.close()
-
-    assert run(several=True) <= 2 < CALLERS - 2 <= run(several=False)
 
 
 def test_the_long_work_of_one_request_is_done_beside_the_loop(

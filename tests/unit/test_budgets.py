@@ -161,6 +161,7 @@ OF_ONE_REQUEST = {
     *("schema", "infer", "client_tools", "exchange.Reply"),
 }
 CONSTANT = {
+    "accepting.WorkerServer._acceptors",
     "limits.Refused.headers",
     "values.numpy_type",
     "document.document",

@@ -158,6 +158,7 @@ _CONNECTION = (
         holder="process",
         beyond="503",
         test=f"{_GUARD}:test_slow_clients_do_not_keep_others_out",
+        covers=("kept accepting.Acceptor.opening",),
     ),
 )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import socket
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
@@ -59,7 +58,6 @@ _PACKINGS = {
 }
 _HEADER_BYTES = 32  # of a header beside its name and value, as HTTP/2 counts
 _Result = TypeVar("_Result")
-_ACCEPTED_AT_ONCE = 32  # connections in one iteration of the event loop
 KEPT_DESCRIPTORS = 256  # for connections to the engine, files, and refused connections
 DISCARD_S = 5.0  # a refused client has this long to read its answer
 
@@ -121,16 +119,6 @@ class ConnectionLimits:
     connections: int = 0
     socket_path: bytes = b""
     error_body: Callable[[int, str, int], bytes] = json_error
-
-
-def accepting(listening: socket.socket) -> list[socket.socket]:
-    """``listening`` and duplicates of it, all of which uvicorn is to accept connections from.
-
-    uvloop accepts one connection of a socket in each iteration of its loop. With hundreds of
-    streams an iteration takes tens of milliseconds, and of a thousand clients that come at once the
-    last would wait for half a minute before they are read, even if only to be refused.
-    """
-    return [listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
 
 
 class ResponseWriter:

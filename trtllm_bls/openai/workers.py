@@ -20,9 +20,11 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn import _subprocess
+from uvicorn.supervisors import multiprocess
 from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess
 
 from trtllm_bls.errors import SetupError
+from trtllm_bls.http.accepting import WorkerConnections, WorkerServer
 from trtllm_bls.http.generate import TritonHttp, error_json
 from trtllm_bls.http.keys import key_of
 from trtllm_bls.http.limits import (
@@ -31,7 +33,6 @@ from trtllm_bls.http.limits import (
     BrowserGuard,
     ConnectionLimits,
     GuardedProtocol,
-    accepting,
 )
 from trtllm_bls.openai.api_errors import error_body
 from trtllm_bls.openai.api_settings import ApiSettings
@@ -121,9 +122,9 @@ def serve(
     with ExitStack() as stack:
         sockets = []
         if parameters is not None:
-            sockets += accepting(listen(host, port, "--port"))
+            sockets.append(listen(host, port, "--port"))
         if front is not None:
-            sockets += accepting(listen(host, front.port, "--http-port"))
+            sockets.append(listen(host, front.port, "--http-port"))
         for listening in sockets:
             stack.enter_context(listening)
         # Lines that ``serve`` reads have Triton's form.
@@ -170,22 +171,24 @@ def serve(
             sys.stdout.write(f"{json_line(address) if as_json else address}\n")
         drain_output()  # No thread may run when the workers are made.
         freeze_loaded()
-        older = () if _SUPERVISES else (uvicorn.Server(config).run,)
-        supervisor = _Workers(config, *older, sockets)
+        turns = WorkerConnections()
+        older = () if _SUPERVISES else (WorkerServer(turns, config).run,)
+        supervisor = _Workers(turns, config, *older, sockets)
         supervisor.run()
         if any(worker.process.exitcode == _STARTUP_FAILURE for worker in supervisor.processes):
             raise SetupError("the API did not start; the log says why")
 
 
 class _Workers(Multiprocess):
-    """uvicorn's supervisor. Its workers accept from the same sockets, each as it is free.
+    """uvicorn's supervisor. Its workers accept from the same sockets in turn (``http.accepting``).
 
     They are forks of this process, which has loaded the application, and share its memory. No
     thread may run here when they are made.
     """
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, turns: WorkerConnections, *arguments: Any) -> None:
         super().__init__(*arguments)
+        multiprocess.Server = partial(WorkerServer, turns)  # type: ignore[assignment,attr-defined]
         _subprocess.spawn = multiprocessing.get_context("fork")  # type: ignore[assignment]
         # A worker ends by ``os._exit``, and its last lines are written by then.
         multiprocessing.util.register_after_fork(self, _drain_at_exit)
