@@ -54,15 +54,17 @@ def _print_keys(ctx: click.Context, param: click.Parameter, release: str | None)
         return
     version = parse_version(release, "--keys")
     for name, key in sorted(keys_of(version).items()):
-        always = " (always written)" if key.is_required(version) else ""
-        click.echo(f"{name}: {key.expected}{always}")
+        line = f"{name}: {key.expected}"
+        if key.is_required(version):
+            line += " (always written)"
+        click.echo(line)
     ctx.exit()
 
 
 @click.command(name="configure")
 @click.option(
     "--from",
-    "existing",
+    "source",
     type=_OPTION_PATH,
     metavar="REPOSITORY",
     help="Read engines, tokenizer and values from a repository of TensorRT-LLM's own models.",
@@ -110,18 +112,24 @@ def command(ctx: click.Context, /, **options: Any) -> None:
       trtllm-bls configure --engine-dir ./e --tokenizer-dir ./t --out ./r --set max_beam_width=2
       trtllm-bls configure --engine llm_api --tokenizer-dir ./llama --model-yaml ./y --out ./r
     """
-    slurm, source, strict = (options.pop(name) for name in ("slurm", "existing", "strict"))
+    slurm = options.pop("slurm")
+    source = options.pop("source")
+    is_strict = options.pop("strict")
     names = names_of(options.pop("names"))
-    overrides = [_override(text, ENGINE.name) for text in options.pop("sets")]
+    overrides = []
+    for text in options.pop("sets"):
+        overrides.append(_override(text, ENGINE.name))
     for text in options.pop("draft_sets"):
         overrides.append(_override(f"{DRAFT_NAME}.{text}", DRAFT_NAME))
     repository, upstream = _plan(ctx, options, overrides, source, names)
-    if strict and upstream.losses:
+    if is_strict and upstream.losses:
         raise SettingsError(f"--strict: {source} would lose: {'; '.join(upstream.losses)}")
     out: Path = options["out"]
-    script = slurm_script(repository.launch, out) if slurm else ""
-    if slurm and not slurm.absolute().parent.is_dir():
-        raise SettingsError(f"--slurm {slurm}: there is no such directory")
+    script = ""
+    if slurm:
+        script = slurm_script(repository.launch, out)
+        if not slurm.absolute().parent.is_dir():
+            raise SettingsError(f"--slurm {slurm}: there is no such directory")
     try:
         write(repository, out, options["force"])
         if slurm:
@@ -131,9 +139,12 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise SettingsError(f"{error.filename}: cannot be written: {error.strerror}") from error
     for name, config in repository.configs.items():
         click.echo(f"wrote {out / name} ({config.backend or config.platform})")
-    losses = [f"lost: {loss}" for loss in upstream.losses]
-    for note in (*upstream.notes, *losses, *repository.warnings):
+    for note in upstream.notes:
         click.echo(f"note: {note}")
+    for loss in upstream.losses:
+        click.echo(f"note: lost: {loss}")
+    for warning in repository.warnings:
+        click.echo(f"note: {warning}")
     launch = repository.launch
     if launch.world_size == 1 and not launch.orchestrator:  # one server process
         click.echo(f"next: trtllm-bls serve --model-repository {out}")
@@ -149,46 +160,68 @@ def _plan(
     source: Path | None,
     names: Mapping[str, str],
 ) -> tuple[Repository, Upstream]:
-    """What ``source`` has counts where the command line does not say."""
+    """Plan the new repository. The values of ``source`` count where the command line has none."""
     if source and is_ours(source):
-        mend = f"copy it, then run trtllm-bls upgrade on the copy: cp -r {source} {options['out']}"
-        raise SettingsError(f"--from {source}: a version of this package wrote it; {mend}")
-    command_line = ParameterSource.COMMANDLINE
-    typed = {name for name in ctx.params if ctx.get_parameter_source(name) is command_line}
-    yaml = upstreams_yaml(source) if source else None
+        raise SettingsError(
+            f"--from {source}: a version of this package wrote it; copy it, then run trtllm-bls "
+            f"upgrade on the copy: cp -r {source} {options['out']}"
+        )
+    typed_options = _typed_options(ctx)
+    yaml = None
+    if source:
+        yaml = upstreams_yaml(source)
     for_llm_api = options["engine"] == "llm_api" or yaml is not None
     upstream = Upstream()
-    if for_llm_api and (unread := sorted(typed - _OF_LLM_API)):
-        what = "has no meaning with the LLM API; see --model-yaml"
-        raise SettingsError(f"{option(unread[0])}: {what}")
+    if for_llm_api and (useless_options := sorted(typed_options - _OF_LLM_API)):
+        raise SettingsError(
+            f"{option(useless_options[0])}: has no meaning with the LLM API; see --model-yaml"
+        )
     if source and yaml:
         upstream = read_llm_api(source, yaml)
     elif source and not for_llm_api:
         upstream = read_cpp(source, options["version"], names)
-    inherited = upstream.options.keys() - typed
-    options |= {name: upstream.options[name] for name in inherited}
-    if "decoupled" in typed:  # the option is for the engines, too
-        for_engines = upstream.overrides
-        upstream.overrides = [o for o in for_engines if o.parameter != "decoupled"]
-    for name in ("tokenizer_dir",) if for_llm_api else ("engine_dir", "tokenizer_dir"):
-        if options[name] is None:
-            where = f", which is not in {source}" if source else ""
-            raise click.UsageError(f"Missing option '{option(name)}'{where}.", ctx)
+    inherited_options = upstream.options.keys() - typed_options
+    for name in inherited_options:
+        options[name] = upstream.options[name]
+    if "decoupled" in typed_options:
+        # The option is for the engines, too, so it replaces their policies of the old repository.
+        upstream.overrides = [o for o in upstream.overrides if o.parameter != "decoupled"]
+    required_options = ["tokenizer_dir"]
+    if not for_llm_api:
+        required_options.insert(0, "engine_dir")
+    for name in required_options:
+        if options[name] is not None:
+            continue
+        problem = f"Missing option '{option(name)}'"
+        if source:
+            problem += f", which is not in {source}"
+        raise click.UsageError(f"{problem}.", ctx)
     configuration = ConfigureOptions(overrides=(*upstream.overrides, *overrides), **options)
     try:
         if for_llm_api:
             return plan_llm_api(configuration, upstream.llmapi), upstream
         return plan(configuration), upstream
     except SettingsError as error:
-        if str(error).split()[0] not in map(option, inherited):
+        if str(error).split()[0] not in map(option, inherited_options):
             raise
         raise SettingsError(f"--from {source}: {error}") from None
+
+
+def _typed_options(ctx: click.Context) -> set[str]:
+    """Return the names of the options that stand on the command line."""
+    names = set()
+    for name in ctx.params:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            names.add(name)
+    return names
 
 
 def _override(text: str, model: str) -> Override:
     """Read ``[MODEL.]KEY=VALUE``; without a model it is a parameter of ``model``."""
     key, equals, _ = text.partition("=")
-    return Override.parse(text if "." in key or not equals else f"{model}.{text}")
+    if equals and "." not in key:
+        text = f"{model}.{text}"
+    return Override.parse(text)
 
 
 # --- the repository that --from names -------------------------------------------------------
@@ -197,17 +230,17 @@ def _override(text: str, model: str) -> Override:
 _NOT_COPIED = {"gpt_model_path", "gpt_model_type", "gpu_device_ids"}
 _TRUE_BY_DEFAULT_SINCE = Version(0, 11)  # preprocessing's add_special_tokens
 _WORKER_PATH_RENAMED = Version(0, 10)
-_TEXT_PARAMETERS = {  # a parameter of one of their models, and our models that have it too
+_TEXT_PARAMETERS = {  # a parameter of one of upstream's models, and our models that have it too
     (PREPROCESSING.name, "add_special_tokens"): (PREPROCESSING.name, BLS.name),
     (POSTPROCESSING.name, "skip_special_tokens"): (POSTPROCESSING.name, BLS.name),
     (BLS.name, "accumulate_tokens"): (BLS.name,),
 }
-_TOLD_ELSEWHERE = {  # parameters that `configure` sets itself, or that nothing needs
+_NOT_REPORTED = {  # parameters that `configure` sets itself, or that nothing needs
     *("tokenizer_dir", "tokenizer_type", "tensorrt_llm_model_name"),
     "tensorrt_llm_draft_model_name",
 }
-# Inputs that upstream declares for what is not here, without which nothing else changes.
-_NOT_HERE = {
+# Inputs of upstream's features that are not here. Nothing else changes without them.
+_UNSUPPORTED_INPUTS = {
     *("encoder_input_features", "encoder_output_lengths", "cross_attention_mask"),
     *("skip_cross_attn_blocks", "context_phase_params", "mrope_rotary_cos_sin"),
     *("mrope_position_deltas", "return_kv_cache_reuse_stats", "runtime_top_p_min"),
@@ -215,23 +248,24 @@ _NOT_HERE = {
 _TEXT_MODELS = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, BLS)
 # One process of ``tensorrt_llm_bls`` serves all requests, in batches that it makes itself.
 _NOT_CARRIED = ((BLS.name, "instance_group"), (BLS.name, "dynamic_batching"))
-_CARRIED = ("instance_group", "dynamic_batching", "model_warmup")
-_WRITTEN = {  # fields of a configuration that `configure` writes, or of which it has an option
+_CARRIED_FIELDS = ("instance_group", "dynamic_batching", "model_warmup")
+_WRITTEN_FIELDS = {  # those of a configuration that `configure` writes or has an option for
     *("name", "platform", "backend", "max_batch_size", "input", "output", "parameters"),
     *("model_transaction_policy", "ensemble_scheduling", "default_model_filename", "runtime"),
 }
 _OF_LLM_API = {  # the options that have a meaning for the LLM API
-    *("existing", "names", "engine", "model_yaml", "tokenizer_dir", "out", "gpu_device_ids"),
+    *("source", "names", "engine", "model_yaml", "tokenizer_dir", "out", "gpu_device_ids"),
     *("decoupled", "bls_instances", "check", "force", "sets", "strict"),
 }
 
 
 @dataclass
 class Upstream:
-    """``options`` of ``ConfigureOptions`` by name, parameters to set, and what the user is told.
+    """Upstream's repository, as ``options`` of ``ConfigureOptions`` and as parameters to set.
 
-    ``notes`` say what is meant otherwise here, ``losses`` what the new repository does not have.
-    ``llmapi`` is the configuration of upstream's ``llmapi`` model, where it is its repository.
+    The user reads the ``notes``, on what has another meaning here, and the ``losses``, which the
+    new repository does not have. ``llmapi`` is the configuration of upstream's ``llmapi`` model,
+    where it is its repository.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -242,51 +276,42 @@ class Upstream:
 
 
 def upstreams_yaml(directory: Path) -> Path | None:
-    """The ``model.yaml`` of upstream's ``llmapi`` repository; ``None`` if it is none."""
+    """Find the ``model.yaml`` of upstream's ``llmapi`` repository; ``None`` if it is none."""
     version = directory / LLMAPI.name / "1"
     path = version / os.environ.get("LLM_CONFIG_PATH", "model.yaml")
-    return path if path.is_file() and (version / "model.py").is_file() else None
+    if not path.is_file() or not (version / "model.py").is_file():
+        return None
+    return path
 
 
 def read_llm_api(directory: Path, yaml: Path) -> Upstream:
-    """Upstream's ``llmapi`` repository, which has this ``model.yaml``; raises ``SettingsError``."""
+    """Read upstream's ``llmapi`` repository with this ``model.yaml``; raises ``SettingsError``."""
     upstream = Upstream({"model_yaml": yaml})
     upstream.llmapi = read_config(directory / LLMAPI.name / "config.pbtxt")
-    known = {*LLMAPI.input_named, *LLMAPI.output_named}
-    names = [tensor.name for tensor in (*upstream.llmapi.input, *upstream.llmapi.output)]
-    unread = [key for key in values_of(upstream.llmapi) if key != "gpu_device_ids"]
-    upstream.losses += [f"tensor {name}" for name in names if name not in known]
-    upstream.losses += [f"parameter {key}" for key in unread]
+    tensors = LLMAPI.input_named.keys() | LLMAPI.output_named.keys()
+    for tensor in (*upstream.llmapi.input, *upstream.llmapi.output):
+        if tensor.name not in tensors:
+            upstream.losses.append(f"tensor {tensor.name}")
+    for key in values_of(upstream.llmapi):
+        if key != "gpu_device_ids":
+            upstream.losses.append(f"parameter {key}")
     if model := ModelYaml.read(yaml).arguments.get("model"):
         upstream.options["tokenizer_dir"] = Path(model)
     return upstream
 
 
 def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Upstream:
-    """A repository of the models for the C++ backend.
+    """Read a repository of the models for the C++ backend.
 
-    ``version`` is the container's release; if it is empty, the engine's counts. ``names``: which
-    of upstream's models those of other names are. Raises ``SettingsError`` where ``directory`` has
-    no target model or a file that cannot be read.
+    ``version`` is the container's release; if it is empty, the engine's counts. ``names`` maps
+    other names of upstream's models to theirs. Raises ``SettingsError`` where ``directory`` has no
+    target model or a file that cannot be read.
     """
     upstream = Upstream()
-    if not directory.is_dir():
-        raise SettingsError(f"{directory}: no such directory")
-    files = sorted(directory.glob("*/config.pbtxt"))
-    configs = {names.get(path.parent.name, path.parent.name): read_config(path) for path in files}
-    for name, model in names.items():
-        if not (directory / name / "config.pbtxt").is_file():
-            raise SettingsError(f"--map {name}={model}: {directory} has no model {name}")
-        upstream.notes.append(f"{name} is called {model} here; requests to it need the new name")
-    for code in sorted(directory.glob("*/1/model.py")):
-        what = "is not taken over; changes of your own in it are lost"
-        upstream.notes.append(f"{code.relative_to(directory)} {what}")
+    configs = _read_configs(upstream, directory, names)
     values = {}
     for model, config in configs.items():
-        filled = {key: text for key, text in values_of(config).items() if "${" not in text}
-        if empty := [key for key in values_of(config) if key not in filled]:
-            upstream.notes.append(f"{model}: not filled in, so not set: {', '.join(empty)}")
-        values[model] = {key: text for key, text in filled.items() if text}
+        values[model] = _set_values(upstream, model, config)
     bls = values.get(BLS.name, {})
     # As the models are called in ``configs``: --map may have renamed them.
     target = bls.get("tensorrt_llm_model_name", ENGINE.name)
@@ -294,20 +319,25 @@ def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Up
     draft = bls.get("tensorrt_llm_draft_model_name", "")
     draft = names.get(draft, draft)
     if target not in configs:
-        there = ", ".join(configs) or "none"
-        raise SettingsError(f"--from {directory}: it has no model {target}; there are: {there}")
-    for name, key, to in (
+        models = ", ".join(configs) or "none"
+        raise SettingsError(f"--from {directory}: it has no model {target}; there are: {models}")
+    for model, key, option_name in (
         (target, "gpt_model_path", "engine_dir"),
         (PREPROCESSING.name, "tokenizer_dir", "tokenizer_dir"),
         (draft, "gpt_model_path", "draft_engine_dir"),
     ):
-        if path := values.get(name, {}).get(key):
-            upstream.options[to] = Path(path)
-    place, old = upstream.options.get("engine_dir"), configs[target]
-    engine = read_engine("--from", place, check=False) if place else None
-    built_by = engine.release() if engine and not version else None
-    release = built_by or parse_version(version or "last")
-    _add_engine(upstream, target, ENGINE.name, old, values[target], release)
+        if value := values.get(model, {}).get(key):
+            upstream.options[option_name] = Path(value)
+    target_config = configs[target]
+    engine = None
+    if "engine_dir" in upstream.options:
+        engine = read_engine("--from", upstream.options["engine_dir"], check=False)
+    release = None
+    if engine and not version:
+        release = engine.release()
+    if release is None:
+        release = parse_version(version or "last")
+    _add_engine(upstream, target, ENGINE.name, target_config, values[target], release)
     if draft in configs:
         _add_engine(upstream, draft, DRAFT_NAME, configs[draft], values[draft], release)
         upstream.overrides.append(Override(BLS.name, "draft_source", "off"))
@@ -318,39 +348,91 @@ def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Up
     elif draft:
         upstream.losses.append(f"there is no model {draft}, so no drafts of a model either")
     if engine and not (engine.path / "config.json").is_file():
-        types = {tensor.name: dtype_of(tensor) for tensor in old.output}
-        names_of_types = {dtype: name for name, dtype in LOGITS_DTYPES.items()}
-        dtype = types.get("generation_logits", "")
-        upstream.options["logits_dtype"] = names_of_types.get(dtype)
-    first, batching = configs.get(BLS.name, old), old.dynamic_batching
+        upstream.options["logits_dtype"] = _logits_dtype(target_config)
+    _add_serving(upstream, target, configs, values[target])
+    new_names = {target: ENGINE.name, draft: DRAFT_NAME}
+    for text_model in _TEXT_MODELS:
+        new_names[text_model.name] = text_model.name
+    _add_fields(upstream, new_names, configs)
+    _add_text_parameters(upstream, values, release)
+    converted = {target, draft, *(model.name for model in MODELS)}
+    for name in sorted(configs.keys() - converted):
+        upstream.losses.append(f"{name}: a model that is not converted")
+    return upstream
+
+
+def _read_configs(upstream: Upstream, directory: Path, names: Mapping[str, str]) -> dict[str, Any]:
+    """Read the configuration of each model, by upstream's name for it."""
+    if not directory.is_dir():
+        raise SettingsError(f"{directory}: no such directory")
+    configs = {}
+    for path in sorted(directory.glob("*/config.pbtxt")):
+        name = path.parent.name
+        configs[names.get(name, name)] = read_config(path)
+    for name, model in names.items():
+        if not (directory / name / "config.pbtxt").is_file():
+            raise SettingsError(f"--map {name}={model}: {directory} has no model {name}")
+        upstream.notes.append(f"{name} is called {model} here; requests to it need the new name")
+    for code in sorted(directory.glob("*/1/model.py")):
+        upstream.notes.append(
+            f"{code.relative_to(directory)} is not taken over; changes of your own in it are lost"
+        )
+    return configs
+
+
+def _add_serving(
+    upstream: Upstream, target: str, configs: Mapping[str, Any], values: Mapping[str, str]
+) -> None:
+    """Add the options about batches, queues, streams and processes.
+
+    ``values`` are the parameters of the model ``target``.
+    """
+    target_config = configs[target]
+    batching = target_config.dynamic_batching
+    client_config = configs.get(BLS.name, target_config)  # of the model that clients call
     upstream.options |= {
-        "max_batch_size": old.max_batch_size or None,
+        "max_batch_size": target_config.max_batch_size or None,
         "max_queue_delay_us": batching.max_queue_delay_microseconds,
         "max_queue_size": batching.default_queue_policy.max_queue_size,
-        "decoupled": first.model_transaction_policy.decoupled,
+        "decoupled": client_config.model_transaction_policy.decoupled,
     }
-    if not upstream.options["decoupled"] and "exclude_input_in_output" not in values[target]:
+    if not upstream.options["decoupled"] and "exclude_input_in_output" not in values:
         upstream.notes.append("answers begin with the prompt, as before")
-    count = instances_of(first)
-    if first is not old and count > 1:
+    count = instances_of(client_config)
+    if BLS.name in configs and count > 1:
         upstream.notes.append(
             f"{BLS.name} had {count} instances, one per request at a time; one process "
             "serves them all here (--bls-instances for more)"
         )
-    new_names = {target: ENGINE.name, draft: DRAFT_NAME} | {
-        model.name: model.name for model in _TEXT_MODELS
-    }
-    _add_fields(upstream, new_names, configs)
-    _add_text_parameters(upstream, values, release)
-    others = configs.keys() - {model.name for model in MODELS} - {target, draft}
-    upstream.losses += [f"{name}: a model that is not converted" for name in sorted(others)]
-    return upstream
+
+
+def _set_values(upstream: Upstream, model: str, config: Any) -> dict[str, str]:
+    """Return the parameters of a model that have a value; note those of an unfilled template."""
+    values = {}
+    placeholders = []
+    for key, text in values_of(config).items():
+        if "${" in text:
+            placeholders.append(key)
+        elif text:
+            values[key] = text
+    if placeholders:
+        upstream.notes.append(f"{model}: not filled in, so not set: {', '.join(placeholders)}")
+    return values
+
+
+def _logits_dtype(config: Any) -> str | None:
+    """Return the type of an engine's logits as ``configure`` spells it; ``None`` if not there."""
+    names = {dtype: name for name, dtype in LOGITS_DTYPES.items()}
+    for tensor in config.output:
+        if tensor.name == "generation_logits":
+            return names.get(dtype_of(tensor))
+    return None
 
 
 def _add_engine(
     upstream: Upstream, old: str, new: str, config: Any, values: dict[str, str], release: Version
 ) -> None:
-    """The parameters of the engine ``old`` that the release reads, for the model ``new``."""
+    """Give the model ``new`` the parameters of the engine ``old`` that the release reads."""
     if new != old:
         upstream.notes.append(f"{old} is called {new} here; requests to it need the new name")
     if config.backend == "python":
@@ -361,8 +443,10 @@ def _add_engine(
     if "inflight" not in kind:
         upstream.losses.append(f"{old}: gpt_model_type {kind} becomes in-flight batching")
     if "gpu_device_ids" in values:
-        name = "gpu_device_ids" if new == ENGINE.name else "draft_gpu_device_ids"
-        upstream.options[name] = values["gpu_device_ids"]
+        option_name = "draft_gpu_device_ids"
+        if new == ENGINE.name:
+            option_name = "gpu_device_ids"
+        upstream.options[option_name] = values["gpu_device_ids"]
     for key, value in values.items():
         if key in _NOT_COPIED:
             continue
@@ -374,52 +458,59 @@ def _add_engine(
             if key == "exclude_input_in_output" and new == ENGINE.name:
                 upstream.overrides.append(Override(BLS.name, key, value))
         except SettingsError as error:
-            what = f"{old}.{key}={value} is left out"
-            upstream.notes.append(f"{what}, as it had no effect: {error}")
+            upstream.notes.append(f"{old}.{key}={value} is left out, as it had no effect: {error}")
     policy = str(config.model_transaction_policy.decoupled).lower()
     upstream.overrides.append(Override(new, "decoupled", policy))
-    known = {tensor.name: tensor.dtype for tensor in ENGINE.inputs}
+    dtypes = {tensor.name: tensor.dtype for tensor in ENGINE.inputs}
+    dtypes.pop("draft_logits")  # its type is the engine's
     for tensor in config.input:
-        name, dtype = tensor.name, dtype_of(tensor)
-        if name not in known.keys() | _NOT_HERE:
+        name = tensor.name
+        dtype = dtype_of(tensor)
+        if name in dtypes and dtype != dtypes[name]:
+            upstream.losses.append(
+                f"{config.name}: input {name} is {dtypes[name]} here, not {dtype}"
+            )
+        elif name not in ENGINE.input_named and name not in _UNSUPPORTED_INPUTS:
             upstream.losses.append(f"{config.name}: input {name} is left out")
-        elif dtype != known.get(name, dtype) and name != "draft_logits":  # its type is the engine's
-            what = f"input {name} is {known[name]} here, not {dtype}"
-            upstream.losses.append(f"{config.name}: {what}")
 
 
 def _add_fields(
     upstream: Upstream, new_names: Mapping[str, str], configs: Mapping[str, Any]
 ) -> None:
-    """What is carried over as it is: instances, queue policies, warm-up. The rest is named."""
+    """Carry instances, queue policies and warm-ups over as they are; report other fields."""
     carried = upstream.options["carried"] = {}
     for old, new in new_names.items():
-        for descriptor, value in configs[old].ListFields() if old in configs else ():
+        if old not in configs:
+            continue
+        for descriptor, value in configs[old].ListFields():
             name = descriptor.name
             has_files = name == "model_warmup" and "input_data_file" in str(value)
-            if name in _CARRIED and (new, name) not in _NOT_CARRIED and not has_files:
+            if name in _CARRIED_FIELDS and (new, name) not in _NOT_CARRIED and not has_files:
                 part = model_config_pb2.ModelConfig(**{name: value})
                 carried.setdefault(new, model_config_pb2.ModelConfig()).MergeFrom(part)
-            elif name not in _WRITTEN and (new, name) != _NOT_CARRIED[0]:
-                why = "; copy its files" if has_files else ""
-                upstream.losses.append(f"{old}.{name} is left out: set it by hand{why}")
+            elif name not in _WRITTEN_FIELDS and (new, name) != _NOT_CARRIED[0]:
+                loss = f"{old}.{name} is left out: set it by hand"
+                if has_files:
+                    loss += "; copy its files"
+                upstream.losses.append(loss)
 
 
 def _add_text_parameters(
     upstream: Upstream, values: Mapping[str, Mapping[str, str]], release: Version
 ) -> None:
-    """The text models' parameters, with the defaults that the release had."""
+    """Add the text models' parameters, with the defaults that the release had."""
     for (model, key), models in _TEXT_PARAMETERS.items():
         value = values.get(model, {}).get(key)
         if value is None and key == "add_special_tokens" and release < _TRUE_BY_DEFAULT_SINCE:
             value = "false"
             upstream.notes.append("add_special_tokens was not set, which meant false before 0.11")
         if value is not None:
-            upstream.overrides += [Override(name, key, value) for name in models]
+            for name in models:
+                upstream.overrides.append(Override(name, key, value))
     for text_model in _TEXT_MODELS:
         for key, value in values.get(text_model.name, {}).items():
             try:
                 check(text_model.name, key, value)
             except SettingsError as error:
-                if key not in _TOLD_ELSEWHERE:
+                if key not in _NOT_REPORTED:
                     upstream.losses.append(f"{text_model.name}.{key} is left out: {error}")

@@ -18,17 +18,18 @@ BYTE_ORDER_MARK = "\ufeff"
 
 
 def line_end(text: str) -> str:
-    """The line end that most lines of a text have."""
-    windows = text.count("\r\n")
-    return "\r\n" if 2 * windows > text.count("\n") else "\n"
+    """Return the line end that most lines of a text have."""
+    if 2 * text.count("\r\n") > text.count("\n"):
+        return "\r\n"
+    return "\n"
 
 
-def as_written(text: str, before: bytes) -> bytes:
-    """A text with line feeds, as bytes with the line ends and the byte order mark of a file."""
-    old = before.decode("utf-8", "replace")
-    if old.startswith(BYTE_ORDER_MARK):
+def as_written(text: str, old_content: bytes) -> bytes:
+    """Encode a text with the line ends and the byte order mark of a file's old content."""
+    old_text = old_content.decode("utf-8", "replace")
+    if old_text.startswith(BYTE_ORDER_MARK):
         text = BYTE_ORDER_MARK + text
-    return text.replace("\n", line_end(old)).encode()
+    return text.replace("\n", line_end(old_text)).encode()
 
 
 def write_files(files: Mapping[Path, bytes]) -> None:
@@ -57,13 +58,14 @@ def write_files(files: Mapping[Path, bytes]) -> None:
 
 def _take_attributes(new_file: Path, target: Path) -> None:
     """Give a file all that ``target`` has; where that is not there yet, its directory's owner."""
-    model = target if target.exists() else target.parent
-    wanted, has = model.stat(), new_file.stat()
-    if (wanted.st_uid, wanted.st_gid) != (has.st_uid, has.st_gid):
-        os.chown(new_file, wanted.st_uid, wanted.st_gid)
-    if model is not target:
+    exists = target.exists()
+    old = target.stat() if exists else target.parent.stat()
+    new = new_file.stat()
+    if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+        os.chown(new_file, old.st_uid, old.st_gid)
+    if not exists:
         return
-    new_file.chmod(wanted.st_mode & 0o7777)
+    new_file.chmod(old.st_mode & 0o7777)
     for name, value in _extended_attributes(target).items():
         if _extended_attributes(new_file).get(name) != value:
             os.setxattr(new_file, name, value)

@@ -1,4 +1,4 @@
-"""The ``model.py`` files that versions of this package wrote, and what users made of them.
+"""The ``model.py`` files that versions of this package wrote, and the users' changes to them.
 
 A file is known by its text. Byte order mark, line ends and blanks at the ends of lines do not
 count: editors and Git change them, and Python reads the same program.
@@ -27,7 +27,7 @@ _PACKAGE_DIR = Path(trtllm_bls.__file__).parent
 
 @cache
 def _earlier_programs() -> Mapping[str, str]:
-    """The model of every program that versions before 0.3.0 wrote, by its text."""
+    """Return the model of every program that versions before 0.3.0 wrote, by its text."""
     programs = {}
     with tarfile.open(Path(__file__).with_name("model_files.tar.xz")) as archive:
         for member in archive:
@@ -38,12 +38,12 @@ def _earlier_programs() -> Mapping[str, str]:
 
 
 def todays_program(model: str) -> str:
-    """The ``model.py`` that this version writes for one of its models."""
+    """Return the ``model.py`` that this version writes for one of its models."""
     return (REPOSITORY / model / "1" / "model.py").read_text(encoding="utf-8")
 
 
 def program_of(code: Path) -> str | None:
-    """The text of a ``model.py``, less what does not count; ``None`` where it is no UTF-8."""
+    """Return the text of a ``model.py`` in one form; ``None`` where it is no UTF-8."""
     try:
         text = code.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
@@ -53,7 +53,7 @@ def program_of(code: Path) -> str | None:
 
 
 def model_of(code: Path) -> str | None:
-    """The model of this package that a ``model.py`` is; ``None`` where no version wrote it so."""
+    """Return the model that a ``model.py`` is; ``None`` where no version wrote it so."""
     program = program_of(code)
     if program is None:
         return None
@@ -63,19 +63,21 @@ def model_of(code: Path) -> str | None:
 
 
 def is_ours(repository: Path) -> bool:
-    """True where a version of this package wrote any model of a repository."""
+    """Return True if a version of this package wrote any model of a repository."""
     return any(model_of(code) for code in repository.glob("*/[0-9]*/model.py"))
 
 
 def names_gone(code: Path) -> Iterator[str]:
-    """Yield what a ``model.py`` imports from this package, and an earlier version had there."""
+    """Yield the names that a ``model.py`` imports from this package and that are gone from it."""
     with suppress(OSError, SyntaxError, ValueError):
         for node in ast.walk(ast.parse(code.read_bytes())):
             if not isinstance(node, (ast.Import, ast.ImportFrom)):
                 continue
             module = getattr(node, "module", None)
             for alias in node.names:
-                name = f"{module}.{alias.name}" if module else alias.name
+                name = alias.name
+                if module:
+                    name = f"{module}.{name}"
                 if name.partition(".")[0] != "trtllm_bls":
                     continue
                 try:
@@ -85,18 +87,18 @@ def names_gone(code: Path) -> Iterator[str]:
 
 
 def new_place(name: str) -> str | None:
-    """Where the package defines today what a dotted name had; ``None`` where it does so nowhere."""
-    module_before, _, last = name.rpartition(".")
-    stem = module_before.rpartition(".")[2]
+    """Return today's dotted name of an object that was called ``name``; ``None`` if it is gone."""
+    old_module, _, attribute = name.rpartition(".")
+    stem = old_module.rpartition(".")[2]
     # A module often keeps its own name where its folder gets another one.
     files = sorted(_PACKAGE_DIR.rglob("*.py"), key=lambda file: (file.stem != stem, file))
     for file in files:
-        if last not in file.read_text(encoding="utf-8"):
+        if attribute not in file.read_text(encoding="utf-8"):
             continue
         module = ".".join(file.relative_to(_PACKAGE_DIR.parent).with_suffix("").parts)
         for statement in ast.parse(file.read_bytes()).body:
-            if last in _names_defined(statement):
-                return f"{module.removesuffix('.__init__')}.{last}"
+            if attribute in _names_defined(statement):
+                return f"{module.removesuffix('.__init__')}.{attribute}"
     return None
 
 
@@ -109,8 +111,10 @@ def _names_defined(statement: ast.stmt) -> set[str]:
 
 
 def changes_of(code: Path, model: str) -> Iterator[str]:
-    """Yield the lines of a diff: from the program that a version wrote as ``model``, the one that
-    needs fewest changes, to the user's ``model.py``."""
+    """Yield the lines of a diff from a program that a version wrote to the user's ``model.py``.
+
+    Of the programs that versions wrote as ``model``, it is the one that needs fewest changes.
+    """
     program = (program_of(code) or "").splitlines()
     programs = [text for text, name in _earlier_programs().items() if name == model]
     if (REPOSITORY / model / "1" / "model.py").is_file():

@@ -22,7 +22,7 @@ from trtllm_bls.settings.model_names import ENGINE_NAME
 from trtllm_bls.wire.contract import NUMPY_TYPES, Model, Tensor
 
 _NEW_NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and outputs there.\n"
-# What such a model needs of the parameters of ``tensorrt_llm_bls``; the others have defaults.
+# Such a model needs these parameters of ``tensorrt_llm_bls``; the other ones have defaults.
 _PARAMETERS = {"tokenizer_dir": "../assets/demo/target", "tensorrt_llm_model_name": ENGINE_NAME}
 
 _RESERVED = {"self", "id", "outputs", CHAT_REQUEST}
@@ -53,32 +53,7 @@ def command(
         raise SettingsError(f"{name}: Triton cannot start it; use ASCII letters, digits and _")
     model = directory / "1" / "model.py"
     if not model.is_file():
-        sides = {"input": list(map(_tensor, inputs)), "output": list(map(_tensor, outputs))}
-        if reserved := sorted({tensor.name for tensor in sides["input"]} & _RESERVED):
-            raise SettingsError(f"input {reserved[0]}: {_RESERVED_BY}; choose another name")
-        words = {"name": name, "arguments": ", ".join(map(_example, sides["input"]))}
-        for side, tensors in sides.items():
-            if len({tensor.name for tensor in tensors}) < len(tensors):
-                raise SettingsError("two inputs, or two outputs, have one name; give each its own")
-            declarations = []
-            for tensor in tensors:
-                dims = "" if tensor.single else f", dims={tensor.dims}"
-                dims += ", required=True" if side == "input" else ""
-                declarations.append(f'Tensor("{tensor.name}", "{tensor.dtype}"{dims})')
-            words |= {side: tensors[0].name, f"{side}s": ", ".join(declarations)}
-        for first in (sides["input"][0], sides["output"][0]):
-            if (first.dtype, first.dims) != ("STRING", (1,)):
-                problem = "the first input and the first output are texts; write NAME:STRING"
-                raise SettingsError(f"{first.name}:{first.dtype}: {problem}")
-        try:
-            model.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingsError(f"{model.parent}: cannot be made: {error.strerror}") from error
-        test = directory / f"test_{name}.py"
-        for path, template in ((model, "model.py.txt"), (test, "test.py.txt")):
-            text = (TEMPLATES / template).read_text(encoding="utf-8")
-            path.write_text(text.format(**words), encoding="utf-8")
-        click.echo(f"{model}: write your pipeline here\n{test}: test it without Triton")
+        _write_model(name, model, list(map(_tensor, inputs)), list(map(_tensor, outputs)))
     parameters = dict(_PARAMETERS)
     if tokenizer_dir:
         parameters["tokenizer_dir"] = tokenizer_dir
@@ -87,57 +62,107 @@ def command(
     click.echo(f"{config}: run this command again when inputs or outputs change")
 
 
-def config_of(model: Path, parameters: dict[str, str]) -> str:
-    """The ``config.pbtxt`` of a model file; of one that is there only inputs and outputs change.
+def _write_model(name: str, model: Path, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """Write the model's program and its test from their templates; raises ``SettingsError``."""
+    for tensor in inputs:
+        if tensor.name in _RESERVED:
+            raise SettingsError(f"input {tensor.name}: {_RESERVED_BY}; choose another name")
+    for tensors in (inputs, outputs):
+        if len({tensor.name for tensor in tensors}) < len(tensors):
+            raise SettingsError("two inputs, or two outputs, have one name; give each its own")
+    for tensor in (inputs[0], outputs[0]):
+        if (tensor.dtype, tensor.dims) != ("STRING", (1,)):
+            raise SettingsError(
+                f"{tensor.name}:{tensor.dtype}: the first input and the first output are texts; "
+                "write NAME:STRING"
+            )
+    words = {
+        "name": name,
+        "arguments": ", ".join(map(_example, inputs)),
+        "input": inputs[0].name,
+        "inputs": ", ".join(_declaration(tensor, ", required=True") for tensor in inputs),
+        "output": outputs[0].name,
+        "outputs": ", ".join(_declaration(tensor) for tensor in outputs),
+    }
+    try:
+        model.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{model.parent}: cannot be made: {error.strerror}") from error
+    test = model.parents[1] / f"test_{name}.py"
+    for path, template in ((model, "model.py.txt"), (test, "test.py.txt")):
+        text = (TEMPLATES / template).read_text(encoding="utf-8")
+        path.write_text(text.format(**words), encoding="utf-8")
+    click.echo(f"{model}: write your pipeline here\n{test}: test it without Triton")
 
-    Raises ``SettingsError``.
+
+def _declaration(tensor: Tensor, options: str = "") -> str:
+    """Return the Python expression that declares a tensor."""
+    dims = ""
+    if not tensor.single:
+        dims = f", dims={tensor.dims}"
+    return f'Tensor("{tensor.name}", "{tensor.dtype}"{dims}{options})'
+
+
+def config_of(model: Path, parameters: dict[str, str]) -> str:
+    """Return the ``config.pbtxt`` of a model file.
+
+    In a file that is there already, only inputs and outputs change. Raises ``SettingsError``.
     """
     directory = model.parents[1]
-    name, file = Path(os.path.abspath(directory)).name, directory / "config.pbtxt"
+    name = Path(os.path.abspath(directory)).name
     try:
-        declared: Any = model_class(model)
-        if declared is None:
+        model_type: Any = model_class(model)
+        if model_type is None:
             raise SettingsError("has no class TritonPythonModel")
-        inputs, outputs = declared.tensors()  # a class method of ``StreamingModel``
+        inputs, outputs = model_type.tensors()  # a class method of ``StreamingModel``
         tensors = Model(name, inputs, outputs, decoupled=True)
+    except SettingsError as error:
+        raise SettingsError(f"{model}: {error}") from error
     except Exception as error:  # a user's file may raise anything
-        kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
-        raise SettingsError(f"{model}: {kind}{error}") from error
-    own = {key: str(value) for key, value in declared.parameters.items()}
-    config = model_config(tensors, {**parameters, **own}, max_batch_size=0)
+        raise SettingsError(f"{model}: {type(error).__name__}: {error}") from error
+    values = dict(parameters)
+    for key, value in model_type.parameters.items():
+        values[key] = str(value)
+    config = model_config(tensors, values, max_batch_size=0)
+    file = directory / "config.pbtxt"
     if not file.is_file():
         return _NEW_NOTE + str(text_format.MessageToString(config))
     read_config(file)  # raises where it cannot be read
-    text = file.read_text(encoding="utf-8")
-    others, place = _without(text, ("input", "output", "name"))
+    old_text = file.read_text(encoding="utf-8")
+    remainder, place = _without(old_text, ("input", "output", "name"))
     fields = model_config_pb2.ModelConfig(name=name, input=config.input, output=config.output)
-    changed = others[:place] + str(text_format.MessageToString(fields)) + others[place:]
-    return changed if text.startswith(_NEW_NOTE) else _NEW_NOTE + changed
+    text = remainder[:place] + str(text_format.MessageToString(fields)) + remainder[place:]
+    if old_text.startswith(_NEW_NOTE):
+        return text
+    return _NEW_NOTE + text
 
 
 def _without(text: str, fields: Collection[str]) -> tuple[str, int]:
-    """The text of a configuration without these fields, and where the first of them was."""
-    others, place = "", None
+    """Cut fields out of a configuration's text; return the remainder and the place of the cut."""
+    remainder = ""
+    place = None
     for piece in pieces_of(text):
         tokens = TOKEN.findall(piece)
-        solid = [n for n, token in enumerate(tokens) if token[0] != "#" and not token.isspace()]
-        if solid and tokens[solid[0]] in fields:
-            before, behind = tokens[: solid[0]], tokens[solid[-1] + 1 :]
-            others += "".join(before)
-            place = len(others) if place is None else place
-            piece = "".join(behind).removeprefix("\n")
-        others += piece
-    return others, place or 0
+        words = [n for n, token in enumerate(tokens) if token[0] != "#" and not token.isspace()]
+        if words and tokens[words[0]] in fields:
+            remainder += "".join(tokens[: words[0]])  # the comments in front of the field
+            if place is None:
+                place = len(remainder)
+            piece = "".join(tokens[words[-1] + 1 :]).removeprefix("\n")
+        remainder += piece
+    return remainder, place or 0
 
 
 def _tensor(text: str) -> Tensor:
-    """``NAME:TYPE``, or ``NAME:TYPE[DIMS]`` with -1 for any length."""
+    """Read ``NAME:TYPE``, or ``NAME:TYPE[DIMS]`` with -1 for any length."""
     name, _, dtype = text.partition(":")
     dtype, _, dims = dtype.partition("[")
-    try:
-        shape = tuple(map(int, dims.rstrip("]").split(","))) if dims else (1,)
-    except ValueError:
-        shape = ()
+    shape: tuple[int, ...] = (1,)
+    if dims:
+        try:
+            shape = tuple(map(int, dims.rstrip("]").split(",")))
+        except ValueError:
+            shape = ()
     types = [dtype for dtype in NUMPY_TYPES if dtype != "BF16"]
     has_shape = bool(shape) and all(size > 0 or size == -1 for size in shape)
     if dtype == "BF16":
@@ -150,7 +175,7 @@ def _tensor(text: str) -> Tensor:
 
 
 def _example(tensor: Tensor) -> str:
-    """An argument of a call, with a value of the tensor's type and shape."""
+    """Return an argument of a call, with a value of the tensor's type and shape."""
     value: Any = {"STRING": "Hi", "BOOL": True}.get(tensor.dtype, 1)
     if not tensor.single:
         value = np.full([abs(size) for size in tensor.dims], value, np.object_).tolist()

@@ -26,20 +26,33 @@ from trtllm_bls.settings.parameters import (
     parameters_in,
     parameters_of,
 )
-from trtllm_bls.wire.contract import BLS, ENGINE, MODELS, POSTPROCESSING, PREPROCESSING, Model
+from trtllm_bls.wire.contract import (
+    BLS,
+    ENGINE,
+    MODELS,
+    POSTPROCESSING,
+    PREPROCESSING,
+    Model,
+    Tensor,
+)
 
 MAX_BATCH_SIZE = 64
 PREFERRED_BATCH_SIZE = 16  # requests to the orchestrator in one ``execute``, while more wait
 TEMPLATES = Path(__file__).with_name("templates")
-STEPS = (PREPROCESSING, ENGINE, POSTPROCESSING)  # of the ensemble
+STEPS = (PREPROCESSING, ENGINE, POSTPROCESSING)  # those of the ensemble
 
 # In every configuration: the version of its form, which ``upgrade`` brings to this one, and the
 # version of the package that wrote it.
 FORMAT = {FORMAT_VERSION: "1", WRITTEN_BY: f"trtllm-bls {__version__}"}
+
+
+def _shipped_values(model: str) -> dict[str, str]:
+    return {key: parameter.in_file for key, parameter in parameters_of(model).items()}
+
+
 # The checked-in configurations: they work as they stand.
 PARAMETERS: Mapping[str, Mapping[str, str]] = {
-    model.name: {key: row.in_file for key, row in parameters_of(model.name).items()}
-    for model in MODELS
+    model.name: _shipped_values(model.name) for model in MODELS
 }
 
 
@@ -49,7 +62,7 @@ def model_config(
     steps: Sequence[Model] = STEPS,
     max_batch_size: int = MAX_BATCH_SIZE,
 ) -> Any:
-    """The model's configuration as Triton's own protobuf message (``ModelConfig``).
+    """Make the model's configuration as Triton's own protobuf message (``ModelConfig``).
 
     A parameter ``decoupled`` becomes the transaction policy, which without it is the model's own.
     ``steps`` are the ensemble's models, where they are not the contract's own.
@@ -60,15 +73,14 @@ def model_config(
         config.platform = ENSEMBLE_PLATFORM
     else:
         config.backend = model.backend
-    for declared, tensors in ((config.input, model.inputs), (config.output, model.outputs)):
-        for tensor in tensors:
-            kind = model_config_pb2.DataType.Value(f"TYPE_{tensor.dtype}")
-            message = declared.add(name=tensor.name, data_type=kind, dims=tensor.dims)
-            if tensors is model.inputs:
-                message.allow_ragged_batch = tensor.ragged
-                message.optional = not tensor.required
-                if tensor.scalar:
-                    message.reshape.SetInParent()
+    for tensor in model.inputs:
+        message = _add_tensor(config.input, tensor)
+        message.allow_ragged_batch = tensor.ragged
+        message.optional = not tensor.required
+        if tensor.scalar:
+            message.reshape.SetInParent()
+    for tensor in model.outputs:
+        _add_tensor(config.output, tensor)
     values = {"decoupled": str(model.decoupled and not is_ensemble), **parameters}
     if is_true(values["decoupled"]):
         config.model_transaction_policy.decoupled = True
@@ -88,6 +100,11 @@ def model_config(
     return config
 
 
+def _add_tensor(messages: Any, tensor: Tensor) -> Any:
+    kind = model_config_pb2.DataType.Value(f"TYPE_{tensor.dtype}")
+    return messages.add(name=tensor.name, data_type=kind, dims=tensor.dims)
+
+
 # --- the ensemble's wiring ------------------------------------------------------------------
 
 # preprocessing output -> tensorrt_llm input; the wire between them is named after the former.
@@ -105,26 +122,26 @@ _TO_POSTPROCESSING = {"output_ids": "TOKENS_BATCH", "sequence_length": "SEQUENCE
 
 
 def _add_steps(config: Any, ensemble: Model, steps: Sequence[Model]) -> None:
-    """The three steps; an input of a step is joined to the ensemble's input of the same field.
+    """Add the three steps; a step's input is joined to the ensemble's input of the same field.
 
     A step after a decoupled model can read only that model's outputs. So postprocessing cannot know
     the caller's stop words, and it keeps no state between responses. Therefore the ensemble answers
     in one piece: ``stream`` goes to preprocessing, which ignores it.
     """
-    first, second, _ = steps
-    for step in steps:
-        config.ensemble_scheduling.step.add(model_name=step.name, model_version=-1)
-    before, engine, after = config.ensemble_scheduling.step
-    _join(before.input_map, ensemble, first, skip=frozenset())
-    _join(engine.input_map, ensemble, second, skip={*_TO_ENGINE.values(), "streaming"})
+    preprocessing_model, engine_model, _ = steps
+    for model in steps:
+        config.ensemble_scheduling.step.add(model_name=model.name, model_version=-1)
+    preprocessing, engine, postprocessing = config.ensemble_scheduling.step
+    _join(preprocessing.input_map, ensemble, preprocessing_model, skip=frozenset())
+    _join(engine.input_map, ensemble, engine_model, skip={*_TO_ENGINE.values(), "streaming"})
     for output, name in _TO_ENGINE.items():
-        before.output_map[output] = engine.input_map[name] = f"_{output}"
+        preprocessing.output_map[output] = engine.input_map[name] = f"_{output}"
     for output, name in _TO_POSTPROCESSING.items():
-        engine.output_map[output] = after.input_map[name] = f"_{output}"
-    for tensor in second.outputs:
+        engine.output_map[output] = postprocessing.input_map[name] = f"_{output}"
+    for tensor in engine_model.outputs:
         if tensor.name in ensemble.output_named:
             engine.output_map[tensor.name] = tensor.name
-    after.output_map["OUTPUT"] = "text_output"
+    postprocessing.output_map["OUTPUT"] = "text_output"
 
 
 def _join(input_map: Any, ensemble: Model, step: Model, skip: Set[str]) -> None:
@@ -174,8 +191,10 @@ def generated(root: Path = Path()) -> dict[str, str]:
         )
     parts = [_INTRODUCTION]
     for name in (BLS.name, ENGINE.name, PREPROCESSING.name, POSTPROCESSING.name):
-        about = " (the embedded engine)" if name == ENGINE.name else ""
-        parts.append(f"## `{name}`{about}\n\n{_table(parameters_of(name))}")
+        title = f"`{name}`"
+        if name == ENGINE.name:
+            title += " (the embedded engine)"
+        parts.append(f"## {title}\n\n{_table(parameters_of(name))}")
     parts.append(f"{_FACTS_INTRODUCTION}\n{_table(parameters_in(EngineFacts))}")
     files["docs/parameters.md"] = "\n".join(parts)
     files["docs/security.md"] = _with_budgets(root / "docs" / "security.md")
@@ -183,25 +202,30 @@ def generated(root: Path = Path()) -> dict[str, str]:
 
 
 def _with_budgets(page: Path) -> str:
-    """The page with today's table of budgets; of the page, nothing else is generated."""
-    text = page.read_text(encoding="utf-8") if page.is_file() else _BUDGETS_BEGIN + _BUDGETS_END
-    before, _, rest = text.partition(_BUDGETS_BEGIN)
-    _, _, after = rest.partition(_BUDGETS_END)
-    return f"{before}{_BUDGETS_BEGIN}\n{table()}\n{_BUDGETS_END}{after}"
+    """Put today's table of budgets into the page; nothing else in it is generated."""
+    text = _BUDGETS_BEGIN + _BUDGETS_END
+    if page.is_file():
+        text = page.read_text(encoding="utf-8")
+    head, _, tail = text.partition(_BUDGETS_BEGIN)
+    _, _, tail = tail.partition(_BUDGETS_END)
+    return f"{head}{_BUDGETS_BEGIN}\n{table()}\n{_BUDGETS_END}{tail}"
 
 
 def _table(parameters: Mapping[str, Parameter]) -> str:
     def code(text: str) -> str:
         return f"`{text}`" if text else ""
 
-    rows = [("key", "value", "as shipped", "variable", "meaning"), ("---",) * 5]
-    for key, row in parameters.items():
-        rows.append((code(key), row.kind.expected, code(row.in_file), code(row.env), row.help))
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    lines = ["| key | value | as shipped | variable | meaning |", "| --- | --- | --- | --- | --- |"]
+    for key, parameter in parameters.items():
+        expected = parameter.kind.expected
+        value = code(parameter.in_file)
+        variable = code(parameter.env)
+        lines.append(f"| {code(key)} | {expected} | {value} | {variable} | {parameter.help} |")
+    return "\n".join(lines) + "\n"
 
 
 def main(root: Path) -> list[str]:
-    """Write what is stale below ``root``; the paths of these files."""
+    """Write the stale files below ``root`` and return their paths."""
     stale = []
     for path, text in generated(root).items():
         file = root / path
@@ -213,5 +237,5 @@ def main(root: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    for written in main(Path.cwd()):
-        sys.stdout.write(f"wrote {written}\n")
+    for path in main(Path.cwd()):
+        sys.stdout.write(f"wrote {path}\n")

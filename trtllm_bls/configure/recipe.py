@@ -21,7 +21,9 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.command_options import Positive, options_of, setting
 from trtllm_bls.settings.cpp_backend import OLDEST, Version, keys_of, parse_version
 
-CONVERT, QUANTIZE, BUILD = "convert_checkpoint.py", "quantize.py", "trtllm-build"
+CONVERT = "convert_checkpoint.py"
+QUANTIZE = "quantize.py"
+BUILD = "trtllm-build"
 NEWEST = Version(1, 2)  # the last release whose notes speak of engines; they were removed later
 _EXAMPLES_MOVED = Version(0, 20)  # from examples/llama to examples/models/core/llama
 _PROFILES_AND_MODES_SINCE = Version(0, 10)  # --multiple_profiles, --speculative_decoding_mode
@@ -31,12 +33,12 @@ PRECISIONS = ("bf16", "fp16", "int4_awq", "fp8")
 _QUANTIZED = ("int4_awq", "fp8")
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "int4_awq": "float16", "fp8": "bfloat16"}
 
-RecipeStep = tuple[str, list[str]]  # what it does, the command
+RecipeStep = tuple[str, list[str]]  # its title, its command
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One of the ``families`` of recipe.yaml."""
+    """A row of the ``families`` in recipe.yaml; ``more`` are flags that it needs besides."""
 
     directory: str = ""
     since: str = str(OLDEST)
@@ -48,7 +50,7 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """One of the ``presets`` of recipe.yaml; the help of ``command`` says what each is for."""
+    """A row of the ``presets`` in recipe.yaml; the help of ``command`` says what each is for."""
 
     max_batch_size: int
     max_input_len: int
@@ -60,13 +62,15 @@ class Preset:
     rounds: bool = False
 
 
-_KNOWN = yaml.safe_load(Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8"))
-FAMILIES = {model_type: Family(**row) for model_type, row in _KNOWN["families"].items()}
-PRESETS = {name: Preset(**row) for name, row in _KNOWN["presets"].items()}
+_TABLES = yaml.safe_load(Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8"))
+FAMILIES = {model_type: Family(**row) for model_type, row in _TABLES["families"].items()}
+PRESETS = {name: Preset(**row) for name, row in _TABLES["presets"].items()}
 
 
 def _release(text: str) -> Version:
-    return NEWEST if text == "last" else parse_version(text, "--release")
+    if text == "last":
+        return NEWEST
+    return parse_version(text, "--release")
 
 
 def _lookahead(
@@ -76,8 +80,8 @@ def _lookahead(
         return None
     numbers = [int(part) for part in value.split(",") if part.strip().isdecimal()]
     if len(numbers) != 3 or min(numbers) < 1 or value.count(",") != 2:
-        mend = "write window,n-gram,verification set, such as 7,7,7, or off"
-        raise click.BadParameter(f"{value!r}: {mend}", ctx, param)
+        problem = f"{value!r}: write window,n-gram,verification set, such as 7,7,7, or off"
+        raise click.BadParameter(problem, ctx, param)
     return numbers[0], numbers[1], numbers[2]
 
 
@@ -114,38 +118,42 @@ class RecipeOptions:
 
 
 def lookahead_draft_len(window: int, ngram: int, verification_set: int) -> int:
-    """The longest draft of lookahead decoding, for which its engine has to be built."""
+    """Return the longest draft of lookahead decoding, for which its engine has to be built."""
     return max(0, ngram - 2) + (window - 1 + verification_set) * (ngram - 1)
 
 
 def recipe(preset_name: str, options: RecipeOptions) -> Iterator[RecipeStep]:
-    """The steps from the checkpoint to a model repository; raises ``SettingsError``."""
-    preset, release = PRESETS[preset_name], options.release
+    """Yield the steps from the checkpoint to a model repository; raises ``SettingsError``."""
+    preset = PRESETS[preset_name]
+    release = options.release
     precision = options.precision or preset.precisions[0]
     if precision not in preset.precisions:
         allowed = ", ".join(preset.precisions)
         raise SettingsError(f"--precision {precision}: preset {preset_name} is for {allowed}")
     if not OLDEST <= release <= NEWEST:
-        what = f"engines are built by {OLDEST} to {NEWEST}"
-        mend = "serve a later one with `trtllm-serve --grpc` (docs/engines.md)"
-        raise SettingsError(f"--release {release}: {what}; {mend}")
+        raise SettingsError(
+            f"--release {release}: engines are built by {OLDEST} to {NEWEST}; "
+            "serve a later one with `trtllm-serve --grpc` (docs/engines.md)"
+        )
     if release < parse_version(preset.since):
-        what = f"preset {preset_name} needs {preset.since}, the first with its flags"
-        raise SettingsError(f"--release {release}: {what}; choose another release or preset")
+        raise SettingsError(
+            f"--release {release}: preset {preset_name} needs {preset.since}, the first with its "
+            "flags; choose another release or preset"
+        )
     engine = options.out / preset_name
-    converted = options.out / f"{preset_name}-checkpoint"
-    yield _conversion(options, precision, converted)
-    what = f"TensorRT-LLM's checkpoint to the engine, on a GPU of the {preset.gpu}"
-    yield what, _build(preset_name, options, converted, engine)
+    converted_checkpoint = options.out / f"{preset_name}-checkpoint"
+    yield _conversion(options, precision, converted_checkpoint)
+    title = f"TensorRT-LLM's checkpoint to the engine, on a GPU of the {preset.gpu}"
+    yield title, _build(preset_name, options, converted_checkpoint, engine)
     if preset_name == "draft":
         return
-    what = "The engine to a model repository"
+    title = "The engine to a model repository"
     flags = {"engine-dir": engine, "tokenizer-dir": options.checkpoint, "out": "repository"}
     words = ["trtllm-bls", "configure", *_words(flags | {"version": release})]
     if preset_name == "target":
         words += ["--draft-engine-dir", str(options.out / "draft")]
         if release < MANY_STEPS_SINCE:
-            what += "; requests without drafts end after one step on this release"
+            title += "; requests without drafts end after one step on this release"
     if preset_name == "latency" and options.lookahead is not None:
         if not keys_of(release).keys() >= set(LOOKAHEAD_SIZES):
             problem = "the C++ backend has lookahead decoding since 0.19; add --lookahead off"
@@ -153,39 +161,44 @@ def recipe(preset_name: str, options: RecipeOptions) -> Iterator[RecipeStep]:
         words += ["--set", "decoding_mode=lookahead"]
         for key, value in zip(LOOKAHEAD_SIZES, options.lookahead, strict=True):
             words += ["--set", f"{key}={value}"]
-    yield what, words
+    yield title, words
 
 
-def _conversion(options: RecipeOptions, precision: str, converted: Path) -> RecipeStep:
+def _conversion(options: RecipeOptions, precision: str, converted_checkpoint: Path) -> RecipeStep:
     family = _family(options, precision)
     flags: dict[str, object] = {
         "model_dir": options.checkpoint,
-        "output_dir": converted,
+        "output_dir": converted_checkpoint,
         "dtype": _DTYPES[precision],
         "tp_size": options.tp_size,
     }
-    what = "Hugging Face checkpoint to TensorRT-LLM's"
+    title = "Hugging Face checkpoint to TensorRT-LLM's"
     program = ["python3", str(options.examples / "quantization" / QUANTIZE)]
     if precision in _QUANTIZED:
+        title += f", quantized to {precision}, on a GPU"
         flags |= {"qformat": precision, "calib_size": "512"}
-        flags |= {"kv_cache_dtype": "fp8"} if precision == "fp8" else {"awq_block_size": "128"}
-        newer = " of the Ada or Hopper generation or later" if precision == "fp8" else ""
-        what += f", quantized to {precision}, on a GPU{newer}"
+        if precision == "fp8":
+            title += " of the Ada or Hopper generation or later"
+            flags["kv_cache_dtype"] = "fp8"
+        else:
+            flags["awq_block_size"] = "128"
     elif family and not family.directory:
         flags["qformat"] = "full_prec"
     else:
-        what += "" if family else " (as for Llama: there is no config.json to tell the family)"
-        family = family or FAMILIES["llama"]
-        moved = options.release >= _EXAMPLES_MOVED
-        directory = Path("models", family.directory) if moved else Path(family.directory).name
+        if family is None:
+            title += " (as for Llama: there is no config.json to tell the family)"
+            family = FAMILIES["llama"]
+        directory = Path(Path(family.directory).name)
+        if options.release >= _EXAMPLES_MOVED:
+            directory = Path("models", family.directory)
         program = [*family.environment, "python3", str(options.examples / directory / CONVERT)]
         flags = {family.renamed.get(name, name): value for name, value in flags.items()}
         flags |= family.more
-    return what, [*program, *_words(flags)]
+    return title, [*program, *_words(flags)]
 
 
 def _family(options: RecipeOptions, precision: str) -> Family | None:
-    """The checkpoint's family; ``None`` where nothing tells or quantize.py knows it.
+    """Return the checkpoint's family; ``None`` where nothing tells or quantize.py knows it.
 
     Raises ``SettingsError`` where the release cannot convert it.
     """
@@ -200,36 +213,49 @@ def _family(options: RecipeOptions, precision: str) -> Family | None:
     if family is None and precision in _QUANTIZED:
         return None  # quantize.py knows more families than have a recipe
     if family is None:
-        what = f"no recipe for model_type {model_type}; there are recipes for {', '.join(FAMILIES)}"
-        mend = "trtllm-serve takes others (docs/engines.md)"
-        raise SettingsError(f"--checkpoint {options.checkpoint}: {what}; {mend}")
+        raise SettingsError(
+            f"--checkpoint {options.checkpoint}: no recipe for model_type {model_type}; there are "
+            f"recipes for {', '.join(FAMILIES)}; trtllm-serve takes others (docs/engines.md)"
+        )
     if options.release < parse_version(family.since):
-        what = f"convert model_type {model_type}, which {family.since} was the first to do"
-        raise SettingsError(f"--release {options.release}: it cannot {what}")
+        raise SettingsError(
+            f"--release {options.release}: it cannot convert model_type {model_type}, which "
+            f"{family.since} was the first to do"
+        )
     if precision not in family.precisions:
-        what = f"model_type {model_type} is converted to {', '.join(family.precisions)} only"
-        raise SettingsError(f"--precision {precision}: {what}")
+        precisions = ", ".join(family.precisions)
+        raise SettingsError(
+            f"--precision {precision}: model_type {model_type} is converted to {precisions} only"
+        )
     return family
 
 
-def _build(preset_name: str, options: RecipeOptions, converted: Path, engine: Path) -> list[str]:
-    preset, release = PRESETS[preset_name], options.release
-    draft, mode = 0, ""
+def _build(
+    preset_name: str, options: RecipeOptions, converted_checkpoint: Path, engine: Path
+) -> list[str]:
+    preset = PRESETS[preset_name]
+    release = options.release
+    draft_len = 0
+    mode = ""
     if preset_name == "target":
-        draft, mode = options.max_draft_len, EXTERNAL_DRAFTS
+        draft_len = options.max_draft_len
+        mode = EXTERNAL_DRAFTS
     elif preset_name == "latency" and options.lookahead is not None:
-        draft, mode = lookahead_draft_len(*options.lookahead), "lookahead_decoding"
-    prompt = options.max_input_len or preset.max_input_len
-    answer = options.max_output_len or preset.max_output_len
-    batch = options.max_batch_size or preset.max_batch_size
-    longest_prompt = prompt + answer if preset.rounds else prompt
+        draft_len = lookahead_draft_len(*options.lookahead)
+        mode = "lookahead_decoding"
+    input_len = options.max_input_len or preset.max_input_len
+    output_len = options.max_output_len or preset.max_output_len
+    batch_size = options.max_batch_size or preset.max_batch_size
+    prompt_len = input_len
+    if preset.rounds:  # each round's prompt has the answer so far
+        prompt_len += output_len
     flags: dict[str, object] = {
-        "checkpoint_dir": converted,
+        "checkpoint_dir": converted_checkpoint,
         "output_dir": engine,
-        "max_batch_size": batch,
-        "max_input_len": longest_prompt,
-        "max_seq_len": prompt + answer + draft,
-        "max_num_tokens": max(8192, longest_prompt + draft, batch * (1 + draft)),
+        "max_batch_size": batch_size,
+        "max_input_len": prompt_len,
+        "max_seq_len": input_len + output_len + draft_len,
+        "max_num_tokens": max(8192, prompt_len + draft_len, batch_size * (1 + draft_len)),
         "use_paged_context_fmha": "enable",
         "gemm_plugin": "auto",
         **preset.flags,
@@ -237,11 +263,11 @@ def _build(preset_name: str, options: RecipeOptions, converted: Path, engine: Pa
     if preset_name == "latency" and options.tp_size > 1:
         flags["reduce_fusion"] = "enable"
     if mode:
-        flags |= {"max_draft_len": draft, "speculative_decoding_mode": mode}
+        flags |= {"max_draft_len": draft_len, "speculative_decoding_mode": mode}
     flags["workers"] = options.tp_size
     if release < _SEQUENCES_SINCE:
         del flags["max_seq_len"]
-        flags["max_output_len"] = answer + draft
+        flags["max_output_len"] = output_len + draft_len
     if release < _GEMM_AUTO_SINCE:
         flags["gemm_plugin"] = _DTYPES[options.precision or "bf16"]
     if release < _PROFILES_AND_MODES_SINCE:
@@ -276,9 +302,11 @@ def command(preset: str, **options: Any) -> None:
       trtllm-bls recipe target --release 0.20 --checkpoint ./llama --tp-size 2
     """
     scripts = []
-    for what, (tool, *words) in recipe(preset, RecipeOptions(**options)):
-        script = f"# {what}\n{shlex.quote(tool)}"
-        for word in words:  # one flag a line
-            script += (" \\\n    " if word.startswith("--") else " ") + shlex.quote(word)
+    for title, (program, *words) in recipe(preset, RecipeOptions(**options)):
+        script = f"# {title}\n{shlex.quote(program)}"
+        for word in words:
+            if word.startswith("--"):
+                script += " \\\n   "  # each flag has a line
+            script += f" {shlex.quote(word)}"
         scripts.append(script)
     click.echo("\n\n".join(scripts))

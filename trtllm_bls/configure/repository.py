@@ -97,12 +97,12 @@ class ConfigureOptions:
     )
     force: bool = setting("Replace the models that --out has already.", False)
     overrides: tuple[Override, ...] = ()
-    # By model, configurations whose instances, queue policies and warm-up are kept.
+    # Configurations by model, whose instances, queue policies and warm-up are kept.
     carried: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def separate_gpus(self) -> bool:
-        """Whether target and draft have no GPU in common."""
+        """True if target and draft have no GPU in common."""
         gpus = set(re.findall("[^,;]+", self.gpu_device_ids or ""))
         draft_gpus = set(re.findall("[^,;]+", self.draft_gpu_device_ids or ""))
         are_set = bool(self.draft_engine_dir and gpus and draft_gpus)
@@ -110,31 +110,38 @@ class ConfigureOptions:
 
 
 def _overrides(options: ConfigureOptions) -> Iterator[tuple[str, Override]]:
-    """The parameters that options set, each with its option; a later one replaces an earlier one.
+    """Yield the parameters that options set, each with its option, in the order of precedence.
 
-    Raises ``SettingsError`` for an option about a draft engine that is not there.
+    A later one replaces an earlier one. Raises ``SettingsError`` for an option about a draft engine
+    that is not there.
     """
-    with_draft = options.draft_engine_dir is not None
-    # An engine's share is of the memory that is free when it loads, so two engines on the same GPU
-    # must divide it.
-    share = "0.45" if with_draft and not options.separate_gpus else "0.9"
-    fraction = options.kv_cache_free_gpu_mem_fraction or share
+    models = [ENGINE.name]
+    fraction = "0.9"
+    if options.draft_engine_dir is not None:
+        models.append(DRAFT_NAME)
+        # An engine's share is of the memory that is free when it loads, so two engines on the same
+        # GPU must divide it.
+        if not options.separate_gpus:
+            fraction = "0.45"
+    fraction = options.kv_cache_free_gpu_mem_fraction or fraction
     if options.engine_url is not None and "://" in options.engine_url:
         raise SettingsError(
             f"--engine-url {options.engine_url}: write HOST:PORT; an engine of another kind "
             f"needs no repository: trtllm-bls serve --engine {options.engine_url} --model DIR"
         )
-    for model in (ENGINE.name, DRAFT_NAME) if with_draft else (ENGINE.name,):
+    for model in models:
         yield f"--kv-cache-free-gpu-mem-fraction {fraction}", Override(model, _FRACTION, fraction)
-    for declared in fields(options):
-        parameter, value = declared.metadata.get("sets"), getattr(options, declared.name)
-        if parameter is None or value in (None, False):
+    for field_ in fields(options):
+        value = getattr(options, field_.name)
+        if field_.metadata.get("sets") is None or value in (None, False):
             continue
-        (model, key), text = parameter, "true" if value is True else value
-        source = f"{option(declared.name)} {text}"
-        if model == DRAFT_NAME and not with_draft:
+        model, key = field_.metadata["sets"]
+        if value is True:
+            value = "true"
+        source = f"{option(field_.name)} {value}"
+        if model == DRAFT_NAME and options.draft_engine_dir is None:
             raise SettingsError(f"{source}: needs --draft-engine-dir")
-        yield source, Override(model, key, text)
+        yield source, Override(model, key, value)
     for override in options.overrides:
         yield f"--set {override}", override
 
@@ -149,7 +156,7 @@ _THREADS = BlsParameters.max_streams + 32
 
 @dataclass(frozen=True)
 class Launch:
-    """How the engines of a repository are started: ``models``, in ``world_size`` MPI processes.
+    """The launch of a repository's engines: ``models``, in ``world_size`` MPI processes.
 
     An engine of several ranks needs one tritonserver process for each rank, all but the first of
     which load the engines alone (leader mode). Engines of unequal ranks, or on GPUs of their own,
@@ -167,23 +174,29 @@ class Launch:
 def plan_launch(
     options: ConfigureOptions, engines: Mapping[str, EngineDir], version: Version
 ) -> Launch:
-    """How to start the engines; raises ``SettingsError`` if the release has no such mode."""
-    ranks = [engine.ranks or 1 for engine in engines.values()]
-    several = ";" in f"{options.gpu_device_ids}{options.draft_gpu_device_ids}"  # between instances
-    orchestrator = options.separate_gpus or several or len(set(ranks)) > 1
+    """Decide how to start the engines; raises ``SettingsError`` if the release has no such mode."""
+    models = tuple(engines)
+    rank_counts = [engine.ranks or 1 for engine in engines.values()]
+    gpu_lists = f"{options.gpu_device_ids}{options.draft_gpu_device_ids}"
+    has_instances = ";" in gpu_lists  # it separates the lists of a model's instances
+    is_uneven = len(set(rank_counts)) > 1
+    orchestrator = options.separate_gpus or has_instances or is_uneven
     if not options.disable_spawn_processes:
-        return Launch(tuple(engines), 1 if orchestrator else ranks[0], orchestrator)
+        if orchestrator:
+            return Launch(models, 1, orchestrator=True)
+        return Launch(models, rank_counts[0])
     if version < _NO_SPAWN_SINCE:
         raise SettingsError("--disable-spawn-processes: TensorRT-LLM has it since 0.13")
-    ids, first = {}, 1
-    for name, count in zip(engines, ranks, strict=True):
-        ids[name] = ",".join(map(str, range(first, first + count)))
-        first += count
-    return Launch(tuple(engines), first, orchestrator=True, participants=ids)
+    participants = {}
+    next_rank = 1  # rank 0 is the orchestrator's
+    for name, count in zip(engines, rank_counts, strict=True):
+        participants[name] = ",".join(map(str, range(next_rank, next_rank + count)))
+        next_rank += count
+    return Launch(models, next_rank, orchestrator=True, participants=participants)
 
 
 def launcher_command(launch: Launch, repository: Path) -> str:
-    """The line for TensorRT-LLM's own launcher."""
+    """Return the line for TensorRT-LLM's own launcher."""
     words = ["python3", "launch_triton_server.py", "--world_size", str(launch.world_size)]
     words += ["--model_repo", str(repository.absolute())]
     words += ["--tensorrt_llm_model_name", ",".join(launch.models)]
@@ -195,13 +208,15 @@ def launcher_command(launch: Launch, repository: Path) -> str:
 
 
 def slurm_script(launch: Launch, repository: Path) -> str:
-    """A job script that starts one server process per rank, without the launcher.
+    """Return a job script that starts one server process per rank, without the launcher.
 
     Raises ``SettingsError`` where the orchestrator would have to spawn: Slurm starts all processes.
     """
     if launch.orchestrator and not launch.participants:
         raise SettingsError("--slurm: engines of unequal ranks need --disable-spawn-processes too")
-    gpus = launch.world_size - 1 if launch.orchestrator else launch.world_size
+    gpus = launch.world_size
+    if launch.orchestrator:
+        gpus -= 1
     variables = {
         "REPOSITORY": str(repository.absolute()),
         "LOAD_ENGINES": " ".join(f"--load-model={name}" for name in launch.models),
@@ -221,20 +236,24 @@ def slurm_script(launch: Launch, repository: Path) -> str:
 
 @dataclass(frozen=True)
 class Repository:
-    """What ``write`` writes: each model's configuration (Triton's ``ModelConfig``) by name."""
+    """The content of a repository: each model's configuration (``ModelConfig``) by name.
+
+    ``code`` names the model of this package whose program a model has, where their names differ.
+    ``copies`` are files by their place in the repository.
+    """
 
     configs: Mapping[str, Any]
     launch: Launch
     warnings: tuple[str, ...] = ()
-    code: Mapping[str, str] = field(default_factory=dict)  # of our models, under another name
-    copies: Mapping[str, Path] = field(default_factory=dict)  # by their place in the repository
+    code: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, Path] = field(default_factory=dict)
 
 
 def plan(options: ConfigureOptions) -> Repository:
-    """The configurations; raises ``SetupError`` naming the option that cannot be used."""
+    """Plan the configurations; raises ``SetupError`` naming the option that cannot be used."""
     engines = _engines(options)
     target = engines[ENGINE.name]
-    version = parse_version(options.version) if options.version else target.release() or LAST
+    version = _version(options, target)
     models = cpp.models_for(version, target.logits)
     steps = (models[PREPROCESSING.name], models[ENGINE.name], models[POSTPROCESSING.name])
     if DRAFT_NAME in engines:
@@ -242,15 +261,10 @@ def plan(options: ConfigureOptions) -> Repository:
         models[DRAFT_NAME] = replace(draft, name=DRAFT_NAME)
     launch = plan_launch(options, engines, version)
     parameters = _parameters(options, engines, version, launch)
-    sizes = [engine.max_batch_size for engine in engines.values() if engine.max_batch_size]
-    most = min(sizes, default=MAX_BATCH_SIZE)
-    size = options.max_batch_size or most
-    if sizes and size > most:
-        what = f"the engine was built for at most {most}; add --max-batch-size {most}"
-        raise SettingsError(f"--max-batch-size {size}: {what}")
-    configs = {
-        name: model_config(model, parameters[name], steps, size) for name, model in models.items()
-    }
+    batch_size = _batch_size(options, engines)
+    configs = {}
+    for name, model in models.items():
+        configs[name] = model_config(model, parameters[name], steps, batch_size)
     configs[BLS.name].instance_group[0].count = options.bls_instances
     for name in options.carried.keys() & configs.keys():
         for descriptor, _ in options.carried[name].ListFields():
@@ -258,10 +272,13 @@ def plan(options: ConfigureOptions) -> Repository:
         configs[name].MergeFrom(options.carried[name])
     for name in engines:
         batching = configs[name].dynamic_batching
-        batching.preferred_batch_size[:] = [size]
+        batching.preferred_batch_size[:] = [batch_size]
         batching.max_queue_delay_microseconds = options.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = options.max_queue_size
-    cpp.check_releases(engines, None if version == LAST or not options.check else version)
+    if options.check and version != LAST:
+        cpp.check_releases(engines, version)
+    else:
+        cpp.check_releases(engines, None)
     if options.check:
         try:
             tokenizer = load_tokenizer(options.tokenizer_dir)  # last, since it takes seconds
@@ -272,36 +289,62 @@ def plan(options: ConfigureOptions) -> Repository:
     return Repository(configs, launch, tuple(cpp.warnings(target, version, parameters)))
 
 
+def _version(options: ConfigureOptions, target: EngineDir) -> Version:
+    if options.version:
+        return parse_version(options.version)
+    return target.release() or LAST
+
+
+def _batch_size(options: ConfigureOptions, engines: Mapping[str, EngineDir]) -> int:
+    sizes = [engine.max_batch_size for engine in engines.values() if engine.max_batch_size]
+    if not sizes:
+        return options.max_batch_size or MAX_BATCH_SIZE
+    limit = min(sizes)
+    size = options.max_batch_size or limit
+    if size > limit:
+        raise SettingsError(
+            f"--max-batch-size {size}: the engine was built for at most {limit}; "
+            f"add --max-batch-size {limit}"
+        )
+    return size
+
+
 BEHIND = "tensorrt_llm_engine"  # the LLM API's engine, where the clients of upstream are kept
 
 
 def plan_llm_api(options: ConfigureOptions, llmapi: Any = None) -> Repository:
-    """The configurations for TensorRT-LLM's LLM API; raises ``SettingsError``.
+    """Plan the configurations for TensorRT-LLM's LLM API; raises ``SettingsError``.
 
     ``llmapi``: the configuration of upstream's ``llmapi`` model, whose clients are kept. It has
     the name ``tensorrt_llm`` and takes text, so a model with its tensors gets that name and the
     engine gets another one.
     """
-    config = ModelYaml.read(options.model_yaml) if options.model_yaml else ModelYaml()
-    gpus, count = options.gpu_device_ids or "", 1
+    config = ModelYaml()
+    if options.model_yaml:
+        config = ModelYaml.read(options.model_yaml)
+    gpus = options.gpu_device_ids or ""
+    count = 1
+    name = ENGINE.name
     if llmapi:
         gpus = gpus or values_of(llmapi).get("gpu_device_ids", "")
         count = instances_of(llmapi)
+        name = BEHIND
     count = max(count, len(gpus.split(";")))
-    gpus_of(gpus, 0, count)
-    name = BEHIND if llmapi else ENGINE.name
+    gpus_of(gpus, 0, count)  # raises for lists that do not fit the instances
     tokenizer = str(options.tokenizer_dir.absolute())
-    copies = {f"{name}/1/model.yaml": options.model_yaml} if options.model_yaml else {}
     engine = {
         **PARAMETERS[ENGINE.name],
         "engine": "llm_api",
         "model_dir": tokenizer,
-        "model_yaml": next(iter(copies), ""),
         "gpu_device_ids": gpus,
         "max_batch": str(config.arguments.get("max_batch_size") or 0),
     }
-    if longest := config.arguments.get("max_seq_len"):
-        engine["max_sequence_tokens"] = str(longest)
+    copies = {}
+    if options.model_yaml:
+        engine["model_yaml"] = f"{name}/1/model.yaml"
+        copies[engine["model_yaml"]] = options.model_yaml
+    if max_seq_len := config.arguments.get("max_seq_len"):
+        engine["max_sequence_tokens"] = str(max_seq_len)
     text = {
         **PARAMETERS[BLS.name],
         "tokenizer_dir": tokenizer,
@@ -317,13 +360,17 @@ def plan_llm_api(options: ConfigureOptions, llmapi: Any = None) -> Repository:
             "exclude_input_in_output": "false",  # an answer in one piece begins with the prompt
         }
     for override in options.overrides:
-        model, key = override.model, override.parameter
+        model = override.model
+        key = override.parameter
         if model == ENGINE.name and key in engine:
             model = name
         if model not in parameters:
-            there = f"there are {', '.join(parameters)}"
-            raise SettingsError(f"--set {override}: no such model; {there}")
-        check(ENGINE.name if model == name else BLS.name, key, override.value)
+            models = ", ".join(parameters)
+            raise SettingsError(f"--set {override}: no such model; there are {models}")
+        if model == name:
+            check(ENGINE.name, key, override.value)
+        else:
+            check(BLS.name, key, override.value)
         parameters[model][key] = override.value
     if options.check:
         load_tokenizer(options.tokenizer_dir)
@@ -362,17 +409,21 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         raise SettingsError(f"--out {out}: is a file")
     if not force and out.is_dir() and any(out.iterdir()):
         raise SettingsError(f"--out {out}: is not empty; add --force to replace its models")
-    names = {DRAFT_NAME, *(model.name for model in MODELS), *repository.configs}
-    replaced = {out / name for name in names}
-    used = list[str]()
+    old_directories = {out / DRAFT_NAME}
+    for model in MODELS:
+        old_directories.add(out / model.name)
+    for name in repository.configs:
+        old_directories.add(out / name)
+    sources = list(map(str, repository.copies.values()))
     for config in repository.configs.values():
         values = values_of(config)
-        used += [values.get("gpt_model_path", ""), values.get("tokenizer_dir", "")]
-    for place in filter(None, (*used, *map(str, repository.copies.values()))):
-        path = os.path.realpath(place)
-        if any(Path(path).is_relative_to(os.path.realpath(each)) for each in replaced):
-            raise SettingsError(f"--force: would delete {place}; choose another --out")
-    for directory in replaced:
+        sources += [values.get("gpt_model_path", ""), values.get("tokenizer_dir", "")]
+    for source in filter(None, sources):
+        path = Path(os.path.realpath(source))
+        for directory in old_directories:
+            if path.is_relative_to(os.path.realpath(directory)):
+                raise SettingsError(f"--force: would delete {source}; choose another --out")
+    for directory in old_directories:
         shutil.rmtree(directory, ignore_errors=True)
     for name, config in repository.configs.items():
         version = out / name / "1"
@@ -382,8 +433,8 @@ def write(repository: Repository, out: Path, force: bool) -> None:
         if config.backend == "python":
             ours = repository.code.get(name, name)
             shutil.copyfile(REPOSITORY / ours / "1" / "model.py", version / "model.py")
-    for place, source in repository.copies.items():
-        shutil.copyfile(source, out / place)
+    for place, file in repository.copies.items():
+        shutil.copyfile(file, out / place)
 
 
 # --- parameters -----------------------------------------------------------------------------
@@ -397,17 +448,20 @@ def _engines(options: ConfigureOptions) -> dict[str, EngineDir]:
     rows = options.max_num_tokens
     if rows is not None:
         if target.max_step_tokens not in (None, rows):
-            what = f"the engine was built for {target.max_step_tokens}"
-            mend = "build another, or leave the option out"
-            raise SettingsError(f"--max-num-tokens {rows}: {what}; {mend}")
+            raise SettingsError(
+                f"--max-num-tokens {rows}: the engine was built for {target.max_step_tokens}; "
+                "build another, or leave the option out"
+            )
         engines[ENGINE.name] = replace(target, max_step_tokens=rows)
     if options.logits_dtype is None:
         return engines
     logits = cpp.LOGITS_DTYPES[options.logits_dtype]
     for engine in engines.values():
         if (engine.path / "config.json").is_file() and engine.logits != logits:
-            what = f"{engine.path} has {engine.logits}; leave the option out"
-            raise SettingsError(f"--logits-dtype {options.logits_dtype}: {what}")
+            raise SettingsError(
+                f"--logits-dtype {options.logits_dtype}: {engine.path} has {engine.logits}; "
+                "leave the option out"
+            )
     return {name: replace(engine, logits=logits) for name, engine in engines.items()}
 
 
@@ -429,15 +483,21 @@ def _parameters(
     if DRAFT_NAME in engines:
         values[BLS.name] |= {"tensorrt_llm_draft_model_name": DRAFT_NAME, "draft_source": "model"}
     for source, override in _overrides(options):
-        model, key, value = override.model, override.parameter, override.value
+        model = override.model
+        key = override.parameter
+        value = override.value
         if model not in values:
-            mend = f"; --draft-engine-dir adds {DRAFT_NAME}" if model == DRAFT_NAME else ""
-            raise SettingsError(f"{source}: no such model; there are {', '.join(values)}{mend}")
+            problem = f"{source}: no such model; there are {', '.join(values)}"
+            if model == DRAFT_NAME:
+                problem += f"; --draft-engine-dir adds {DRAFT_NAME}"
+            raise SettingsError(problem)
         try:
-            if model in engines and key != "decoupled":
-                check_backend(key, value, version)
+            if model not in engines:
+                check(model, key, value)
+            elif key == "decoupled":
+                check(ENGINE.name, key, value)
             else:
-                check(ENGINE.name if model in engines else model, key, value)
+                check_backend(key, value, version)
         except SettingsError as error:
             raise SettingsError(f"{source}: {error}") from None
         values[model][key] = value
