@@ -313,7 +313,7 @@ def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Up
     for model, config in configs.items():
         values[model] = _set_values(upstream, model, config)
     bls = values.get(BLS.name, {})
-    # As the models are called in ``configs``: --map may have renamed them.
+    # --map may have renamed the models, so ``configs`` has them under other names.
     target = bls.get("tensorrt_llm_model_name", ENGINE.name)
     target = names.get(target, target)
     draft = bls.get("tensorrt_llm_draft_model_name", "")

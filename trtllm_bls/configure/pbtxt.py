@@ -46,14 +46,11 @@ STEPS = (PREPROCESSING, ENGINE, POSTPROCESSING)  # those of the ensemble
 FORMAT = {FORMAT_VERSION: "1", WRITTEN_BY: f"trtllm-bls {__version__}"}
 
 
-def _shipped_values(model: str) -> dict[str, str]:
-    return {key: parameter.in_file for key, parameter in parameters_of(model).items()}
-
-
-# The checked-in configurations: they work as they stand.
-PARAMETERS: Mapping[str, Mapping[str, str]] = {
-    model.name: _shipped_values(model.name) for model in MODELS
-}
+# The values of the checked-in configurations, by model and key. They work as they stand.
+PARAMETERS: Mapping[str, dict[str, str]] = {model.name: {} for model in MODELS}
+for _model, _values in PARAMETERS.items():
+    for _key, _parameter in parameters_of(_model).items():
+        _values[_key] = _parameter.in_file
 
 
 def model_config(

@@ -40,7 +40,7 @@ from trtllm_bls.settings.parameters import FORMAT_VERSION, WRITTEN_BY, check
 from trtllm_bls.wire.contract import BLS, ENGINE, ENSEMBLE, LLMAPI, MODELS, Model
 
 _ENSEMBLE_STEPS = [model.name for model in STEPS]
-_SPELLED_ANEW = {  # values that earlier versions wrote, and how they are spelled today
+_NEW_SPELLINGS = {  # values that earlier versions wrote, and how they are spelled today
     ("one_core", "true"): "on",
     ("one_core", "false"): "off",
     ("engine_transport", "bls"): "auto",
@@ -87,21 +87,31 @@ def command(
       trtllm-bls upgrade /repository --keep
       trtllm-bls upgrade /repository --map my_text=tensorrt_llm_bls
     """
-    version = parse_version(release) if release else None
+    version = None
+    if release:
+        version = parse_version(release)
     plan = plan_upgrade(repository, names_of(names), version, keep=keep)
     for path, content in plan.files.items():
-        old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        old_text = ""
+        if path.is_file():
+            old_text = path.read_text(encoding="utf-8", errors="replace")
+        old_lines = old_text.splitlines()
+        new_lines = content.decode().splitlines()
         name = str(path.relative_to(repository))
-        new = content.decode().splitlines()
-        click.echo("\n".join(difflib.unified_diff(old.splitlines(), new, name, name, lineterm="")))
+        diff = difflib.unified_diff(old_lines, new_lines, name, name, lineterm="")
+        click.echo("\n".join(diff))
     for line in plan.changes:
         click.echo(line)
-    for note in (*plan.notes, *(f"lost: {loss}" for loss in plan.losses)):
+    for note in plan.notes:
         click.echo(f"note: {note}")
+    for loss in plan.losses:
+        click.echo(f"note: lost: {loss}")
     count = len(plan.files)
     if check:
-        verdict = f"{count} files would change" if count else "up to date"
-        if plan.losses and not count:  # a model.py of the user's that stays, and is told above
+        verdict = "up to date"
+        if count:
+            verdict = f"{count} files would change"
+        elif plan.losses:  # a model.py of the user's that stays; a note above names it
             verdict = "not up to date, and upgrade cannot mend it"
         click.echo(f"{repository}: {verdict}")
         raise SystemExit(bool(plan.files or plan.losses))
@@ -109,29 +119,34 @@ def command(
     if plan.losses:
         click.echo(f"{repository}: {count} files written; what is lost stands above")
         raise SystemExit(1)
-    click.echo(f"{repository}: " + (f"{count} files written" if count else "up to date"))
+    verdict = "up to date"
+    if count:
+        verdict = f"{count} files written"
+    click.echo(f"{repository}: {verdict}")
     click.echo(f"next: trtllm-bls serve --model-repository {repository}")
 
 
 def names_of(texts: tuple[str, ...]) -> dict[str, str]:
-    """``NAME=MODEL`` of ``--map``; raises ``SettingsError``."""
+    """Read ``NAME=MODEL`` of ``--map``; raises ``SettingsError``."""
     names = {}
-    known = [model.name for model in MODELS]
+    models = [model.name for model in MODELS]
     for text in texts:
         name, _, model = text.partition("=")
-        if not name or model not in known:
-            raise SettingsError(f"--map {text}: write NAME=MODEL; models: {', '.join(known)}")
+        if not name or model not in models:
+            raise SettingsError(f"--map {text}: write NAME=MODEL; models: {', '.join(models)}")
         names[name] = model
     return names
 
 
-# --- what is to change ------------------------------------------------------------------------
+# --- the plan ---------------------------------------------------------------------------------
 
 
 @dataclass
 class Upgrade:
-    """The files to write, what the user should know, what is lost, and the ``changes`` that the
-    user made to programs, as lines."""
+    """The files to write, notes for the user, losses, and the user's ``changes`` of programs.
+
+    The changes are the lines of a diff.
+    """
 
     repository: Path
     files: dict[Path, bytes] = field(default_factory=dict)
@@ -143,7 +158,7 @@ class Upgrade:
 def plan_upgrade(
     repository: Path, names: Mapping[str, str], release: Version | None, *, keep: bool = False
 ) -> Upgrade:
-    """Plan what brings a repository to today's form. Raises ``SettingsError``.
+    """Plan the changes that bring a repository to today's form. Raises ``SettingsError``.
 
     ``keep`` puts today's program beside one of the user's.
     """
@@ -154,22 +169,24 @@ def plan_upgrade(
     for name, config in configs.items():
         if config.backend == cpp.CPP_BACKEND and (place := values_of(config).get("gpt_model_path")):
             engines[name] = cpp.read_engine(f"{name}: gpt_model_path", Path(place), check=False)
-    if engines:
-        text_values = values_of(configs[BLS.name]) if BLS.name in configs else {}
-        target = engines.get(text_values.get("tensorrt_llm_model_name", ENGINE.name))
-        release = release or (target.release() if target else None)
+    if engines and release is None:
+        release = _target_release(configs, engines)
         if release is None:
-            why = "the engine is not here, so tensors of the C++ backend stay as they are"
-            plan.notes.append(f"{why}; --version names TensorRT-LLM's release")
+            plan.notes.append(
+                "the engine is not here, so tensors of the C++ backend stay as they are; "
+                "--version names TensorRT-LLM's release"
+            )
     for name, role in roles.items():
-        old, new = configs[name], model_config_pb2.ModelConfig()
+        old = configs[name]
+        new = model_config_pb2.ModelConfig()
         new.CopyFrom(old)
         models = _models(old, bool(engines), release)
         if values_of(old).get("tensors") == "llmapi":
             models[role] = LLMAPI
         if role in models:
-            calls = zip(_ENSEMBLE_STEPS, old.ensemble_scheduling.step, strict=False)
-            steps = [replace(models[model], name=step.model_name) for model, step in calls]
+            steps = []
+            for step_role, step in zip(_ENSEMBLE_STEPS, old.ensemble_scheduling.step, strict=False):
+                steps.append(replace(models[step_role], name=step.model_name))
             model = replace(models[role], name=name)
             _add_tensors(plan, new, model_config(model, {}, steps, old.max_batch_size))
         _add_parameters(plan, new, role, engines.get(name), release)
@@ -180,28 +197,49 @@ def plan_upgrade(
             for key, value in FORMAT.items():
                 new.parameters[key].string_value = value
             plan.files[path] = edited(text, new).encode()
-        codes = sorted((repository / name).glob("[0-9]*/model.py"))
-        for code in codes if old.backend == "python" else ():
-            program = todays_program(role)
-            if program_of(code) != program:
-                before = code.read_bytes()
-                plan.files[code] = as_written(program, before)
-                if model_of(code) is None:
-                    plan.files[code.with_name("model.py.old")] = before
+        if old.backend == "python":
+            for code in sorted((repository / name).glob("[0-9]*/model.py")):
+                _replace_program(plan, role, code)
     return plan
 
 
+def _target_release(
+    configs: Mapping[str, Any], engines: Mapping[str, cpp.EngineDir]
+) -> Version | None:
+    """Return the release of the target's engine; ``None`` where the engine is not here."""
+    target = ENGINE.name
+    if BLS.name in configs:
+        target = values_of(configs[BLS.name]).get("tensorrt_llm_model_name", target)
+    if target not in engines:
+        return None
+    return engines[target].release()
+
+
+def _replace_program(plan: Upgrade, role: str, code: Path) -> None:
+    """Put today's program in the place of an older one; one of the user's is kept beside it."""
+    program = todays_program(role)
+    if program_of(code) == program:
+        return
+    old_content = code.read_bytes()
+    plan.files[code] = as_written(program, old_content)
+    if model_of(code) is None:
+        plan.files[code.with_name("model.py.old")] = old_content
+
+
 def _read(repository: Path, names: Mapping[str, str]) -> dict[str, Any]:
-    """Each model's configuration; raises ``SettingsError`` where nothing can be upgraded."""
+    """Read each model's configuration; raises ``SettingsError`` where nothing can be upgraded."""
     if not repository.is_dir():
         raise SettingsError(f"{repository}: no such directory")
-    files = sorted(repository.glob("*/config.pbtxt"))
-    configs = {path.parent.name: read_config(path) for path in files}
+    configs = {}
+    for path in sorted(repository.glob("*/config.pbtxt")):
+        configs[path.parent.name] = read_config(path)
     if unknown := names.keys() - configs.keys():
         raise SettingsError(f"--map {unknown.pop()}: no such model; there are {', '.join(configs)}")
     if not names and not is_ours(repository):
-        mend = f"for TensorRT-LLM's own: trtllm-bls configure --from {repository} --out NEW"
-        raise SettingsError(f"{repository}: no version of this package wrote it; {mend}")
+        raise SettingsError(
+            f"{repository}: no version of this package wrote it; "
+            f"for TensorRT-LLM's own: trtllm-bls configure --from {repository} --out NEW"
+        )
     for config in configs.values():
         if int(values_of(config).get(FORMAT_VERSION) or 0) > int(FORMAT[FORMAT_VERSION]):
             writer = values_of(config).get(WRITTEN_BY, "a later version")
@@ -212,7 +250,7 @@ def _read(repository: Path, names: Mapping[str, str]) -> dict[str, Any]:
 def _roles(
     plan: Upgrade, configs: Mapping[str, Any], names: Mapping[str, str], keep: bool
 ) -> dict[str, str]:
-    """The model of this package that each model is, by name; others are left out."""
+    """Tell which model of this package each model is, by name; a foreign one is left out."""
     roles = {}
     for name, config in configs.items():
         codes = sorted((plan.repository / name).glob("[0-9]*/model.py"))
@@ -231,41 +269,47 @@ def _roles(
             for code in codes:
                 _keep_program(plan, name, code, keep)
     for name, config in configs.items():
-        if [
-            roles.get(step.model_name) for step in config.ensemble_scheduling.step
-        ] == _ENSEMBLE_STEPS:
+        step_roles = [roles.get(step.model_name) for step in config.ensemble_scheduling.step]
+        if step_roles == _ENSEMBLE_STEPS:
             roles[name] = ENSEMBLE.name
     return roles
 
 
 def _keep_program(plan: Upgrade, name: str, code: Path, keep: bool) -> None:
-    """Tell what a program of the user's is, which stays: how it differs from what was written, and
-    what it needs that has gone."""
+    """Report on a program of the user's, which stays.
+
+    The report has its differences from the program that a version wrote, and the names that it
+    imports and that are gone.
+    """
     gone = list(names_gone(code))
-    is_known = name in {model.name for model in MODELS}
-    if not gone and not is_known:
+    has_our_name = name in {model.name for model in MODELS}
+    if not gone and not has_our_name:
         return
-    if is_known:
+    if has_our_name:
         plan.changes += changes_of(code, name)
         new_file = code.with_name("model.py.new")
         content = as_written(todays_program(name), code.read_bytes())
         if keep and not (new_file.is_file() and new_file.read_bytes() == content):
             plan.files[new_file] = content
-    what = f"{name}: its model.py is not as any version wrote it, so "
-    mend = f"--map {name}={name} replaces it, --keep writes today's beside it"
+    problem = f"{name}: its model.py is not as any version wrote it, so "
+    remedy = f"--map {name}={name} replaces it, --keep writes today's beside it"
     if not gone:
-        plan.notes.append(f"{what}the model stays as it is; {mend}")
+        plan.notes.append(f"{problem}the model stays as it is; {remedy}")
         return
-    places = []
-    for old in gone:
-        place = new_place(old)
-        places.append(f"{old} ({place} today)" if place else old)
-    loss = f"{what}it stays; it imports {', '.join(places)}, not here any more"
-    plan.losses.append(f"{loss}; {mend}" if is_known else loss)
+    imports = []
+    for old_name in gone:
+        if new_name := new_place(old_name):
+            imports.append(f"{old_name} ({new_name} today)")
+        else:
+            imports.append(old_name)
+    loss = f"{problem}it stays; it imports {', '.join(imports)}, not here any more"
+    if has_our_name:
+        loss += f"; {remedy}"
+    plan.losses.append(loss)
 
 
 def _models(config: Any, has_engines: bool, release: Version | None) -> dict[str, Model]:
-    """Tensors as they are today, by model; without those that an unknown release decides."""
+    """Return today's tensors by model, without those that an unknown release decides."""
     if not has_engines:
         return {model.name: model for model in MODELS}
     if release is None:
@@ -275,20 +319,23 @@ def _models(config: Any, has_engines: bool, release: Version | None) -> dict[str
 
 
 def _add_tensors(plan: Upgrade, config: Any, todays: Any) -> None:
-    """Inputs, outputs and an ensemble's wires as they are today."""
+    """Bring inputs, outputs and an ensemble's wires to today's form."""
     for side in ("input", "output"):
-        before = {tensor.name: tensor for tensor in getattr(config, side)}
-        known = {tensor.name: tensor for tensor in getattr(todays, side)}
-        plan.losses += [f"{config.name}: {side} {name}" for name in before if name not in known]
-        for name, tensor in known.items():
-            if name in before:
-                _keep_changes(plan, f"{config.name}: {side} {name}", before[name], tensor)
+        old_tensors = {tensor.name: tensor for tensor in getattr(config, side)}
+        new_tensors = {tensor.name: tensor for tensor in getattr(todays, side)}
+        for name in old_tensors:
+            if name not in new_tensors:
+                plan.losses.append(f"{config.name}: {side} {name}")
+        for name, tensor in new_tensors.items():
+            if name in old_tensors:
+                _keep_changes(plan, f"{config.name}: {side} {name}", old_tensors[name], tensor)
         config.ClearField(side)
-        getattr(config, side).extend(known.values())
+        getattr(config, side).extend(new_tensors.values())
     steps = config.ensemble_scheduling.step
     for step, todays_step in zip(steps, todays.ensemble_scheduling.step, strict=False):
         for side in ("input_map", "output_map"):
-            wires, todays_wires = getattr(step, side), getattr(todays_step, side)
+            wires = getattr(step, side)
+            todays_wires = getattr(todays_step, side)
             for key, wire in sorted(wires.items()):
                 if todays_wires.get(key) != wire:
                     plan.losses.append(f"{config.name}: {step.model_name}.{key} from another")
@@ -299,30 +346,29 @@ def _add_tensors(plan: Upgrade, config: Any, todays: Any) -> None:
         config.dynamic_batching.CopyFrom(todays.dynamic_batching)
 
 
-_DECLARED = {"name", "data_type", "dims", "optional"}  # what this package says of a tensor
+_TENSOR_FIELDS = {"name", "data_type", "dims", "optional"}  # those that this package sets
 
 
-def _keep_changes(plan: Upgrade, title: str, before: Any, tensor: Any) -> None:
-    """Leave a tensor optional that the user made so; name all else that it had, and loses."""
-    if getattr(before, "optional", False):
-        tensor.optional = True
-    shapes = []
-    for declared in (before, tensor):
-        shapes.append(f"{dtype_of(declared)} {list(declared.dims)}")
-    if shapes[0] != shapes[1]:
-        plan.notes.append(f"{title} was {shapes[0]}, is {shapes[1]}")
-    for field_, value in before.ListFields():
-        if field_.name not in _DECLARED and getattr(tensor, field_.name) != value:
+def _keep_changes(plan: Upgrade, title: str, old: Any, new: Any) -> None:
+    """Leave a tensor optional that the user made so; report all other fields that it loses."""
+    if getattr(old, "optional", False):
+        new.optional = True
+    old_shape = f"{dtype_of(old)} {list(old.dims)}"
+    new_shape = f"{dtype_of(new)} {list(new.dims)}"
+    if old_shape != new_shape:
+        plan.notes.append(f"{title} was {old_shape}, is {new_shape}")
+    for descriptor, value in old.ListFields():
+        if descriptor.name not in _TENSOR_FIELDS and getattr(new, descriptor.name) != value:
             words = " ".join(str(value).split())
-            plan.losses.append(f"{title}: {field_.name} {words}")
+            plan.losses.append(f"{title}: {descriptor.name} {words}")
 
 
 def _add_parameters(
     plan: Upgrade, config: Any, role: str, engine: cpp.EngineDir | None, release: Version | None
 ) -> None:
-    """Parameters as they are spelled today; paths inside the repository become relative."""
+    """Spell parameters as today; paths inside the repository become relative."""
     for key, value in values_of(config).items():
-        new = _SPELLED_ANEW.get((key, value.lower()), value)
+        new = _NEW_SPELLINGS.get((key, value.lower()), value)
         if key in _PATHS and role != ENSEMBLE.name and new:
             new = _inside(plan, config.name, key, new)
         try:
@@ -342,7 +388,10 @@ def _add_parameters(
 
 
 def _inside(plan: Upgrade, name: str, key: str, value: str) -> str:
-    """A path of a parameter. ``model.yaml`` is copied in, so that the repository is whole."""
+    """Return the path that a parameter should have.
+
+    A ``model.yaml`` is copied into the repository, so that the repository has all its files.
+    """
     root = Path(os.path.abspath(plan.repository))
     path = Path(os.path.abspath(root / value))
     if path.is_relative_to(root):
@@ -353,8 +402,10 @@ def _inside(plan: Upgrade, name: str, key: str, value: str) -> str:
     try:
         plan.files[copy] = path.read_bytes()
     except OSError as error:
-        what = f"{name}: {key}={value} cannot be read ({error})"
-        plan.losses.append(f"{what}; copy it to {copy.relative_to(plan.repository)}")
+        plan.losses.append(
+            f"{name}: {key}={value} cannot be read ({error}); "
+            f"copy it to {copy.relative_to(plan.repository)}"
+        )
     return str(copy.relative_to(plan.repository))
 
 
@@ -365,80 +416,98 @@ TOKEN = re.compile(
 )
 
 
-def edited(text: str, wanted: Any) -> str:
-    """A ``config.pbtxt`` that means ``wanted``. What means the same keeps its words and its place,
-    and every comment stays."""
-    missing = dict(_elements(wanted, Counter()))
-    end = line_end(text)
-    seen: Counter[str] = Counter()
+def edited(text: str, config: Any) -> str:
+    """Edit a ``config.pbtxt`` so that it means ``config``.
+
+    An element with the same meaning keeps its words and its place, and every comment stays.
+    """
+    missing = dict(_elements(config, Counter()))
+    newline = line_end(text)
+    counts: Counter[str] = Counter()
     pieces = [""]
-    last_of_kind: dict[str, int] = {}
+    last_places: dict[str, int] = {}  # by kind
     for piece in pieces_of(text):
         part = text_format.Parse(piece, model_config_pb2.ModelConfig(), allow_unknown_field=True)
-        elements = dict(_elements(part, seen))
-        if any(missing.get(name) != word for name, word in elements.items()):
+        elements = dict(_elements(part, counts))
+        if any(missing.get(key) != words for key, words in elements.items()):
             comments = [token + "\n" for token in TOKEN.findall(piece) if token[0] == "#"]
-            todays = "".join(missing.get(name, "") for name in elements)
-            piece = "".join(comments) + todays.replace("\n", end)
-        for name in elements:
-            missing.pop(name, None)
-            last_of_kind[name[0]] = len(pieces)
+            todays = "".join(missing.get(key, "") for key in elements)
+            piece = "".join(comments) + todays.replace("\n", newline)
+        for key in elements:
+            missing.pop(key, None)
+            last_places[key[0]] = len(pieces)
         pieces.append(piece)
     for (kind, _), words in missing.items():
-        place = last_of_kind.get(kind, len(pieces) - 1)
-        before = "" if pieces[place][-1:] in ("", "\n") else end
-        pieces[place] += before + words.replace("\n", end)
+        place = last_places.get(kind, len(pieces) - 1)
+        if pieces[place] and not pieces[place].endswith("\n"):
+            pieces[place] += newline
+        pieces[place] += words.replace("\n", newline)
     return "".join(pieces)
 
 
-def _elements(config: Any, seen: Counter[str]) -> Iterator[tuple[tuple[str, Any], str]]:
-    """Each field, or each element of one that repeats, with its words. Tensors and parameters are
-    known by their names, other elements by their place; ``seen`` counts them."""
-    make = model_config_pb2.ModelConfig
+def _elements(config: Any, counts: Counter[str]) -> Iterator[tuple[tuple[str, Any], str]]:
+    """Yield each field, or each element of one that repeats, as its key and its words.
+
+    The key has the field's name as kind. Behind it tensors and parameters have their names, other
+    elements their place, for which ``counts`` counts the elements of each kind.
+    """
     for descriptor, value in config.ListFields():
         kind = descriptor.name
         if kind == "parameters":
-            parts = [(key, make(parameters={key: value[key]})) for key in sorted(value)]
+            for name in sorted(value):
+                yield (kind, name), _words(parameters={name: value[name]})
         elif isinstance(value, str) or not hasattr(value, "__len__"):
-            parts = [("", make(**{kind: value}))]
+            yield (kind, ""), _words(**{kind: value})
         elif kind in ("input", "output"):
-            parts = [(item.name, make(**{kind: [item]})) for item in value]
+            for tensor in value:
+                yield (kind, tensor.name), _words(**{kind: [tensor]})
         else:
-            parts = [(str(seen[kind] + i), make(**{kind: [item]})) for i, item in enumerate(value)]
-            seen[kind] += len(value)
-        for name, part in parts:
-            yield (kind, name), text_format.MessageToString(part)
+            for item in value:
+                yield (kind, str(counts[kind])), _words(**{kind: [item]})
+                counts[kind] += 1
+
+
+def _words(**fields: Any) -> str:
+    """Return a part of a configuration as the text of a ``config.pbtxt``."""
+    return str(text_format.MessageToString(model_config_pb2.ModelConfig(**fields)))
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """The text cut before each field; comments stand with the field that they precede or share a
-    line with."""
-    cuts, depth = [0], 0
-    named, done = False, False  # behind a field's name; behind its value
+    """Yield the text cut before each field.
+
+    Comments stand with the field that they precede or share a line with.
+    """
+    cuts = [0]
+    depth = 0
+    has_name = False  # behind a field's name
+    has_value = False  # behind its value
     for match in TOKEN.finditer(text):
         token = match.group()
         if token[0].isspace() or token[0] == "#":
-            if done and "\n" in token:
+            if has_value and "\n" in token:
                 cuts.append(match.start() + token.index("\n") + 1)
-                done = False
+                has_value = False
             continue
         if token in "[{<":
             depth += 1
         elif token in "]}>":
             depth -= 1
-            done, named = depth == 0, depth > 0
+            has_name = depth > 0
+            has_value = depth == 0
         elif depth or token in ":;,":
             continue
-        elif token[0] in "\"'" and not named:  # a text goes on where another one ended
-            if not done:
+        elif token[0] in "\"'" and not has_name:  # a text goes on where another one ended
+            if not has_value:
                 cuts.pop()
-            done = True
-        elif named:
-            done, named = True, False
+            has_value = True
+        elif has_name:
+            has_name = False
+            has_value = True
         else:
-            if done:
+            if has_value:
                 cuts.append(match.start())
-            done, named = False, True
+            has_name = True
+            has_value = False
     for begin, end in pairwise([*cuts, len(text)]):
         if begin < end:
             yield text[begin:end]
