@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,10 +15,14 @@ from starlette.routing import Route
 from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from tests.helpers.openai_server import ScriptedBackend, serving
+from tests.helpers.published import npm_install
 from tests.helpers.scripted_text import tokenizer
 from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.app import create_app
+from trtllm_bls.openai.document import document
+from trtllm_bls.openai.field_sentences import FIELD_SENTENCES
 
+BY_PIPELINES = {"/v1/embeddings", "/v1/audio/speech", "/v1/rerank"}  # which a demo has none of
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
     "response_schema_conformance",
@@ -57,6 +63,40 @@ def test_the_document_has_every_route_with_a_sentence() -> None:
             served |= {f"{method} {path}" for method in (route.methods or ()) - {"HEAD"}}
     assert declared == served
     assert set(routes) == {operation for operation in served if " /v1/" in operation}
+
+
+def test_each_field_has_a_sentence_and_no_sentence_is_left_over() -> None:
+    """A new field of a request has to be explained."""
+    used = set()
+    for title, schema in document(("demo",))["components"]["schemas"].items():
+        for field, described in schema.get("properties", {}).items():
+            assert described["description"].endswith(".")
+            own = f"{title}.{field}"
+            used.add(own if own in FIELD_SENTENCES else field)
+    assert used == set(FIELD_SENTENCES)
+
+
+def test_each_operation_with_a_body_has_an_example_that_works() -> None:
+    size = tokenizer().vocab_size
+    engine = ScriptedEngine(hashed(size, first=10), Script(vocab_size=size))
+    with serving(engine) as api:
+        paths = httpx.get(f"{api.url}/openapi.json").json()["paths"]
+        for path, operations in paths.items():
+            if "requestBody" in operations.get("post", {}) and path not in BY_PIPELINES:
+                example = operations["post"]["requestBody"]["content"]["application/json"]
+                answer = httpx.post(f"{api.url}{path}", json=example["example"])
+                assert answer.status_code == 200, (path, answer.text)
+
+
+def test_another_projects_linter_finds_no_error(tmp_path: Path) -> None:
+    """Redocly's, with its recommended rules."""
+    if "TRTLLM_BLS_INSTALL_CLIENTS" not in os.environ:
+        pytest.skip("installs an npm package; set TRTLLM_BLS_INSTALL_CLIENTS=1 to run it")
+    npm_install(tmp_path, "@redocly/cli@2")
+    (tmp_path / "openapi.json").write_text(json.dumps(document(("demo",))))
+    linter = [str(tmp_path / "node_modules/.bin/redocly"), "lint", "openapi.json"]
+    done = subprocess.run(linter, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 def test_the_pages_need_no_network_and_no_script() -> None:

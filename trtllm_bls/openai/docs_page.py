@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
@@ -13,7 +14,8 @@ h2 { margin: 2rem 0 .4rem; font: 600 1.05rem/1.5 ui-monospace, monospace; overfl
 table { border-collapse: collapse; width: 100%; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid light-dark(#ddd, #444); text-align: left;
   vertical-align: top; overflow-wrap: anywhere; }
-code { font: .9em/1.5 ui-monospace, monospace; }
+code, pre { font: .9em/1.5 ui-monospace, monospace; }
+pre { overflow-x: auto; }
 summary { cursor: pointer; }
 """
 
@@ -44,7 +46,10 @@ def _fields(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterato
     body = operation.get("requestBody")
     if body is None:
         return
-    schema = _resolved(body["content"]["application/json"]["schema"], schemas)
+    content = body["content"]["application/json"]
+    if example := content.get("example"):
+        yield f"<pre>{escape(json.dumps(example, indent=2, ensure_ascii=False))}</pre>"
+    schema = _resolved(content["schema"], schemas)
     required = schema.get("required", ())
     count = len(schema["properties"])
     yield f"<details><summary>{count} fields</summary><table>"

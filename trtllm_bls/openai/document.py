@@ -25,6 +25,7 @@ from trtllm_bls.openai.api_errors import Error
 from trtllm_bls.openai.builder import Head
 from trtllm_bls.openai.docs_page import docs_page
 from trtllm_bls.openai.face_requests import EmbeddingsRequest, RerankRequest, SpeechRequest
+from trtllm_bls.openai.field_sentences import sentence_of
 from trtllm_bls.openai.messages import PATH, CountTokensRequest, MessagesRequest
 from trtllm_bls.openai.responses import CompactRequest, ResponsesRequest
 from trtllm_bls.openai.schema import (
@@ -98,8 +99,8 @@ def overview(model_names: tuple[str, ...]) -> dict[str, Any]:
 
 def _object(*further: str, **properties: object) -> dict[str, Any]:
     """An object with these properties, and ``further`` ones of any type; it has all of them."""
-    required = [*properties, *further]
-    return {"type": "object", "required": required, "properties": properties}
+    every = {**properties, **{name: {} for name in further}}
+    return {"type": "object", "required": list(every), "properties": every}
 
 
 def _choices(kind: str, **choice: object) -> dict[str, Any]:
@@ -168,6 +169,21 @@ _SUMMARIES = {
     "get /docs": "This document, to be read in a browser.",
     "get /": "A page to chat with the model.",
 }
+_DOCUMENT_LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
+_EXAMPLE_QUESTION = "How do I count to nine in Hindi?"
+_EXAMPLE_TURNS = [{"role": "user", "content": _EXAMPLE_QUESTION}]
+# By path: a request that works as it is, but for the model's name.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": _EXAMPLE_TURNS, "max_tokens": 60},
+    "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 10},
+    "/v1/responses": {"input": _EXAMPLE_QUESTION, "max_output_tokens": 60},
+    "/v1/responses/input_tokens": {"input": _EXAMPLE_QUESTION},
+    "/v1/responses/compact": {"input": _EXAMPLE_TURNS},
+    PATH: {"messages": _EXAMPLE_TURNS, "max_tokens": 60},
+    f"{PATH}/count_tokens": {"messages": _EXAMPLE_TURNS},
+    "/tokenize": {"prompt": _EXAMPLE_QUESTION},
+    "/detokenize": {"tokens": [10, 11, 12]},
+}
 # What is checked beyond the types.
 _PROMPT_FORM = [
     _NONEMPTY,
@@ -203,6 +219,9 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         schemas[kind.__name__]["properties"]["model"] = {"enum": list(model_names)}
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": _PROMPT_FORM}
     schemas["ChatCompletionRequest"]["properties"]["messages"] |= _MESSAGES
+    for title, schema in schemas.items():
+        for field, described in schema.get("properties", {}).items():
+            described["description"] = sentence_of(title, field)
     name = {"name": "name", "in": "path", "required": True, "schema": _STRING}
     response_id = {"name": "id", "in": "path", "required": True, "schema": _STRING}
     model = {"responses": _responses(_MODEL, 401, 404), "parameters": [name]}
@@ -239,15 +258,23 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         if streams:
             responses["200"]["content"]["text/event-stream"] = {"schema": {}}
         body = _json({"$ref": f"#/components/schemas/{kind.__name__}"})
+        if path in EXAMPLES:
+            body["content"]["application/json"]["example"] = {
+                "model": model_names[0],
+                **EXAMPLES[path],
+            }
         paths[path] = {"post": {"responses": responses, "requestBody": {"required": True, **body}}}
     for summary in _SUMMARIES:
         method, _, path = summary.partition(" ")
         paths[path][method]["summary"] = _SUMMARIES[summary]
+        words = re.findall(r"\w+", path)
+        paths[path][method]["operationId"] = "_".join([method, *words])
     bearer = {"type": "http", "scheme": "bearer"}
     api_key = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "trtllm-bls", "version": __version__},
+        "info": {"title": "trtllm-bls", "version": __version__, "license": _DOCUMENT_LICENSE},
+        "servers": [{"url": "/"}],
         "paths": paths,
         "components": {
             "schemas": schemas,
