@@ -7,7 +7,8 @@ was cancelled.
     ├── Overloaded: ShuttingDown
     ├── Stopped
     ├── EngineError: EngineUnavailable (CycleWithoutPlace), EngineStalled, EngineTimeout,
-    │                CallChainTooLong
+    │                EngineRefusal, CallChainTooLong
+    ├── Defect
     └── ClientError: ConnectionFailed, DeadlineExceeded
 
 Broad to catch, narrow to act on. The message is always one line that a user may read: no paths, no
@@ -152,6 +153,14 @@ class Stopped(TrtllmBlsError):
     status = "CANCELLED"
 
 
+class Defect(TrtllmBlsError):
+    """A mistake in the code that answers, ours or that of a pipeline; nobody's request is wrong."""
+
+    @property
+    def wire_attributes(self) -> dict[str, int]:
+        return {"defect": 1}
+
+
 class EngineError(TrtllmBlsError):
     """The engine answered this request with an error; the message is the engine's own."""
 
@@ -166,6 +175,25 @@ class EngineStalled(EngineError):
     """The engine sent nothing for longer than the stall limit, in seconds."""
 
     status = "UNAVAILABLE"
+
+
+class EngineRefusal(EngineError):
+    """The engine, or another model, refused what a pipeline sent it.
+
+    ``refused`` is the refusal; None: nobody knows it. ``callers_mistake``: the same as an error of
+    the pipeline's caller, who sent the value; None: the pipeline chose it. Other processes see a
+    plain ``EngineError``.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        refused: InvalidRequest | None = None,
+        callers_mistake: InvalidRequest | None = None,
+    ) -> None:
+        super().__init__(problem)
+        self.refused = refused
+        self.callers_mistake = callers_mistake
 
 
 class EngineTimeout(EngineError):
@@ -239,7 +267,8 @@ _STATUSES = frozenset(
     kind.status for kind in (InvalidRequest, Unsupported, Overloaded, Stopped, EngineError)
 )
 # Errors that another process tells by an attribute.
-_MARKED: Mapping[str, type[EngineError]] = {
+_MARKED: Mapping[str, type[Defect | EngineError]] = {
+    "defect": Defect,
     "timeout": EngineTimeout,
     "call_chain": CallChainTooLong,
     "cycle": CycleWithoutPlace,
@@ -261,13 +290,11 @@ _TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_
 _MAX_DIGITS = 18  # of an attribute on the wire
 
 
-def unexpected(error: BaseException, request: str) -> TrtllmBlsError:
+def unexpected(error: BaseException, request: str) -> Defect:
     """A defect, as a client may see it: its text may hold paths, so that goes to the log alone."""
     log.error("%s: unexpected error", request, exc_info=error)
     defects.append(type(error).__name__)
-    return TrtllmBlsError(
-        f"unexpected {type(error).__name__}; the server's log tells more under {request}"
-    )
+    return Defect(f"unexpected {type(error).__name__}; the server's log tells more under {request}")
 
 
 MAX_LINE = 2000  # characters of an error or of a log line

@@ -10,6 +10,7 @@ from trtllm_bls import errors
 from trtllm_bls.errors import (
     ClientError,
     EngineError,
+    EngineRefusal,
     EngineStalled,
     EngineUnavailable,
     InvalidRequest,
@@ -45,7 +46,8 @@ def test_every_status_is_one_of_tritons(kind: type[TrtllmBlsError]) -> None:
 
 
 # Other processes see these errors as another kind: the first of its bases that is none of them.
-ONLY_HERE = (SetupError, ClientError, EngineUnavailable, EngineStalled, ShuttingDown, Stopped)
+ONLY_HERE = (SetupError, ClientError, EngineUnavailable, EngineStalled, EngineRefusal)
+ONLY_HERE += (ShuttingDown, Stopped)
 
 
 def made(kind: type[TrtllmBlsError], text: str) -> TrtllmBlsError:

@@ -223,6 +223,10 @@ async def sent_twice(response: Response) -> None:
 NO_OTHR = "othr: Request for unknown model: 'othr' is not found; name it in ``models``"
 
 
+ONCE = "this model is not decoupled and"
+REFUSED = "the language model refused the call"
+
+
 class Wrong(Upper):
     """Makes the mistake that the request names."""
 
@@ -268,7 +272,7 @@ class Wrong(Upper):
         ("near option", "INTERNAL: temperture is no option of a language model; did you mean temp"),
         (
             "near extra",
-            "INVALID_ARG: lora_taskid: is no input of an engine; did you mean lora_task_",
+            f"INTERNAL: {REFUSED}: lora_taskid: is no input of an engine; did you",
         ),
         ("near input", "INVALID_ARG: promt: is missing; did you mean prompt?"),
         (
@@ -280,9 +284,9 @@ class Wrong(Upper):
         ("its input", "INTERNAL: other: nubmer: there is no such input; did you mean number?"),
         ("its output", "INTERNAL: other: hlaf: there is no such output; did you mean half?"),
         ("option", "INTERNAL: tempreature is no option of a language model"),
-        ("value", "INVALID_ARG: max_tokens: -1 is not allowed; it must be at least 1"),
-        ("no number", "INVALID_ARG: temperature: 'hot' is not a number"),
-        ("own timeout", "INTERNAL: unexpected TimeoutError"),
+        ("value", f"INTERNAL: {REFUSED}: max_tokens: -1 is not allowed; it must be at least 1"),
+        ("no number", f"INTERNAL: {REFUSED}: temperature: 'hot' is not a number"),
+        ("own timeout", "INTERNAL: a time limit in answer is over"),
         ("own cancel", "INTERNAL: unexpected RuntimeError"),
         ("exit", "INTERNAL: unexpected RuntimeError"),
         ("panic", "INTERNAL: unexpected PanicException"),
@@ -389,8 +393,12 @@ def test_a_load_that_fails_leaves_no_threads() -> None:
     ("pieces", "texts", "error"),
     [
         (["a"], [[b"A"]], None),
-        (["a", "b"], [], "INTERNAL: this model is not decoupled and answers once per request"),
-        ([], [], "INTERNAL: this model is not decoupled and has not answered"),
+        (
+            ["a", "b"],
+            [],
+            "INTERNAL: this model is not decoupled and answers once per request [defect=1]",
+        ),
+        ([], [], "INTERNAL: this model is not decoupled and has not answered [defect=1]"),
         (["a", EngineError("lost")], [], "INTERNAL: lost"),
     ],
 )
@@ -765,7 +773,7 @@ def test_a_model_that_is_loaded_anew_is_asked_for_its_types_again(way: str) -> N
     [
         (True, None, "INTERNAL: other: it is decoupled; use stream"),
         (None, Overloaded("full"), "UNAVAILABLE: other: full"),
-        (None, InvalidRequest("x", "is odd"), "INTERNAL: other: x: is odd"),
+        (None, InvalidRequest("x", "is odd"), "INTERNAL: other: x: is odd [defect=1]"),
     ],
 )
 def test_what_another_model_refuses_is_not_the_callers_mistake(

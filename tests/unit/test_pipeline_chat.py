@@ -297,7 +297,9 @@ def test_a_model_with_chat_has_no_rows() -> None:
         {"json_schema": {"a": object()}},
     ],
 )
-def test_a_value_that_cannot_be_sent_is_refused_by_its_name(options: dict[str, Any]) -> None:
+def test_a_value_that_cannot_be_sent_is_the_pipelines_mistake(
+    options: dict[str, Any],
+) -> None:
     class Asks(PassesOn):
         async def chat(self, request: ChatRequest) -> AsyncIterator[Any]:
             async for step in self.llm.chat(request.messages, **options):
@@ -306,7 +308,9 @@ def test_a_value_that_cannot_be_sent_is_refused_by_its_name(options: dict[str, A
     with serving(Asks, llm=["a"], tokenizer_dir=tool_tokenizer()) as model:
         ask = model.ask(**{CHAT_REQUEST: chat_request(request()).decode()}).wait()
     assert ask.error is not None
-    assert ask.error.message().startswith(f"INVALID_ARG: {next(iter(options))}: ")
+    refused = f"INTERNAL: the language model refused the call: {next(iter(options))}: "
+    assert ask.error.message().startswith(refused)
+    assert ask.error.message().endswith(" [defect=1]")
 
 
 def test_a_pipeline_is_not_named_as_the_language_model() -> None:

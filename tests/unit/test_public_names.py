@@ -39,6 +39,8 @@ PUBLIC = {
     "trtllm_bls.errors": {
         "CallChainTooLong",
         "CycleWithoutPlace",
+        "Defect",
+        "EngineRefusal",
         "EngineTimeout",
         "CheckpointError",
         "ClientError",

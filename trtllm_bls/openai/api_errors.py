@@ -14,6 +14,7 @@ import msgspec
 from trtllm_bls.errors import (
     PROMPT_FIELDS,
     DeadlineExceeded,
+    Defect,
     EngineError,
     EngineStalled,
     EngineTimeout,
@@ -138,6 +139,8 @@ def api_error(
         return ApiError(504, text, code="timeout")
     if isinstance(error, (EngineUnavailable, EngineStalled)):
         return ApiError(503, text, code="engine_unavailable", headers=RETRY)
+    if isinstance(error, Defect):
+        return ApiError(500, text)
     if isinstance(error, EngineError):
         return ApiError(502, text, code="engine_error")
     return ApiError(500, str(unexpected(error, request_id or "an HTTP request")))

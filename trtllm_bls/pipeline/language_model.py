@@ -10,8 +10,8 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -21,7 +21,17 @@ from typing import Any, Protocol, TypedDict, Union, get_args, get_origin, get_ty
 
 import msgspec
 
-from trtllm_bls.errors import CancelCause, EngineError, InvalidRequest, TrtllmBlsError
+from trtllm_bls.errors import (
+    PROMPT_FIELDS,
+    CancelCause,
+    EngineError,
+    EngineRefusal,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    TrtllmBlsError,
+)
 from trtllm_bls.orchestrator.chat_turn import ChatTurns, Conversation, FormDemand
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
 from trtllm_bls.settings.parameters import nearest, suggestion
@@ -36,6 +46,8 @@ from trtllm_bls.text.chat_parser import (
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import (
     COLDEST,
+    GUIDE_KIND_INPUT,
+    GUIDE_TEXT_INPUT,
     Array,
     CacheSalt,
     ChatOptions,
@@ -72,6 +84,12 @@ class PipelineRequest(Protocol):
     tokens: int
     prompt_tokens: int
     finish_reason: str
+
+    def sent(self, options: Mapping[str, Any], tools: Any) -> set[str]:
+        """Return which of these the caller sent as they are, and ``messages`` if it sent some."""
+
+    def input_with(self, text: str) -> str | None:
+        """Return the name of the input that has this text."""
 
     def begins(self, call: Any) -> None:
         """Note a call, which is closed with the request. Raises where the request has ended."""
@@ -161,6 +179,8 @@ _BOUNDED = {tensor.key: tensor for tensor in BLS.inputs if tensor.bounds is not 
 _GUIDE_OPTIONS = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}
 _SAMPLING_OPTIONS = frozenset(each.name for each in fields(Sampling))
 _WANTS_OPTIONS = frozenset(each.name for each in fields(Wants))
+# Engines have words as token ids.
+_OPTIONS_OF_IDS = {"stop_words_list": "stop_words", "bad_words_list": "bad_words"}
 _ADAPTERS = ("lora_task_id", "lora_name")
 
 
@@ -460,6 +480,76 @@ class _Answer:
         self.arrived.put_nowait(None)
 
 
+@dataclass(frozen=True)
+class Responsible:
+    """Tells of a refused call whose mistake it was: that of the caller, or of the pipeline.
+
+    ``fields``: the options that the caller sent, by name, and ``messages``. ``prompt``: the name of
+    the caller's input that is the prompt.
+    """
+
+    fields: Set[str] = frozenset()
+    prompt: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        caller: PipelineRequest | None,
+        options: Mapping[str, Any],
+        tools: Any = None,
+        prompt: str | None = None,
+    ) -> Responsible | None:
+        """Return who is responsible for a call; None: no request makes it."""
+        if caller is None:
+            return None
+        name = None if prompt is None else caller.input_with(prompt)
+        fields = caller.sent(options, tools)
+        if not fields.isdisjoint(_GUIDE_OPTIONS):
+            fields.add("json_schema")  # as a refused guide is called, whatever its kind
+        return cls(fields, name)
+
+    def failure(self, error: TrtllmBlsError) -> TrtllmBlsError:
+        """Return the error as ``answer`` gets it: an ``EngineError`` for what was refused."""
+        if isinstance(error, Overloaded):
+            return EngineUnavailable(str(error))
+        if not isinstance(error, InvalidRequest):
+            return error
+        mistake: InvalidRequest | None = None
+        option = _option_of(error.field)
+        if option in self.fields:
+            mistake = error
+        elif option == "messages" and self.prompt is not None:
+            mistake = InvalidRequest(self.prompt, error.problem)
+            if isinstance(error, PromptTooLong):
+                mistake = error.of_field(self.prompt)
+        return EngineRefusal(f"the language model refused the call: {error}", error, mistake)
+
+
+@contextmanager
+def _answered_for(responsible: Responsible | None) -> Iterator[None]:
+    """Raise what is raised inside as ``Responsible.failure`` tells it."""
+    try:
+        yield
+    except TrtllmBlsError as error:
+        failure = error if responsible is None else responsible.failure(error)
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _option_of(field: str) -> str:
+    """The option that a field of a refusal belongs to, which may be an engine's input."""
+    name = field.partition("[")[0]
+    if name in PROMPT_FIELDS:
+        return "messages"
+    if name in (GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT):
+        return "json_schema"
+    if name in _HINTS:
+        return name
+    tensor = ENGINE.input_named.get(name)
+    return _OPTIONS_OF_IDS.get(name, name if tensor is None else tensor.key)
+
+
 class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
     """The answers to one request of a language model, step by step; they begin to run at once.
 
@@ -473,8 +563,10 @@ class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
         orchestrator: Orchestrator,
         request: TextRequest,
         parsers: Sequence[ChatParser | EventParser] = (),
+        responsible: Responsible | None = None,
     ) -> None:
         self._parsers = parsers
+        self._responsible = responsible
         self._calls: dict[int, tuple[ToolCall, list[str]]] = {}  # of each sequence, the open one
         self._taken: list[Step] | None = None if request.messages is None else []
         self._caller = CALLER.get()
@@ -489,7 +581,8 @@ class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
             answer.arrived.put_nowait(None)  # for a reader that asks again
             if self._caller is not None:
                 self._caller.ended(self)
-            await answer.raise_failure()
+            with _answered_for(self._responsible):
+                await answer.raise_failure()
             raise StopAsyncIteration
         answer.arrived.task_done()
         tokens = chunk.tokens or ()
@@ -563,8 +656,9 @@ class LLM:
     """A language model; any number of answers run at once on one event loop.
 
     Each method begins an answer and returns its steps. A call raises ``TrtllmBlsError`` for an
-    option that does not exist, ``InvalidRequest`` for a value that is of another type or out of its
-    bounds; the steps raise ``InvalidRequest`` and ``EngineError``.
+    option that does not exist, and ``InvalidRequest`` for a value that is of another type or out of
+    its bounds; the steps raise ``InvalidRequest`` and ``EngineError``. In a pipeline's request,
+    ``EngineRefusal``, an ``EngineError``, takes the place of ``InvalidRequest``.
     """
 
     def __init__(self, orchestrator: Orchestrator, tokenizer: Tokenizer | None) -> None:
@@ -572,14 +666,19 @@ class LLM:
 
     def generate(self, ids: Sequence[int], **options: Unpack[Options]) -> Steps:
         """Continue a prompt of token ids. Special tokens are part of ``Step.text``."""
+        responsible = Responsible.of(CALLER.get(), options)
         prompt = tuple([int(token_id) for token_id in ids])
-        fields = request_fields({"skip_special_tokens": False, **options})
-        return self._begin(TextRequest(prompt_ids=prompt, **fields, **_STREAMED))
+        with _answered_for(responsible):
+            fields = request_fields({"skip_special_tokens": False, **options})
+        request = TextRequest(prompt_ids=prompt, **fields, **_STREAMED)
+        return self._begin(request, responsible)
 
     def text(self, prompt: str, **options: Unpack[Options]) -> Steps:
         """Continue a text."""
-        fields = request_fields(options)
-        return self._begin(TextRequest(text=prompt, **fields, **_STREAMED))
+        responsible = Responsible.of(CALLER.get(), options, prompt=prompt)
+        with _answered_for(responsible):
+            fields = request_fields(options)
+        return self._begin(TextRequest(text=prompt, **fields, **_STREAMED), responsible)
 
     def chat(
         self,
@@ -596,13 +695,15 @@ class LLM:
         if caller is not None and caller.own_options:
             own = caller.own_options
             options = {name: value for name, value in options.items() if name not in own}  # type: ignore[assignment]
-        fields = request_fields(options, _HINTS)
-        form_field = next(
-            (name for name in _GUIDE_OPTIONS if options.get(name) is not None), "extras"
-        )
-        turn = self._turns.turn(_conversation(messages, tools or (), fields, form_field))
+        responsible = Responsible.of(caller, options, tools)
+        with _answered_for(responsible):
+            fields = request_fields(options, _HINTS)
+            form_field = next(
+                (name for name in _GUIDE_OPTIONS if options.get(name) is not None), "extras"
+            )
+            turn = self._turns.turn(_conversation(messages, tools or (), fields, form_field))
         parsers = [turn.parser() for _ in range(fields.get("num_return_sequences", 1))]
-        return self._begin(turn.request(**fields, **_STREAMED), parsers)
+        return self._begin(turn.request(**fields, **_STREAMED), responsible, parsers)
 
     @property
     def tokenizer(self) -> Any:
@@ -628,7 +729,10 @@ class LLM:
         return ChatTurns(None) if self._tokenizer is None else ChatTurns.of(self._tokenizer)
 
     def _begin(
-        self, request: TextRequest, parsers: Sequence[ChatParser | EventParser] = ()
+        self,
+        request: TextRequest,
+        responsible: Responsible | None,
+        parsers: Sequence[ChatParser | EventParser] = (),
     ) -> Steps:
         caller = CALLER.get()
         request.request_id = f"{caller.id if caller else 'llm'}/{next(_numbers)}"
@@ -637,4 +741,4 @@ class LLM:
             request.tenant = caller.key
             if caller.cache_salt is not None:
                 request.cache_salt = CacheSalt.parsed(caller.cache_salt)
-        return Steps(self._orchestrator, request, parsers)
+        return Steps(self._orchestrator, request, parsers, responsible)

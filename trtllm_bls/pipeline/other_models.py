@@ -22,8 +22,10 @@ from trtllm_bls.errors import (
     CallChainTooLong,
     CycleWithoutPlace,
     EngineError,
+    EngineRefusal,
     EngineTimeout,
     EngineUnavailable,
+    InvalidRequest,
     Overloaded,
     TrtllmBlsError,
     from_wire,
@@ -279,11 +281,12 @@ class OtherStream(AsyncIterator[dict[str, Array]]):
         self._responses: ModelStream | None = None
         self._over = False
         self._problem: str | None = None
+        self._is_late = False
 
     async def __anext__(self) -> dict[str, Array]:
         try:
             if self._problem is not None:
-                raise EngineError(f"{self.model}: {self._problem}")
+                raise self._left()
             if self._over:
                 raise StopAsyncIteration
             if self._responses is not None:
@@ -295,8 +298,12 @@ class OtherStream(AsyncIterator[dict[str, Array]]):
         except (StopAsyncIteration, TrtllmBlsError) as error:
             self._end()
             if self._problem is not None and not isinstance(error, StopAsyncIteration):
-                raise EngineError(f"{self.model}: {self._problem}") from None
+                raise self._left() from None
             raise
+
+    def _left(self) -> EngineError:
+        kind = EngineTimeout if self._is_late else EngineError
+        return kind(f"{self.model}: {self._problem}")
 
     async def _first(self, declared: DeclaredModel) -> dict[str, Array]:
         if self._problem is not None:
@@ -314,6 +321,7 @@ class OtherStream(AsyncIterator[dict[str, Array]]):
 
     def _leave(self, problem: str) -> None:
         self._problem = problem
+        self._is_late = True
         if self._responses is not None:
             self._leaving = self._loop.create_task(self._responses.aclose())
 
@@ -382,6 +390,8 @@ class ModelStream(ResponseStream[dict[str, Array]]):
 
 def failure_of(model: str, error: GrpcError) -> Exception:
     """What the status of a call of another model means."""
+    if error.status == "DEADLINE_EXCEEDED":
+        return EngineTimeout(f"{model}: {error.details}")
     if error.unreachable:
         return EngineUnavailable(f"{model}: {error.details}")
     hint = "; use request.stream" if "decoupled transaction policy" in error.details else ""
@@ -392,6 +402,8 @@ def _named(model: str, error: Exception) -> Exception:
     """The error of another model; a mistake in what it was sent is not the caller's."""
     if isinstance(error, (CallChainTooLong, CycleWithoutPlace)):
         return error  # which names all models of the chain
+    if isinstance(error, InvalidRequest):
+        return EngineRefusal(f"{model}: {error}", error)
     kind: type[EngineError] = EngineError
     if isinstance(error, (Overloaded, EngineUnavailable)):
         kind = EngineUnavailable

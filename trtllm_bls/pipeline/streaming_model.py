@@ -32,7 +32,9 @@ from trtllm_bls.errors import (
     CallChainTooLong,
     CycleWithoutPlace,
     DeadlineExceeded,
+    Defect,
     EngineError,
+    EngineRefusal,
     EngineUnavailable,
     InvalidRequest,
     SettingsError,
@@ -291,7 +293,9 @@ class Request:
         self._inputs = inputs
         if rows:
             self._arrays = {name: array[0] for name, array in call.arrays.items()}
-        self.id, self.client_id = call.id, call.client_id
+        self._texts: dict[str, str] = {}  # that were read, by the names of their inputs
+        self.id = call.id
+        self.client_id = call.client_id
         self.parameters: dict[str, Any] = json.loads(call.parameters)
         self.parameters.pop(CONTEXT_PARAMETER, None)
         trace = self.parameters.get("traceparent")
@@ -330,9 +334,11 @@ class Request:
         if len(values) != 1:
             raise InvalidRequest(name, f"{len(values)} texts; send one")
         try:
-            return str(values[0], "utf-8") if isinstance(values[0], bytes) else str(values[0])
+            text = str(values[0], "utf-8") if isinstance(values[0], bytes) else str(values[0])
         except UnicodeDecodeError as error:
             raise InvalidRequest(name, f"is not UTF-8: {error.reason}") from error
+        self._texts[name] = text
+        return text
 
     async def infer(
         self,
@@ -393,6 +399,14 @@ class Request:
             seconds=seconds,
             models=(*self.callers, self._model),
         )
+
+    def sent(self, options: Mapping[str, Any], tools: Any) -> set[str]:
+        """Return which of these the caller sent as they are, and ``messages`` if it sent some."""
+        return set()
+
+    def input_with(self, text: str) -> str | None:
+        """Return the name of the input that has this text."""
+        return next((name for name, value in self._texts.items() if value == text), None)
 
     def begins(self, call: Steps | OtherStream) -> None:
         """Note what has to end with the request. Raises where the request has ended."""
@@ -455,6 +469,15 @@ class ChatRequest(Request):
         self.user: str | None = chat["user"]
         self.prompt_cache_key: str | None = chat["prompt_cache_key"]
         self.headers: dict[str, str] = chat["headers"]
+
+    def sent(self, options: Mapping[str, Any], tools: Any) -> set[str]:
+        names = {"messages"}
+        if tools is self.tools:
+            names.add("tools")
+        for name, value in options.items():
+            if name in self.options and self.options[name] is value:
+                names.add(name)
+        return names
 
 
 def _own_options(declared: Mapping[str, type], sent: Mapping[str, Any]) -> dict[str, Any]:
@@ -707,7 +730,9 @@ class StreamingModel(ServedModel):
         try:
             await self.load(self.deployment)
         except BaseException as raised:
-            error = _told(raised, f"model {self.deployment.name}: load", cancels=0)
+            error = raised
+            if not isinstance(raised, TrtllmBlsError):
+                error = _told(raised, f"model {self.deployment.name}: load")
             if error is raised:
                 raise
             raise error from raised
@@ -798,9 +823,10 @@ class StreamingModel(ServedModel):
                     await self.answer(request, response)
             response.finish()
         except BaseException as raised:
-            error = _told(raised)
             if isinstance(raised, asyncio.TimeoutError) and has_expired(limit):
                 error = DeadlineExceeded(too_late)
+            else:
+                error = _told(raised, is_cancelled=call.cancelled is not None)
             if error is raised:  # as its own cause it would be a reference cycle
                 raise
             raise error from raised
@@ -883,28 +909,45 @@ def own_parameters(
 
 
 def _told(
-    raised: BaseException, method: str = "answer", cancels: int | None = None
+    raised: BaseException, method: str = "answer", *, is_cancelled: bool = False
 ) -> BaseException:
     """What the end of a request is told as, or of another method of the pipeline.
 
+    What the caller sent is the caller's mistake, and what an engine or another model failed at is
+    an ``EngineError``. All else is a ``Defect`` of the pipeline, a time limit of its own excepted.
     The failures of a task group are told in their own words. ``SystemExit`` and a cancellation of
     the pipeline's own would end the event loop or look like the caller's leaving.
+    ``is_cancelled``: the server has cancelled the request.
     """
-    inner = [_told(error, method, cancels) for error in getattr(raised, "exceptions", ())]
+    inner = []
+    for error in getattr(raised, "exceptions", ()):
+        inner.append(_told(error, method, is_cancelled=is_cancelled))
     if inner and all(isinstance(error, TrtllmBlsError) for error in inner):
-        texts = dict.fromkeys(str(error) for error in inner)
-        if len(texts) == 1:
-            return inner[0]
-        mistakes = [error for error in inner if isinstance(error, InvalidRequest)]
-        if len(mistakes) == len(inner):  # of the caller's
-            others = [text for text in texts if text != str(mistakes[0])]
-            return InvalidRequest(mistakes[0].field, "; ".join([mistakes[0].problem, *others]))
-        return EngineError("; ".join(texts))
+        return _joined(inner)
     if inner:
         return next(error for error in inner if not isinstance(error, TrtllmBlsError))
-    if cancels is None:  # Python 3.10 does not tell who cancelled a task
-        cancels = getattr(asyncio.current_task(), "cancelling", lambda: 1)()
-    own_cancel = isinstance(raised, asyncio.CancelledError) and not cancels
+    if isinstance(raised, EngineRefusal):
+        return raised.callers_mistake or Defect(str(raised))
+    if type(raised) is TrtllmBlsError:  # a misuse of what the pipeline was given
+        return Defect(str(raised))
+    if isinstance(raised, asyncio.TimeoutError):
+        log.error("a time limit of the pipeline's own is over", exc_info=raised)
+        return DeadlineExceeded(f"a time limit in {method} is over; the server's log tells which")
+    own_cancel = isinstance(raised, asyncio.CancelledError) and not is_cancelled
     if own_cancel or isinstance(raised, (SystemExit, KeyboardInterrupt)):
         return RuntimeError(f"{method} raised {raised!r}")
     return raised
+
+
+def _joined(errors: Sequence[BaseException]) -> BaseException:
+    """Several failures as one, of the kind that they have in common."""
+    texts = dict.fromkeys(str(error) for error in errors)
+    if len(texts) == 1:
+        return errors[0]
+    mistakes = [error for error in errors if isinstance(error, InvalidRequest)]
+    if len(mistakes) == len(errors):
+        others = [text for text in texts if text != str(mistakes[0])]
+        return InvalidRequest(mistakes[0].field, "; ".join([mistakes[0].problem, *others]))
+    has_defect = any(isinstance(error, Defect) for error in errors)
+    kind = Defect if has_defect else EngineError
+    return kind("; ".join(texts))

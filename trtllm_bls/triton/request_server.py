@@ -247,7 +247,8 @@ class RequestServer:
         """Cancel the task of a call, once: a second cancellation would hit its clean-up."""
         if call in self._open and not call.abandoned:
             call.abandoned = True
-            self._open[call].cancel(CancelCause.CALLER_LEFT.value)
+            call.cancelled = CancelCause.CALLER_LEFT
+            self._open[call].cancel(call.cancelled.value)
 
     @property
     def loop_thread(self) -> threading.Thread:
@@ -302,7 +303,8 @@ class RequestServer:
         tasks = list(self._open.values())
         for call, task in self._open.items():
             if not call.abandoned:
-                task.cancel(CancelCause.SHUTDOWN.value)
+                call.cancelled = CancelCause.SHUTDOWN
+                task.cancel(call.cancelled.value)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _watch(self) -> None:
@@ -441,6 +443,7 @@ class Call:
         self.sequence_id: int | str = 0  # by which Triton knows a sequence of requests; 0: none
         # Of the event loop:
         self.outbox = Outbox()
+        self.cancelled: CancelCause | None = None  # why the server has cancelled its task
         self.abandoned = False  # its task has been cancelled since nobody takes its answer
         self.may_be_stopped = self.stopped = False  # by another request with its id
         self.waiting: list[asyncio.Future[None]] = []  # for what is under way
@@ -505,7 +508,8 @@ class Call:
         for call in namesakes[-1:] if newest_only else namesakes:
             call.may_be_stopped, call.stopped = False, True
             if not call.abandoned:
-                self._open_calls[call].cancel(CancelCause.CALLER_LEFT.value)
+                call.cancelled = CancelCause.CALLER_LEFT
+                self._open_calls[call].cancel(call.cancelled.value)
 
     async def ready(self) -> None:
         """Return once everything has been sent and the next response would leave soon.
