@@ -15,6 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 INSTALLED := $(VENV)/.installed
+LOCK := requirements-dev.lock
+RELOCK ?=
 SERVE_OPTIONS ?=
 BENCH_OPTIONS ?=
 CASES ?= 20000
@@ -43,7 +45,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: fuzz chaos soak slow-readers help demo test test-all test-clients test-lowest conformance test-transformers serve bench static check docs man generate descriptor format clean
+.PHONY: fuzz chaos soak slow-readers help demo test test-all test-clients test-lowest conformance test-transformers serve bench static check docs man generate descriptor lock format clean
 
 help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
@@ -65,6 +67,7 @@ help:
 	@echo 'make docs     the documentation as a site, in site/'
 	@echo 'make man      a manual page of each command, in site/man/'
 	@echo 'make generate  write what is made of declarations: config.pbtxt of the models, tables of docs/'
+	@echo 'make lock     write the versions that $(VENV) is installed from: requirements-dev.lock'
 	@echo 'make clean    remove what the others made'
 	@echo
 	@echo 'The first one creates $(VENV) with $(PYTHON); choose another with PYTHON=python3.12.'
@@ -150,30 +153,41 @@ descriptor:
 	cd $(SERVICE) && sha256sum trtllm_service.proto > trtllm_service.sha256
 
 # Into site/, to be read from there, or served by any web server; nothing is loaded from elsewhere.
-docs: $(VENV)/.docs
+docs: $(INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo 'site/index.html'
 
 # One manual page a command; read one with `man -l site/man/trtllm-bls-serve.1`.
-man: $(VENV)/.docs
+man: $(INSTALLED)
 	@$(BIN)/python docs/site/man_pages.py site/man
-
-$(VENV)/.docs: $(INSTALLED)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	@touch $@
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf site $(VENV) $(LOWEST) .venv-transformers .venv-protoc .venv-smg build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf site $(VENV) $(LOWEST) .venv-transformers .venv-protoc .venv-lock .venv-smg build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): setup.cfg pyproject.toml
+# What setup.cfg asks for, of one version each for Python 3.10 to 3.13, with hashes; CI installs it.
+# A change of setup.cfg adds and removes packages; RELOCK=--upgrade takes the newest of all. torch is
+# left out: its wheel differs by index, and PyPI's needs packages of CUDA that the CPU build does not.
+UNLOCKED := torch sympy networkx mpmath
+lock:
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
+	echo "torch ; sys_platform == 'never'" >.venv-lock/overrides.txt
+	.venv-lock/bin/uv pip compile setup.cfg --quiet --no-config --native-tls $(RELOCK) \
+		--extra embedded --extra server --extra openai --extra dev --extra docs \
+		--universal --python-version 3.10 --generate-hashes --no-annotate \
+		--override .venv-lock/overrides.txt $(UNLOCKED:%=--no-emit-package %) \
+		--custom-compile-command 'make lock' --output-file $(LOCK)
+
+$(INSTALLED): setup.cfg pyproject.toml $(LOCK)
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo 'error: no $(PYTHON) here: name a Python 3.10 to 3.13 with PYTHON=...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,server,openai,dev]'
 	@touch $@

@@ -1,12 +1,14 @@
 """The contract as Triton model configurations (``config.pbtxt``).
 
 ``python -m trtllm_bls.configure.pbtxt`` writes what is generated in the source tree (``make
-generate``): the checked-in configurations, and docs/parameters.md.
+generate``): the checked-in configurations, docs/parameters.md, the table of docs/security.md, and
+the alerts for Prometheus' operator.
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,16 @@ own `config.json`. The backend does not read them; `tensorrt_llm_bls` does.
 _BUDGETS_BEGIN = "<!-- `make generate` writes this table from trtllm_bls/http/budgets.py -->\n"
 _BUDGETS_END = "<!-- end of the table -->\n"
 
+_RULES = "deploy/kubernetes/components/prometheus-operator/rules.yaml"
+_RULES_HEAD = """\
+# `make generate` writes this file from deploy/alerts.yaml.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: trtllm-bls
+spec:
+"""
+
 
 def generated(root: Path = Path()) -> dict[str, str]:
     """The text of every generated file below ``root``, by its path."""
@@ -195,6 +207,7 @@ def generated(root: Path = Path()) -> dict[str, str]:
     parts.append(f"{_FACTS_INTRODUCTION}\n{_table(parameters_in(EngineFacts))}")
     files["docs/parameters.md"] = "\n".join(parts)
     files["docs/security.md"] = _with_budgets(root / "docs" / "security.md")
+    files[_RULES] = _operator_rules(root / "deploy" / "alerts.yaml")
     return files
 
 
@@ -206,6 +219,12 @@ def _with_budgets(page: Path) -> str:
     head, _, tail = text.partition(_BUDGETS_BEGIN)
     _, _, tail = tail.partition(_BUDGETS_END)
     return f"{head}{_BUDGETS_BEGIN}\n{table()}\n{_BUDGETS_END}{tail}"
+
+
+def _operator_rules(alerts: Path) -> str:
+    """The alerts as an object of Prometheus' operator."""
+    text = alerts.read_text(encoding="utf-8") if alerts.is_file() else ""
+    return _RULES_HEAD + textwrap.indent(text, "  ")
 
 
 def _table(parameters: Mapping[str, Parameter]) -> str:
