@@ -138,5 +138,7 @@ def test_a_plain_streamed_request_goes_through_few_files_and_functions() -> None
         f"{len(files)} files execute code for a plain streamed request, at most {MOST_FILES} "
         "should; join two, or prepare at load what needs no request:\n" + "\n".join(files)
     )
-    found = sorted(map(" ".join, recorder.functions))
+    # A server sends frames of its own, such as pings, when it likes.
+    functions = [one for one in recorder.functions if one[1] != "_receive_other"]
+    found = sorted(map(" ".join, functions))
     assert len(found) <= MOST_FUNCTIONS, f"{len(found)} functions:\n" + "\n".join(found)
