@@ -46,8 +46,10 @@ def test_every_status_is_one_of_tritons(kind: type[TrtllmBlsError]) -> None:
 
 
 # Other processes see these errors as another kind: the first of its bases that is none of them.
-ONLY_HERE = (SetupError, ClientError, EngineUnavailable, EngineStalled, EngineRefusal)
-ONLY_HERE += (ShuttingDown, Stopped)
+ONLY_HERE = (
+    *(SetupError, ClientError, EngineUnavailable, EngineStalled, EngineRefusal),
+    *(ShuttingDown, Stopped),
+)
 
 
 def made(kind: type[TrtllmBlsError], text: str) -> TrtllmBlsError:

@@ -122,7 +122,9 @@ def test_an_example_survives_callers_who_leave(name: str) -> None:
         asked = request.text or json.dumps(request.messages)
         return ["a", None] if "leave" in asked else ["a", "b", EngineError("lost")]
 
-    parameters = {"guided": False} if name == "agent" else {}
+    parameters: dict[str, Any] = {}
+    if name == "agent":
+        parameters = {"guided": False, "tool_parser": "hermes"}
     with testing.serving(loaded, llm=script, models=models, **parameters) as model:
         asks = [model.ask(**{first: "leave" if n % 4 == 0 else "stay"}) for n in range(32)]
         for ask in asks[::4]:

@@ -205,6 +205,12 @@ def server_environment(
         environment[variable] = os.pathsep.join(filter(None, (first, inherited.get(variable))))
     environment[parameters.GRPC_URL] = ports.grpc_url
     environment[parameters.MAX_STREAMS] = str(settings.max_streams)
+    for variable, parser in (
+        (parameters.TOOL_PARSER, settings.tool_parser),
+        (parameters.REASONING_PARSER, settings.reasoning_parser),
+    ):
+        if parser != "auto":  # of pipelines; the language model's chats are the HTTP program's
+            environment[variable] = parser
     overrides = {f"{row.model}.{row.parameter}": row.value for row in settings.overrides}
     if (directory := overrides.pop(f"{BLS_NAME}.status_dir", None)) is not None:
         environment[parameters.STATUS_DIR] = directory  # which the launcher makes, and reads itself

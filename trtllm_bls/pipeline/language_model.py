@@ -31,10 +31,12 @@ from trtllm_bls.errors import (
     Overloaded,
     PromptTooLong,
     TrtllmBlsError,
+    Unsupported,
 )
-from trtllm_bls.orchestrator.chat_turn import ChatTurns, Conversation, FormDemand
+from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns, Conversation, FormDemand
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
 from trtllm_bls.settings.parameters import nearest, suggestion
+from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.text.chat_parser import (
     Arguments,
     ChatParser,
@@ -661,8 +663,17 @@ class LLM:
     ``EngineRefusal``, an ``EngineError``, takes the place of ``InvalidRequest``.
     """
 
-    def __init__(self, orchestrator: Orchestrator, tokenizer: Tokenizer | None) -> None:
-        self._orchestrator, self._tokenizer = orchestrator, tokenizer
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        tokenizer: Tokenizer | None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._tokenizer = tokenizer
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
 
     def generate(self, ids: Sequence[int], **options: Unpack[Options]) -> Steps:
         """Continue a prompt of token ids. Special tokens are part of ``Step.text``."""
@@ -701,7 +712,9 @@ class LLM:
             form_field = next(
                 (name for name in _GUIDE_OPTIONS if options.get(name) is not None), "extras"
             )
-            turn = self._turns.turn(_conversation(messages, tools or (), fields, form_field))
+            conversation = _conversation(messages, tools or (), fields, form_field)
+            self._check_calls_are_read(conversation)
+            turn = self._turns.turn(conversation)
         parsers = [turn.parser() for _ in range(fields.get("num_return_sequences", 1))]
         return self._begin(turn.request(**fields, **_STREAMED), responsible, parsers)
 
@@ -726,7 +739,21 @@ class LLM:
 
     @cached_property
     def _turns(self) -> ChatTurns:
-        return ChatTurns(None) if self._tokenizer is None else ChatTurns.of(self._tokenizer)
+        parsers = (self._tool_parser, self._reasoning_parser)
+        if self._tokenizer is not None:
+            return ChatTurns.of(self._tokenizer, *parsers)
+        tools = TOOL_FORMATS.get(self._tool_parser)
+        reasoning = REASONING_TAGS.get(self._reasoning_parser)
+        return ChatTurns(None, ChatFormats(tools, reasoning))
+
+    def _check_calls_are_read(self, conversation: Conversation) -> None:
+        """Raise ``Unsupported`` where the model may call tools in a form that nobody knows."""
+        is_known = self._turns.formats.tools is not None or self._tool_parser == "none"
+        if is_known or not conversation.tools or conversation.choice != "auto":
+            return
+        problem = "the chat template has none of the formats of calls that are known"
+        mend = f"set the parameter tool_parser: none (calls are text), {', '.join(TOOL_FORMATS)}"
+        raise Unsupported("tools", f"{problem}; {mend}")
 
     def _begin(
         self,

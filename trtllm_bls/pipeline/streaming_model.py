@@ -68,19 +68,23 @@ from trtllm_bls.settings.parameters import (
     COMMON_KEYS,
     DIRECTORY,
     FLAG,
+    REASONING_PARSER,
     SESSION_DIR,
     TEXT,
+    TOOL_PARSER,
     BlsParameters,
     EngineChoice,
     EngineKind,
     Kind,
     Parameter,
     Parameters,
+    choice,
     nearest,
     parameters_in,
     parse_engine,
     suggestion,
 )
+from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.text.chat_parser import check_event
 from trtllm_bls.text.checkpoint_dir import one_line
 from trtllm_bls.text.json_values import json_value
@@ -131,6 +135,14 @@ class PipelineParameters(BlsParameters):
     tokenizer_dir: Path | None = DIRECTORY.parameter(  # type: ignore[assignment]
         "Directory of the language model's tokenizer; empty = there is no language model.",
         env=parameters_in(BlsParameters)["tokenizer_dir"].env,
+    )
+    tool_parser: str = choice("auto", "none", *TOOL_FORMATS).parameter(
+        "How the language model writes tool calls; auto: by its chat template, none: as text.",
+        env=TOOL_PARSER,
+    )
+    reasoning_parser: str = choice("auto", "none", *REASONING_TAGS).parameter(
+        "How the language model marks reasoning; auto: by its chat template, none: not at all.",
+        env=REASONING_PARSER,
     )
     session_dir: str = TEXT.parameter(
         "Directory of what the model's instances remember of conversations (`request.session`); "
@@ -184,7 +196,7 @@ class PipelineDeployment(BaseDeployment):
         directory = parameters.session_dir
         self.sessions = SessionStore(Path(directory) if directory else None)
         self.other_models = OtherModels(parameters.engine_url, engine_tls(parameters))
-        self._llms: dict[tuple[str, str], LLM] = {}
+        self._llms: dict[tuple[str, ...], LLM] = {}
         self._orchestrators: list[Orchestrator] = []
 
     async def engine_problems(self) -> dict[str, str]:
@@ -193,16 +205,23 @@ class PipelineDeployment(BaseDeployment):
             return {self.name: self.warm_up_problem}
         return await super().engine_problems()
 
-    def llm(self, name: str = "", *, tokenizer: str | os.PathLike[str] | None = None) -> LLM:
+    def llm(
+        self,
+        name: str = "",
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> LLM:
         """The language model that the parameters name, or another one.
 
         ``name``: of a model of this server, or an address as the parameter ``engine`` has it.
-        ``tokenizer``: the directory of its tokenizer, by default ``tokenizer_dir``. Takes seconds
+        ``tokenizer``: the directory of its tokenizer, by default ``tokenizer_dir``.
+        ``tool_parser`` and ``reasoning_parser``: how it writes calls and reasoning; by default the
+        parameters of these names say so, and of another tokenizer its chat template. Takes seconds
         where it is called first. Raises ``SetupError``.
         """
-        parameters: PipelineParameters = self._parameters
-        if tokenizer is not None:
-            parameters = replace(parameters, tokenizer_dir=Path(tokenizer))
+        parameters = self.chat_parameters(tokenizer, tool_parser, reasoning_parser)
         if parameters.tokenizer_dir is None:
             raise SettingsError(f"model {self.name}: parameter tokenizer_dir: is missing")
         if name:
@@ -212,10 +231,33 @@ class PipelineDeployment(BaseDeployment):
             parameters = replace(
                 parameters, engine=choice, tensorrt_llm_draft_model_name="", draft_source="off"
             )
-        key = name, str(parameters.tokenizer_dir)
+        parsers = (parameters.tool_parser, parameters.reasoning_parser)
+        key = (name, str(parameters.tokenizer_dir), *parsers)
         if key not in self._llms:
             self._llms[key] = self._opened(parameters)
         return self._llms[key]
+
+    def chat_parameters(
+        self,
+        tokenizer: str | os.PathLike[str] | None,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+    ) -> PipelineParameters:
+        """The parameters of a language model that is opened so. Raises ``SettingsError``."""
+        parameters: PipelineParameters = self._parameters
+        if tokenizer is not None:
+            directory = Path(tokenizer)
+            if directory != parameters.tokenizer_dir:  # a family of its own
+                tool_parser = tool_parser or "auto"
+                reasoning_parser = reasoning_parser or "auto"
+            parameters = replace(parameters, tokenizer_dir=directory)
+        chosen = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+        known = parameters_in(PipelineParameters)
+        for key, parser in chosen.items():
+            if parser is not None:
+                value = known[key].parse(self.name, key, parser)
+                parameters = replace(parameters, **{key: value})
+        return parameters
 
     def _opened(self, parameters: PipelineParameters) -> LLM:
         assert parameters.tokenizer_dir is not None
@@ -223,7 +265,12 @@ class PipelineDeployment(BaseDeployment):
         engine = self.open(parameters, tokenizer)
         # The pipeline's request has been admitted and is reported; its parts are neither.
         self._orchestrators.append(Orchestrator(tokenizer, engine, defaults_of(parameters)))
-        return LLM(self._orchestrators[-1], tokenizer)
+        return LLM(
+            self._orchestrators[-1],
+            tokenizer,
+            parameters.tool_parser,
+            parameters.reasoning_parser,
+        )
 
     async def infer(
         self,

@@ -45,6 +45,7 @@ from trtllm_bls.pipeline.streaming_model import (
     PipelineDeployment,
     PipelineParameters,
     StreamingModel,
+    undeclared,
 )
 from trtllm_bls.settings.model_config import model_class
 from trtllm_bls.text.stopping import StopMatcher
@@ -655,15 +656,26 @@ def serving(
             super().__init__(parameters, None, model_name)
             self.other_models = _Models(server)
 
-        def llm(self, name: str = "", *, tokenizer: str | os.PathLike[str] | None = None) -> LLM:
+        def llm(
+            self,
+            name: str = "",
+            *,
+            tokenizer: str | os.PathLike[str] | None = None,
+            tool_parser: str | None = None,
+            reasoning_parser: str | None = None,
+        ) -> LLM:
             assert name in llms, f"a test without a script for {name}: serving(llm={{{name!r}: …}})"
-            directory = tokenizer or self._parameters.tokenizer_dir
-            loaded = load_tokenizer(Path(directory), hides_torch=False) if directory else None
+            known = self.chat_parameters(tokenizer, tool_parser, reasoning_parser)
+            loaded = None
+            if known.tokenizer_dir is not None:
+                loaded = load_tokenizer(known.tokenizer_dir, hides_torch=False)
             if loaded is not None:
                 llms[name].encode = lambda text: loaded.encode(text, False)
             self._orchestrators.append(llms[name])
-            return LLM(llms[name], loaded)
+            return LLM(llms[name], loaded, known.tool_parser, known.reasoning_parser)
 
+    problems = list(undeclared(parameters, model.parameters))
+    assert not problems, problems
     if "tokenizer_dir" in parameters:
         parameters["tokenizer_dir"] = os.path.abspath(str(parameters["tokenizer_dir"]))
     config = {
