@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import anthropic
 import httpx
 import numpy as np
 import openai
@@ -36,7 +37,7 @@ TEXTS = ["the fox runs", "a bicycle has two wheels", "the fox hunts mice"]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     settings = echo_settings(tmp_path_factory.mktemp("faces"))
     assert settings.model_repository is not None
-    for name in ("search", "embedder", "speech", "vocoder"):
+    for name in ("search", "embedder", "speech", "vocoder", "vision", "image_encoder"):
         shutil.copytree(ROOT / "examples" / name, settings.model_repository / name)
     with TritonServer(settings, Lines()) as running:
         yield running
@@ -67,7 +68,10 @@ def test_the_models_tell_what_they_can_do(client: openai.OpenAI) -> None:
         "demo": ["chat", "completions"],
         "search": ["embeddings", "rerank"],
         "speech": ["speech"],
+        "vision": ["chat"],
     }
+    accepted = {model.id: model.to_dict()["accepts"] for model in client.models.list()}
+    assert accepted["vision"] == ["text", "image"] and accepted["demo"] == ["text"]
 
 
 def test_texts_become_vectors(client: openai.OpenAI) -> None:
@@ -168,6 +172,46 @@ def test_documents_are_ordered_by_their_relevance(api: RunningApi) -> None:
     refused = httpx.post(f"{api.url}/v1/rerank", json={**asked, "documents": []}, headers=headers)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "documents"
     assert httpx.post(f"{api.url}/v1/rerank", json=asked).status_code == 401
+
+
+def test_an_image_reaches_its_pipeline_over_each_api(
+    client: openai.OpenAI, api: RunningApi
+) -> None:
+    """The engine says back a prompt that has ids of the image between its words."""
+    png = base64.b64encode(b"\x89PNG\0" * 40).decode()
+    url = f"data:image/png;base64,{png}"
+    chat_parts: Any = [
+        {"type": "text", "text": "the fox sees"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    turn: Any = [{"role": "user", "content": chat_parts}]
+    answer = client.chat.completions.create(model="vision", messages=turn, max_tokens=200)
+    said = answer.choices[0].message.content
+    assert said and "the fox sees" in said and "left out" not in said
+    input_parts: Any = [
+        {"type": "input_text", "text": "the fox sees"},
+        {"type": "input_image", "image_url": url, "detail": "auto"},
+    ]
+    asked: Any = [{"role": "user", "content": input_parts}]
+    assert "the fox sees" in client.responses.create(model="vision", input=asked).output_text
+    blocks: Any = [
+        {"type": "text", "text": "the fox sees"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": png}},
+    ]
+    with anthropic.Anthropic(base_url=api.url, api_key="key") as other:
+        message = other.messages.create(
+            model="vision", max_tokens=200, messages=[{"role": "user", "content": blocks}]
+        )
+    assert message.content[0].type == "text" and "the fox sees" in message.content[0].text
+    with pytest.raises(openai.BadRequestError, match="send images as data: URLs; none is fetched"):
+        chat_parts[1] = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+        client.chat.completions.create(model="vision", messages=turn)
+    with pytest.raises(openai.BadRequestError, match="its data is not Base64"):
+        chat_parts[1] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,a"}}
+        client.chat.completions.create(model="vision", messages=turn)
+    chat_parts[1] = {"type": "image_url", "image_url": {"url": url}}
+    blind = client.chat.completions.create(model="demo", messages=turn, max_tokens=200)
+    assert "image left out" in (blind.choices[0].message.content or "")
 
 
 def test_packed_vectors_are_little_endian_floats(api: RunningApi) -> None:

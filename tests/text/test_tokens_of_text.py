@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from doubles.scripted import Script, ScriptedEngine
@@ -52,6 +53,17 @@ def test_prompt_ids_that_cannot_be_are_refused(ids: tuple[int, ...], kind: type)
     """Empty, outside the vocabulary, or more than the model takes."""
     with pytest.raises(kind, match="prompt_ids: "):
         ask(saying("no", max_sequence_tokens=40), asking(text=None, prompt_ids=ids))
+
+
+def test_rows_of_a_prompt_table_are_ids_beyond_the_vocabulary() -> None:
+    """As many as the table has rows; the next one is refused as ever."""
+    prompts = orchestrator(saying("yes"))
+    extras = {"prompt_embedding_table": np.zeros((2, 4), np.float16)}
+    first = tokenizer().first_table_id
+    ids = (first, first + 1)
+    assert tuple(prompts.prompt_ids(asking(text=None, prompt_ids=ids, extras=extras))) == ids
+    with pytest.raises(InvalidRequest, match=f"{first + 2} is not a token id"):
+        prompts.prompt_ids(asking(text=None, prompt_ids=(first + 2,), extras=extras))
 
 
 @pytest.mark.parametrize("stream", [True, False])

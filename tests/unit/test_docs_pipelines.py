@@ -16,12 +16,12 @@ from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
 from trtllm_bls.configure.new import command as new
-from trtllm_bls.pipeline import connect, testing
+from trtllm_bls.pipeline import ContentPart, connect, testing
 from trtllm_bls.text.tokenizer import load_tokenizer
 
 PAGE = (ROOT / "docs" / "pipelines.md").read_text(encoding="utf-8")
 COMMAND, *_ = re.findall(r"^```\n(.*?)^```", PAGE, re.M | re.S)
-MODEL, CONNECT, CALLS, WARM_UP, PARAMETERS, CHAT, OPTIONS, FACES, TEST = re.findall(
+MODEL, CONNECT, CALLS, WARM_UP, PARAMETERS, CHAT, OPTIONS, PARTS, FACES, TEST = re.findall(
     r"^```python\n(.*?)^```", PAGE, re.M | re.S
 )
 
@@ -87,6 +87,17 @@ def test_a_field_of_its_own_reaches_a_pipeline(tmp_path: Path) -> None:
         asked = [{"role": "user", "content": "Hi"}]
         assert model.chat(asked)[0] == {"text": "3 passages"}
         assert model.chat(asked, top_docs=5)[0] == {"text": "5 passages"}
+
+
+def test_a_picture_reaches_a_pipeline(tmp_path: Path) -> None:
+    imports = "from collections.abc import AsyncIterator\n"
+    imports += "from trtllm_bls.pipeline import ChatRequest"
+    picture = ContentPart("image", data=b"abc", media_type="image/png")
+    with testing.serving(written(tmp_path, PARTS, imports=imports), llm=["Hi"]) as model:
+        said = model.chat([{"role": "user", "content": ["Look", picture]}])
+        (asked,) = model.llm.requests
+    assert said[:2] == [{"text": "Hi"}, {"text": " [3]"}]
+    assert asked.messages and asked.messages[0]["content"] == "Look\n[an image of image/png]"
 
 
 def test_the_model_with_three_faces_answers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.server_settings import ROOT
 from tests.helpers.tool_tokenizer import tool_tokenizer
-from trtllm_bls.pipeline import EngineError, testing
+from trtllm_bls.pipeline import ContentPart, EngineError, testing
 from trtllm_bls.pipeline.testing import Double
 
 EXAMPLES = ROOT / "examples"
@@ -132,3 +132,37 @@ def test_an_example_survives_callers_who_leave(name: str) -> None:
         for ask in asks:
             ask.wait()
     assert {ask.error and ask.error.message() for ask in asks[1::4]} == {"INTERNAL: lost"}
+
+
+def test_an_encoders_vectors_stand_where_the_prompt_has_an_image() -> None:
+    """Two images of three vectors: six ids above the vocabulary, and a table of six rows."""
+
+    async def encode(inputs: Any) -> Any:
+        images = inputs["images"].tolist()
+        return {"vectors": [[[len(image)] * 2] * 3 for image in images]}
+
+    content = [ContentPart("image", data=b"a"), "and", ContentPart("image", data=b"bb"), "?"]
+    models = {"image_encoder": double("image_encoder", encode)}
+    where = tool_tokenizer()
+    with testing.serving(
+        example("vision"), llm=["A fox."], models=models, tokenizer_dir=where
+    ) as model:
+        (text, _) = model.chat([{"role": "user", "content": content}])
+        (request,) = model.llm.requests
+        vocab_size = model.model.llm.first_table_id
+    assert text == {"text": "A fox."}
+    table = request.extras["prompt_embedding_table"]
+    assert table.dtype == np.float16
+    assert table.tolist() == [[1, 1]] * 3 + [[2, 2]] * 3
+    assert request.extras["prompt_vocab_size"].tolist() == [6]
+    ids = [token for token in request.prompt_ids or () if token >= vocab_size]
+    assert ids == list(range(vocab_size, vocab_size + 6))
+
+
+def test_an_image_that_would_have_to_be_fetched_is_refused() -> None:
+    content = ["Look", ContentPart("image", url="https://example.com/a.png")]
+    with (
+        testing.serving(example("vision"), tokenizer_dir=tool_tokenizer()) as model,
+        pytest.raises(AssertionError, match="messages: send images as data: URLs"),
+    ):
+        model.chat([{"role": "user", "content": content}])

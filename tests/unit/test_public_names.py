@@ -20,6 +20,7 @@ PUBLIC = {
     "trtllm_bls.pipeline": {
         "LLM",
         "BatchedStage",
+        "ContentPart",
         "Speech",
         "batched",
         "EngineError",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import service_pb2
 
+from trtllm_bls.engines.content_parts import split_parts
 from trtllm_bls.errors import EngineError, EngineUnavailable, Unsupported, from_wire
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
 from trtllm_bls.types import Sampling, TextRequest
@@ -59,7 +60,7 @@ def chat_request(request: TextRequest) -> bytes:
         options[name] = '{"type":"object"}' if guide.text is None else guide.text
     caller = request.caller
     body = {
-        "messages": request.messages,
+        "messages": split_parts(request.messages)[0],
         "tools": request.chat.tools or [],
         "options": {name: value for name, value in options.items() if value not in (None, (), {})},
         "metadata": caller.metadata,
@@ -97,10 +98,13 @@ class ChatModels:
         ``seconds``: until the request's time limit.
         """
         text = np.array([chat_request(request), None], np.object_)[:1]
+        inputs = [(CHAT_REQUEST, "BYTES", text)]
+        for name, items in split_parts(request.messages or ())[1].items():
+            inputs.append((name, "BYTES", np.array([*items, None], np.object_)[:-1]))
         message = packed_infer_message(
             model,
             request.request_id,
-            [(CHAT_REQUEST, "BYTES", text)],
+            inputs,
             [CHAT_EVENTS],
             request.traceparent,
             parameters={CONTEXT_PARAMETER: signed_context(model, chat_context(request, seconds))},

@@ -61,6 +61,8 @@ MAX_ITEMS = 8192  # of a conversation, with those that references stand for
 MAX_TOOLS = 512
 MAX_PROMPTS = 256  # of a completion
 MAX_TOKENS = 2**20  # of a list
+MAX_PART_BYTES = 16 * MIB  # of one image, sound or file in a conversation, decoded
+MAX_PARTS = 256  # of those in a conversation
 MAX_EMBEDDED_TEXTS = 2048  # of ``/v1/embeddings``, as OpenAI has it
 MAX_DOCUMENTS = 2048  # of ``/v1/rerank``
 MAX_SPEECH_CHARACTERS = 2**16  # of ``/v1/audio/speech``
@@ -453,6 +455,13 @@ _REQUEST_ROWS = (
         beyond="400",
         test=f"{_GUARD}:test_counts_are_checked_before_work",
         covers=("list prompt",),
+    ),
+    Budget(
+        unit="bytes of an image, sound or file for a pipeline, decoded; of those",
+        limit=f"{_size(MAX_PART_BYTES)}; {MAX_PARTS}",
+        holder="part; request",
+        beyond="400",
+        test="tests/openai/test_parts.py:test_a_part_that_cannot_be_is_refused_by_its_place",
     ),
     Budget(
         unit="texts of an embedding; documents of a rerank; characters that are said",

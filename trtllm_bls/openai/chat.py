@@ -14,7 +14,7 @@ from trtllm_bls.openai.builder import (
     chat_logprobs,
     well_ended,
 )
-from trtllm_bls.openai.content import ContentReader, note_once
+from trtllm_bls.openai.content import ContentReader, joined, note_once
 from trtllm_bls.openai.conversation import (
     FREE_TEXT,
     ChatModel,
@@ -341,7 +341,7 @@ def _read_message(reader: ContentReader, index: int, message: dict[str, Any]) ->
     if read.content is None and read.role != "assistant":
         raise invalid(f"{field}.content", "must be text or a list of parts")
     plain = {key: value for key, value in message.items() if value is not None}
-    plain["content"] = reader.text(f"{field}.content", read.content or "")
+    plain["content"] = joined(reader.pieces(f"{field}.content", read.content or ""))
     if read.tool_calls:
         plain["tool_calls"] = [_read_call(call) for call in plain["tool_calls"]]
     if read.role == "developer":  # templates do not know that role

@@ -1,8 +1,11 @@
-"""The content of messages and of what tools return, as text: the model reads nothing else.
+"""The content of messages and of what tools return.
 
-A text document is its text. In place of an image, a file or any other part without text the model
-reads a sentence, which says what was left out. Clients send their whole conversation again in each
-request, so refusing one part would end the conversation for ever.
+The language model reads text only. A text document is its text. In place of an image, a file or any
+other part without text the model reads a sentence, which says what was left out. Clients send their
+whole conversation again in each request, so refusing one part would end the conversation for ever.
+
+A pipeline may accept images, sounds and files. Those are parts of their own between the texts, with
+their bytes where the request has them. Nothing is fetched: any other URL stays a text.
 """
 
 from __future__ import annotations
@@ -13,15 +16,21 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from mimetypes import guess_type
 from typing import Any, TypeAlias
+from urllib.parse import unquote_to_bytes
 
 from trtllm_bls.errors import printable
-from trtllm_bls.http.budgets import MAX_NOTE, MAX_NOTES
+from trtllm_bls.http.budgets import MAX_NOTE, MAX_NOTES, MAX_PART_BYTES
 from trtllm_bls.openai.api_errors import ApiError, invalid
 
 log = logging.getLogger(__name__)
 
 Content: TypeAlias = str | Sequence[dict[str, Any]]
+# A text, or a part that a pipeline accepts: ``type``, ``media_type``, ``name``, and ``data`` or
+# ``url``.
+Piece: TypeAlias = str | dict[str, Any]
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
 _UNREADABLE_KINDS = (
     "image",
@@ -32,7 +41,9 @@ _UNREADABLE_KINDS = (
 )  # that are counted by their names
 _AFFIXES = re.compile(r"^(input|output)_|_url$")
 _DATA_URL = re.compile(r"data:([^;,]*)(?:;[^,]*)?,(.*)", re.DOTALL)
+_IS_PACKED = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 _NAME_KEYS = ("filename", "title", "name", "image_url", "file_url", "url", "file_id")
+_AUDIO_TYPES = {"mp3": "mpeg"}  # by OpenAI's name of a format
 _notes: set[str] = set()
 
 
@@ -46,13 +57,28 @@ def note_once(note: str) -> None:
 
 @dataclass(frozen=True)
 class ContentReader:
-    """Reads content as text.
+    """Reads content as text, and as parts of the kinds that are accepted.
 
-    ``refuses``: a part that is no text is refused. Otherwise ``count`` is called with its kind.
+    ``refuses``: any other part is refused. Otherwise ``count`` is called with its kind.
     """
 
     refuses: bool = False
     count: Callable[[str], None] = lambda kind: None
+    accepts: frozenset[str] = frozenset()
+
+    def pieces(self, place: str, content: Content) -> list[Piece]:
+        """Return the texts of ``content``, the field ``place``, and the parts between them.
+
+        Raises ``ApiError``.
+        """
+        if isinstance(content, str):
+            return [content]
+        return [self.piece(f"{place}[{n}]", part) for n, part in enumerate(content)]
+
+    def piece(self, place: str, part: dict[str, Any]) -> Piece:
+        """Return one part, or the text in its place. Raises ``ApiError``."""
+        accepted = self._accepted(place, part) if self.accepts else None
+        return self.part(place, part) if accepted is None else accepted
 
     def text(self, place: str, content: Content) -> str:
         """The text of ``content``, the field ``place``. Raises ``ApiError``."""
@@ -78,9 +104,7 @@ class ContentReader:
             heads = [part.get("title"), source]
             texts = [*heads, self.text(f"{place}.content", inner)]
             return "\n".join(text for text in texts if isinstance(text, str))
-        # What an API nests in a part, as in ``source`` or ``image_url``, beside the part's own.
-        levels = [part, *(value for value in part.values() if isinstance(value, dict))]
-        flat = {k: v for level in levels for k, v in level.items() if isinstance(v, str) and v}
+        flat = _flat(part)
         data, media_type = flat.get("data") or flat.get("file_data", ""), flat.get("media_type", "")
         for url in (data, flat.get("image_url", ""), flat.get("url", "")):
             if packed := _DATA_URL.match(url):
@@ -95,6 +119,37 @@ class ContentReader:
         about = ", ".join(filter(None, (media_type, size, " ".join(name.split())[:200])))
         return self._left_out(place, _AFFIXES.sub("", kind), about)
 
+    def _accepted(self, place: str, part: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a part of an accepted kind, decoded; None: it is of another, or is a text."""
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or isinstance(part.get("text"), str):
+            return None
+        kind = _AFFIXES.sub("", kind)
+        kind = "file" if kind == "document" else kind
+        if kind not in self.accepts:
+            return None
+        flat = _flat(part)
+        name = next((flat[key] for key in ("filename", "title", "name") if key in flat), "")
+        media_type = flat.get("media_type", "")
+        if not media_type and kind == "audio" and "format" in flat:
+            media_type = f"audio/{_AUDIO_TYPES.get(flat['format'], flat['format'])}"
+        packed = flat.get("data") or flat.get("file_data", "")
+        urls = [flat.get(key, "") for key in ("image_url", "audio_url", "file_url", "url")]
+        for url in (packed, *urls):
+            if head := _DATA_URL.match(url):
+                media_type = head[1] or media_type
+                packed = url
+        if not media_type and name:
+            media_type = guess_type(name)[0] or ""
+        if media_type.startswith("text/"):
+            return None
+        found = {"type": kind, "media_type": media_type, "name": name}
+        if packed:
+            return {**found, "data": _decoded(place, packed)}
+        if url := next(filter(None, urls), ""):
+            return {**found, "url": url}
+        return None
+
     def _left_out(self, place: str, kind: str, about: str) -> str:
         if self.refuses:
             # Claude Code drops a block where an error names its place and its kind in this form.
@@ -105,3 +160,43 @@ class ContentReader:
         note_once(f"content of type {kind!r}, in whose place the model reads that it was left out")
         told = f"{kind} left out ({about})" if about else f"{kind} left out"
         return f"[{told}: this model reads text only. Tell the user; do not try to read it again.]"
+
+
+def joined(pieces: Sequence[Piece]) -> str | list[dict[str, Any]]:
+    """Return content of these pieces: a text, or a list where there are other parts."""
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+    if len(texts) == len(pieces):
+        return "\n".join(texts)
+    parts: list[dict[str, Any]] = []
+    for is_text, group in groupby(pieces, lambda piece: isinstance(piece, str)):
+        if is_text:
+            parts.append({"type": "text", "text": "\n".join(map(str, group))})
+        else:
+            parts += [piece for piece in group if not isinstance(piece, str)]
+    return parts
+
+
+def _flat(part: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of a part, with those that an API nests in it, as in ``source``."""
+    levels = [part, *(value for value in part.values() if isinstance(value, dict))]
+    flat = {}
+    for level in levels:
+        for key, value in level.items():
+            if isinstance(value, str) and value:
+                flat[key] = value
+    return flat
+
+
+def _decoded(place: str, packed: str) -> bytes:
+    """Return the bytes of Base64 or of a ``data:`` URL. Raises ``ApiError``."""
+    is_url = packed.startswith("data:")
+    text = packed.partition(",")[2] if is_url else packed
+    if len(text) // 4 * 3 > MAX_PART_BYTES:
+        problem = f"about {len(text) // 4 * 3} bytes; at most {MAX_PART_BYTES} are allowed"
+        raise invalid(place, problem)
+    if is_url and not _IS_PACKED.match(packed):
+        return unquote_to_bytes(text)
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise invalid(place, f"its data is not Base64: {error}") from None

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from trtllm_bls.errors import InvalidRequest
+from trtllm_bls.http.budgets import MAX_PARTS
 from trtllm_bls.openai.api_errors import invalid
-from trtllm_bls.openai.content import ContentReader
+from trtllm_bls.openai.content import ContentReader, Piece, joined
 from trtllm_bls.openai.schema import Generation, StructuredOutputs, Tool, checked, json_text
 from trtllm_bls.orchestrator.chat_turn import (
     ChatTurn,
@@ -128,6 +130,10 @@ class ChatModel:
         """True for a pipeline."""
         return self.turns is None
 
+    def reading_text(self) -> ChatModel:
+        """Return the model with a sentence in the place of each part that is no text."""
+        return replace(self, reader=replace(self.reader, accepts=frozenset()))
+
     @property
     def reasons(self) -> bool:
         """True for a model that is known to write reasoning."""
@@ -137,6 +143,17 @@ class ChatModel:
         """Return the next turn. Raises ``ApiError``, and ``InvalidRequest`` for contradictions."""
         checked("tools", conversation.tools, list[Tool])
         return pipeline_turn(conversation) if self.turns is None else self.turns.turn(conversation)
+
+
+def check_parts(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``InvalidRequest`` for more images, sounds and files than a request may have."""
+    count = 0
+    for message in messages:
+        if not isinstance(message["content"], str):
+            count += sum(part["type"] != "text" for part in message["content"])
+    if count > MAX_PARTS:
+        problem = f"{count} images, sounds and files; at most {MAX_PARTS} are allowed"
+        raise InvalidRequest("messages", problem)
 
 
 def function_tool(name: str, description: str, parameters: object) -> dict[str, Any]:
@@ -243,25 +260,26 @@ class Transcript:
     """A conversation as chat templates take it, from turns in any pieces."""
 
     def __init__(self) -> None:
-        self._turns: list[dict[str, Any]] = []  # with lists of texts, which ``messages`` joins
+        self._turns: list[dict[str, Any]] = []  # with lists of pieces, which ``messages`` joins
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The turns so far."""
         found = []
         for turn in self._turns:
-            message = {**turn, "content": "\n".join(filter(None, turn["content"]))}
+            pieces = [piece for piece in turn["content"] if piece]
+            message = {**turn, "content": joined(pieces)}
             if "reasoning" in turn:
                 message["reasoning"] = message["reasoning_content"] = "".join(turn["reasoning"])
             found.append(message)
         return found
 
-    def say(self, role: str, text: str) -> None:
-        """Add a message of text; to the assistant's message where that is the last one."""
+    def say(self, role: str, *pieces: Piece) -> None:
+        """Add a message; to the assistant's message where that is the last one."""
         if role == "assistant":
-            self._assistant()["content"].append(text)
+            self._assistant()["content"] += pieces
         else:
-            self._turns.append({"role": role, "content": [text]})
+            self._turns.append({"role": role, "content": list(pieces)})
 
     def think(self, text: str) -> None:
         """Reasoning of the assistant's message that is the last one, or follows."""
@@ -273,9 +291,9 @@ class Transcript:
         calls = self._assistant().setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def result(self, call_id: str, text: str) -> None:
-        """What a call has returned."""
-        self._turns.append({"role": "tool", "tool_call_id": call_id, "content": [text]})
+    def result(self, call_id: str, *pieces: Piece) -> None:
+        """Add what a call has returned."""
+        self._turns.append({"role": "tool", "tool_call_id": call_id, "content": list(pieces)})
 
     def _assistant(self) -> dict[str, Any]:
         if not self._turns or self._turns[-1]["role"] != "assistant":
@@ -316,6 +334,7 @@ def turn_request(
 
     Raises ``ApiError``, and ``InvalidRequest`` for demands that contradict each other.
     """
+    check_parts(conversation.messages)
     turn = model.turn(conversation)
     shared = shared_fields(request, model.tokenizer.model_vocab_size)
     if model.is_pipeline:

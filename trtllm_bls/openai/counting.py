@@ -49,7 +49,7 @@ class CountingRoutes:
         def count(body: bytes) -> dict[str, object]:
             generation = decode(body, ResponsesRequest)
             referred = self.references.resolve(generation, request.scope)
-            model = self.models.resolve(generation)
+            model = self.models.resolve(generation).reading_text()
             return self._count(ResponsesResponse(generation, model, referred).requests[0])
 
         count_of_input = await self._in_thread(request, count, ResponsesResponse.prompt_field)
@@ -60,7 +60,7 @@ class CountingRoutes:
 
         def count(body: bytes) -> dict[str, object]:
             generation = decode(body, CountTokensRequest)
-            model = self.models.resolve(generation)
+            model = self.models.resolve(generation).reading_text()
             return self._count(MessagesResponse(generation, model).requests[0])
 
         return JsonResponse(await self._in_thread(request, count, MessagesResponse.prompt_field))
@@ -91,7 +91,8 @@ class CountingRoutes:
                 add_special_tokens=request.add_special_tokens,
             )
         elif request.messages:
-            text = ChatResponse(request, self.models.resolve(request)).requests[0]
+            model = self.models.resolve(request).reading_text()
+            text = ChatResponse(request, model).requests[0]
         else:
             raise invalid("prompt", "is missing; send prompt or messages")
         ids = self.orchestrator.prompt_ids(text)

@@ -14,7 +14,7 @@ import msgspec
 from trtllm_bls.http.budgets import MAX_ITEMS, MAX_TOOLS
 from trtllm_bls.openai.api_errors import ApiError, invalid
 from trtllm_bls.openai.builder import Opening, PartsBuilder, sse
-from trtllm_bls.openai.content import Content, ContentReader, note_once
+from trtllm_bls.openai.content import Content, ContentReader, Piece, note_once
 from trtllm_bls.openai.conversation import (
     ChatModel,
     Transcript,
@@ -353,19 +353,19 @@ def _conversation(request: CountTokensRequest, reader: ContentReader) -> Convers
         if isinstance(message.content, str):
             transcript.say(message.role, message.content)
             continue
-        texts: list[str] = []
+        pieces: list[Piece] = []
         for index, block in enumerate(message.content):
             place, kind = f"messages[{number}].content[{index}]", str(block.get("type"))
             if kind in _BLOCK_FIELDS:
                 _read_block(place, checked(place, block, Block), transcript, tools, reader)
             elif message.role != "assistant" or "text" in block:
-                texts.append(reader.part(place, block))
+                pieces.append(reader.piece(place, block))
             elif isinstance(summary := block.get("content"), str):  # of what came before
-                texts.append(summary)
+                pieces.append(summary)
             else:
                 note_once(f"blocks of type {kind!r}, which hold nothing for the model: left out")
-        if texts:
-            transcript.say(message.role, "\n".join(texts))
+        if pieces:
+            transcript.say(message.role, *pieces)
     turns = transcript.messages
     if not turns:
         raise invalid("messages", "hold nothing; send at least one block of text")
@@ -415,7 +415,7 @@ def _read_block(
     elif block.type == "tool_result":
         tools.refer(content)
         # As Anthropic names the place: Claude Code drops what stands there.
-        text = reader.text(f"{place}.tool_result.content", content)
-        transcript.result(block.tool_use_id or "", text)
+        pieces = reader.pieces(f"{place}.tool_result.content", content)
+        transcript.result(block.tool_use_id or "", *pieces)
     elif block.tool is not None:
         tools.change(f"{place}.tool", block.type, block.tool)

@@ -799,7 +799,7 @@ def _read_item(
             raise invalid(f"{place}.{field}", "is missing")
     if item.type == "message":
         role = "system" if item.role == "developer" else item.role
-        transcript.say(role, reader.text(f"{place}.content", item.content))
+        transcript.say(role, *reader.pieces(f"{place}.content", item.content))
     elif item.type == "reasoning":
         transcript.think(reader.text(place, item.content or item.summary or ""))
     elif item.type == "function_call":
@@ -823,7 +823,7 @@ def _read_item(
     elif item.tools is not None:
         tools.add(f"{place}.tools", item.tools)
     else:
-        text = reader.text(f"{place}.output", item.output or "")
+        pieces = reader.pieces(f"{place}.output", item.output or "")
         if item.type == "apply_patch_call_output":
-            text = "\n".join(filter(None, (item.status, text)))
-        transcript.result(item.call_id or item.id, text)
+            pieces = [item.status or "", *pieces]
+        transcript.result(item.call_id or item.id, *pieces)

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from starlette.requests import Request
@@ -86,7 +87,12 @@ class ServedModels:
             reader,
             count_call,
         )
-        self._pipeline_model = ChatModel(tokenizer, None, fingerprint, reader)
+        self._pipeline_models = {
+            pipeline.name: ChatModel(
+                tokenizer, None, fingerprint, replace(reader, accepts=pipeline.accepts)
+            )
+            for pipeline in settings.pipelines
+        }
 
     def check(self, name: str) -> None:
         """Raise ``ApiError`` for a model that this server does not have."""
@@ -105,7 +111,7 @@ class ServedModels:
             raise invalid("model", f"is missing; send one of {', '.join(self.names)}"[:500])
         self.check(request.model)
         if request.model in self.pipelines:
-            return self._pipeline_model
+            return self._pipeline_models[request.model]
         if request.model in self._served:
             raise self._elsewhere(request.model)
         return self._language_model
@@ -184,6 +190,10 @@ class ServedModels:
             return sorted(self._served[name].capabilities)
         return ["chat", "completions"]
 
+    def _accepts(self, name: str) -> Sequence[str]:
+        """Return the kinds of content that a model's conversations may have."""
+        return ["text", *sorted(self._served[name].accepts)] if name in self._served else ["text"]
+
     async def _card(self, name: str) -> dict[str, object]:
         return {
             "id": name,
@@ -193,6 +203,7 @@ class ServedModels:
             "parent": self._base_name if name in self._loras else None,
             "max_model_len": await self.max_tokens(),
             "capabilities": self._capabilities(name),
+            "accepts": self._accepts(name),
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, timezone.utc).isoformat(),

@@ -17,7 +17,9 @@ import numpy as np
 
 from trtllm_bls.errors import InvalidRequest, SettingsError, TrtllmBlsError, Unsupported
 from trtllm_bls.pipeline.batching import BatchedMethod, BatchedStage, BatchLimits
+from trtllm_bls.pipeline.content_parts import part_tensors
 from trtllm_bls.settings.faces import (
+    CHAT,
     EMBED,
     EMBED_VECTORS,
     FACE_END,
@@ -47,7 +49,7 @@ _UNKNOWN_SIZE = 0xFFFFFFFF  # of a sound whose end nobody knows yet
 Send: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
 
-def face_tensors(model: type) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def face_tensors(model: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the inputs and outputs of the faces that a user's model has."""
     inputs: list[Tensor] = []
     outputs: dict[str, Tensor] = {}
@@ -55,6 +57,10 @@ def face_tensors(model: type) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         if getattr(model, face.method, None) is not None:
             inputs.append(Tensor(face.request, "STRING"))
             outputs |= {name: Tensor(name, dtype, dims) for name, dtype, dims in face.outputs}
+    accepted = list(part_tensors(model.accepts))
+    if accepted and getattr(model, CHAT.method, None) is None:
+        raise SettingsError("accepts: is of conversations; write a method chat")
+    inputs += accepted
     return tuple(inputs), tuple(outputs.values())
 
 

@@ -35,6 +35,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns, Conversation, FormDemand
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
+from trtllm_bls.pipeline.content_parts import check_text_only
 from trtllm_bls.settings.parameters import nearest, suggestion
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
 from trtllm_bls.text.chat_parser import (
@@ -315,6 +316,7 @@ def _conversation(
 
     ``form_field``: the option that demands a form, if one does.
     """
+    check_text_only(messages)
     for tool in tools:
         function = tool.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -722,6 +724,11 @@ class LLM:
     def tokenizer(self) -> Any:
         """The tokenizer of ``transformers``."""
         return self._loaded.hf
+
+    @property
+    def first_table_id(self) -> int:
+        """The id that an engine reads as the first row of a prompt's embedding table."""
+        return self._loaded.first_table_id
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a text."""

@@ -49,6 +49,7 @@ from trtllm_bls.orchestrator.orchestrator import (
     stats_of,
     timeout,
 )
+from trtllm_bls.pipeline.content_parts import ContentPart, with_parts
 from trtllm_bls.pipeline.faces import (
     FaceFields,
     Faces,
@@ -61,7 +62,7 @@ from trtllm_bls.pipeline.language_model import CALLER, LLM, ConversationOptions,
 from trtllm_bls.pipeline.other_models import CallOptions, Origin, OtherModels, OtherStream
 from trtllm_bls.pipeline.sessions import Session, SessionStore
 from trtllm_bls.settings.engine_tls import engine_tls
-from trtllm_bls.settings.faces import Face
+from trtllm_bls.settings.faces import PART_INPUTS, Face
 from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
 from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.settings.parameters import (
@@ -488,11 +489,12 @@ class Request:
 class ChatRequest(Request):
     """A request to answer a conversation, of one of OpenAI's APIs or of Anthropic's.
 
-    ``messages`` and ``tools`` are as ``LLM.chat`` takes them. ``options`` has what the caller asks
-    of the answer, and of the fields that the API does not have those that
-    ``StreamingModel.options`` declares; what was not sent is absent. ``metadata``, ``user`` and
-    ``prompt_cache_key`` are the caller's, ``headers`` those that ``--pipeline-header`` names, in
-    lower case.
+    ``messages`` and ``tools`` are as ``LLM.chat`` takes them. Where the model ``accepts`` parts,
+    the content of a message with one is a list of texts and of ``ContentPart``.
+    ``options`` has what the caller asks of the answer, and of the fields that the API does not have
+    those that ``StreamingModel.options`` declares; what was not sent is absent. ``metadata``,
+    ``user`` and ``prompt_cache_key`` are the caller's, ``headers`` those that
+    ``--pipeline-header`` names, in lower case.
     """
 
     def __init__(
@@ -505,6 +507,8 @@ class ChatRequest(Request):
         super().__init__(call, deployment, inputs)
         chat = _checked_chat(self.text(CHAT_REQUEST))
         self.messages: list[dict[str, Any]] = chat["messages"]
+        if {*PART_INPUTS.values()}.intersection(inputs):
+            self.messages = with_parts(self.messages, self._arrays)
         self.tools: list[dict[str, Any]] = chat["tools"]
         self.options: dict[str, Any] = chat["options"]
         if "token_bias" in self.options:  # whose keys JSON has as texts
@@ -525,6 +529,32 @@ class ChatRequest(Request):
             if name in self.options and self.options[name] is value:
                 names.add(name)
         return names
+
+    @property
+    def parts(self) -> list[ContentPart]:
+        """The images, sounds and files of the conversation, in order."""
+        parts: list[ContentPart] = []
+        for message in self.messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                parts += [part for part in content if isinstance(part, ContentPart)]
+        return parts
+
+    def texts(self, replacement: Callable[[ContentPart], str]) -> list[dict[str, Any]]:
+        """Return the messages for a language model, with ``replacement`` of each part in its place.
+
+        It is called in the order of ``parts``.
+        """
+        messages = []
+        for message in self.messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                pieces = []
+                for part in content:
+                    pieces.append(replacement(part) if isinstance(part, ContentPart) else part)
+                message = {**message, "content": "\n".join(pieces)}
+            messages.append(message)
+        return messages
 
 
 def _own_options(declared: Mapping[str, type], sent: Mapping[str, Any]) -> dict[str, Any]:
@@ -694,6 +724,8 @@ class StreamingModel(ServedModel):
     # its own inputs are optional.
     # ``async def chat(self, request)``: an async generator of ``ChatPart``.
     chat: Callable[..., Any] | None = None
+    # ``accepts``: which of image, audio and file its conversations may have as ``ContentPart``.
+    accepts: ClassVar[Collection[str]] = frozenset()
     # ``async def embed(self, texts)``: an array of one vector for each text, which may be of
     # several requests. ``dimensions``: lengths that the vectors may be cut to.
     embed: Any = None

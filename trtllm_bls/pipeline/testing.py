@@ -31,6 +31,7 @@ import numpy as np
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2, service_pb2
 
+from trtllm_bls.engines.content_parts import split_parts
 from trtllm_bls.errors import TrtllmBlsError, Unsupported, to_wire
 from trtllm_bls.orchestrator.orchestrator import (
     Load,
@@ -39,6 +40,7 @@ from trtllm_bls.orchestrator.orchestrator import (
     has_expired,
     timeout,
 )
+from trtllm_bls.pipeline.content_parts import ContentPart
 from trtllm_bls.pipeline.language_model import LLM, ConversationOptions
 from trtllm_bls.pipeline.other_models import DeclaredModel, OtherModels, failure_of
 from trtllm_bls.pipeline.streaming_model import (
@@ -604,12 +606,14 @@ class LoadedModel:
     ) -> list[dict[str, Any]]:
         """What the model's ``chat`` gives for a conversation, as events.
 
+        The content of a message may be a list of texts and of ``ContentPart``.
         ``options``: those of ``LLM.chat``, and the fields that the model declares. Raises
         ``AssertionError`` with its error, if it answers one.
         """
         known = ConversationOptions.__annotations__
+        sent, parts = split_parts([_sent_message(message) for message in messages])
         request = {
-            "messages": messages,
+            "messages": sent,
             "tools": tools,
             "options": {name: value for name, value in options.items() if name in known},
             "further": {name: value for name, value in options.items() if name not in known},
@@ -619,9 +623,24 @@ class LoadedModel:
             "headers": caller.headers,
         }
         text = json.dumps(request)
-        ask = self.ask(chat_request=text, outputs=["chat_events"], caller=caller).wait()
+        inputs: dict[str, Any] = {"chat_request": text, **parts}
+        ask = self.ask(outputs=["chat_events"], caller=caller, **inputs).wait()
         assert ask.error is None, ask.error
         return [event for (text,) in ask.said("chat_events") for event in json.loads(text)]
+
+
+def _sent_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as the OpenAI API sends it to a pipeline."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [_sent_part(part) for part in content]
+    return {**message, "content": content}
+
+
+def _sent_part(part: Any) -> Any:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return part.fields if isinstance(part, ContentPart) else part
 
 
 @contextmanager

@@ -61,12 +61,19 @@ RERANK = Face(
     "rerank_request",
     ((RERANK_SCORES, "FP32", (-1,)), _END_OUTPUT),
 )
+# The inputs that hold the bytes of content parts, by the kinds that a pipeline may accept.
+PART_INPUTS = {"image": "chat_image", "audio": "chat_audio", "file": "chat_file"}
 FACES = (CHAT, EMBED, SPEAK, RERANK)
 
 
 @dataclass(frozen=True)
 class ServedPipeline:
-    """A model of a repository with faces, by the names of their capabilities."""
+    """A model of a repository with faces.
+
+    ``capabilities``: the names of its faces. ``accepts``: the kinds of content parts that its
+    conversations may have beside text.
+    """
 
     name: str
     capabilities: frozenset[str]
+    accepts: frozenset[str] = frozenset()

@@ -14,7 +14,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.settings.faces import CHAT, FACES, ServedPipeline
+from trtllm_bls.settings.faces import CHAT, FACES, PART_INPUTS, ServedPipeline
 
 # Tensors of a pipeline that answers conversations: a request and the events of its answer, as JSON.
 CHAT_REQUEST = CHAT.request
@@ -88,7 +88,10 @@ def served_pipelines(repository: Path) -> tuple[ServedPipeline, ...]:
         inputs = {tensor.name for tensor in read_config(file).input}
         capabilities = [face.capability for face in FACES if face.request in inputs]
         if capabilities:
-            pipelines.append(ServedPipeline(file.parent.name, frozenset(capabilities)))
+            accepts = [kind for kind, name in PART_INPUTS.items() if name in inputs]
+            pipelines.append(
+                ServedPipeline(file.parent.name, frozenset(capabilities), frozenset(accepts))
+            )
     return tuple(pipelines)
 
 

@@ -237,6 +237,9 @@ class PromptMaker:
         if most is not None and len(ids) > most:
             raise PromptTooLong(field, len(ids), most)
         size = tokenizer.model_vocab_size
+        table = request.extras.get("prompt_embedding_table")
+        if table is not None:  # whose rows are ids, too
+            size = max(size, tokenizer.first_table_id + len(table))
         wrong = next((token for token in request.prompt_ids or () if not 0 <= token < size), None)
         if wrong is not None:
             raise InvalidRequest(field, f"{wrong} is not a token id; they are 0 to {size - 1}")
