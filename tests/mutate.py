@@ -1,6 +1,7 @@
 """Change one place of the package at a time, and see which test fails.
 
-Usage: python -m tests.mutate MUTATIONS, a text file of paragraphs:
+Usage: python -m tests.mutate [MUTATIONS], a text file of paragraphs, by default ``mutations.txt``
+beside this file, whose mutations are all to be killed:
 
     trtllm_bls/openai/chat.py
     - limit = request.max_completion_tokens
@@ -73,4 +74,4 @@ def _result(tree: Path, tests: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]) if sys.argv[1:] else _ROOT / "tests" / "mutations.txt")

@@ -771,6 +771,14 @@ def test_foreign_pages_do_not_reach_a_server_of_this_machine(
         assert option in answer.error["message"]
 
 
+def test_a_star_lets_pages_of_every_origin_in(connect: Connect) -> None:
+    """``--allow-origin '*'``; names of this machine still count."""
+    api, _ = connect(allowed_hosts=(), allowed_origins=("*",))
+    further = JSON + "origin: http://any.example\r\n"
+    assert ask(api, further=further, host="localhost:9000").status == 200
+    assert ask(api, further=further, host="evil.example").status == 421
+
+
 def test_without_the_guard_any_name_is_answered(connect: Connect) -> None:
     """As of a server that others are meant to reach."""
     api, _ = connect()

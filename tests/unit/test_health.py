@@ -382,6 +382,9 @@ def test_the_engines_own_figures_are_read_from_triton() -> None:
     assert engine_load(old) == (2, 38)
     assert engine_load(old + row.format("waiting", 37)) == (2, 37)
     assert engine_load('nv_inference_count{model="m"} 3\n') is None
+    draft = row.replace("tensorrt_llm", "tensorrt_llm_draft")
+    both = old + draft.format("active", 7) + draft.format("scheduled", 4)
+    assert engine_load(both) == (6, 41), "of several engines the sum"
 
 
 def test_a_watch_that_is_stuck_is_not_live() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_a_dead_api_is_started_again_unless_the_server_stops(tmp_path: Path) -> 
         assert told[0] == "the HTTP program has ended (SIGKILL, perhaps out of memory)"
         server.stop_requested = True
         api.kill()
+        until(lambda: "http" not in {thread.name for thread in threading.enumerate()})
     finally:
         api.close()
     assert (told[2:], server.failures) == ([], [])

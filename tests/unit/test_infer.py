@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_bls.http.budgets import MAX_ELEMENTS, MAX_TEXTS
-from trtllm_bls.http.infer import Forwarded, KeySalt, read_infer
+from trtllm_bls.http.infer import Forwarded, KeySalt, read_infer, read_settings
 from trtllm_bls.http.keys import salt_of
 from trtllm_bls.http.limits import Refused
 from trtllm_bls.http.values import ELEMENT_BYTES, texts_in
@@ -302,3 +302,12 @@ def test_whatever_is_sent_is_understood_or_refused(data: st.DataObject) -> None:
         num_bytes = int(np.prod(written["shape"], dtype=int)) * ELEMENT_BYTES[written["datatype"]]
         assert written["parameters"] == {"binary_data_size": len(content)}
         assert len(content) == num_bytes
+
+
+def test_json_may_be_as_large_as_its_limit() -> None:
+    """And not a byte larger."""
+    body = b'{"log_verbose_level": 1}'
+    read_settings(body, len(body))
+    with pytest.raises(Refused) as refused:
+        read_settings(body, len(body) - 1)
+    assert refused.value.status == 413

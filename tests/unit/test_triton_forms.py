@@ -223,3 +223,12 @@ def test_numbers_mean_themselves(values: list[float]) -> None:
     response.raw_output_contents.append(np.array(values, np.float64).tobytes())
     told = json.loads(response_json(response), parse_constant=pytest.fail)["x"]
     assert told == [value if np.isfinite(value) else None for value in values]
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1])
+def test_a_parameter_beyond_64_bits_is_refused(value: int) -> None:
+    """The largest and the smallest number of 64 bits are passed on."""
+    nearest = value - 1 if value > 0 else value + 1
+    assert asked({"note": nearest}).parameters["note"].int64_param == nearest
+    with pytest.raises(Refused, match=r"note: .* 64-bit number"):
+        asked({"note": value})

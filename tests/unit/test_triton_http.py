@@ -381,6 +381,15 @@ def test_a_body_that_is_forwarded_has_limits(
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nserver: x\r\n\r\n{}"
 
 
+@pytest.mark.parametrize("length", [(b"content-length", b"2"), (b"transfer-encoding", b"chunked")])
+def test_a_body_where_none_belongs_is_refused(length: tuple[bytes, bytes]) -> None:
+    """Triton is not asked, whichever header announces the body."""
+    program = Triton()
+    answer = asyncio.run(program.ask("GET", b"/v2/health/ready", [length], b"{}"))
+    assert (answer["status"], program.sent) == (400, b"")
+    assert "takes no body" in json.loads(answer["body"])["error"]
+
+
 def test_triton_sees_nothing_that_this_program_did_not_write() -> None:
     """No query, and of the headers the trace alone; the JSON, its type and length are ours."""
     trace = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"

@@ -258,9 +258,8 @@ def judged_by_triton(subject: Subject) -> Findings:
     except SetupError as error:
         yield warn(f"not judged by Triton: {error}", "run doctor where the models are served")
         return
-    unreadable = {Path(str(error).partition(":")[0]).parent.name for error in subject.unreadable}
     for model, reason in sorted(verdict.reasons.items()):
-        if model in unreadable or "${" in reason:
+        if model in subject.unreadable_models or "${" in reason:
             continue  # told by the checks of configurations and templates
         is_elsewhere = NO_GPU.search(reason) and not _GPUS.exists()
         yield Finding("warn" if is_elsewhere else "error", f"{model}: {reason}", mend_of(reason))

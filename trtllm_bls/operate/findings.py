@@ -87,12 +87,14 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.unreadable: list[SettingsError] = []  # configurations and engines
+        self.unreadable_models: set[str] = set()
         self.configs: dict[str, Any] = {}  # Triton's ``ModelConfig`` of each model
         for path in sorted(self.repository.glob("*/config.pbtxt")) if self.repository else ():
             try:
                 self.configs[path.parent.name] = read_config(path)
             except SettingsError as error:
                 self.unreadable.append(error)
+                self.unreadable_models.add(path.parent.name)
         self.cpp_models = [n for n, c in self.configs.items() if c.backend == CPP_BACKEND]
         values = self.values(BLS.name)
         self.target = values.get("tensorrt_llm_model_name") or ENGINE.name

@@ -24,12 +24,13 @@ CHAT_EVENTS = CHAT.outputs[0][0]
 def read_config(path: Path) -> Any:
     """Read the file as a ``ModelConfig`` message; raises ``SettingsError``."""
     config = model_config_pb2.ModelConfig()
+    text = ""
     try:
         text = path.read_text(encoding="utf-8")
         text_format.Parse(text, config, allow_unknown_field=True)
     except (OSError, UnicodeDecodeError, RecursionError, text_format.ParseError) as error:
         remedy = "mend it"
-        if "${" in str(error):
+        if "${" in text:
             remedy = "fill in the template"
         raise SettingsError(f"{path}: cannot be read: {error}; {remedy}") from error
     return config
