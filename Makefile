@@ -142,6 +142,7 @@ check: static
 
 generate: $(INSTALLED)
 	@$(BIN)/python -m trtllm_bls.configure.pbtxt
+	@$(BIN)/python docs/site/reference.py
 	@cd $(SERVICE) && sha256sum --quiet --check trtllm_service.sha256 || $(MAKE) -C $(CURDIR) descriptor
 
 # Installs protoc into an environment of its own: only who changes the .proto needs it.

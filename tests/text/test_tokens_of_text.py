@@ -24,7 +24,7 @@ from tests.helpers.scripted_text import (
     tokenizer,
 )
 from tests.helpers.small_tokenizers import MAKERS, directory
-from trtllm_bls.errors import InvalidRequest, PromptTooLong
+from trtllm_bls.errors import InvalidRequest, PromptTooLong, Unsupported
 from trtllm_bls.orchestrator.orchestrator import Defaults
 from trtllm_bls.settings.request_limits import RequestLimits
 from trtllm_bls.text.tokenizer import load_tokenizer
@@ -56,12 +56,14 @@ def test_prompt_ids_that_cannot_be_are_refused(ids: tuple[int, ...], kind: type)
 
 
 def test_rows_of_a_prompt_table_are_ids_beyond_the_vocabulary() -> None:
-    """As many as the table has rows; the next one is refused as ever."""
+    """As many as the table has rows. The next one is refused, and so are engines without tables."""
     prompts = orchestrator(saying("yes"))
     extras = {"prompt_embedding_table": np.zeros((2, 4), np.float16)}
     first = tokenizer().first_table_id
     ids = (first, first + 1)
     assert tuple(prompts.prompt_ids(asking(text=None, prompt_ids=ids, extras=extras))) == ids
+    with pytest.raises(Unsupported, match="prompt_embedding_table: this engine reads no such"):
+        ask(saying("yes"), asking(text=None, prompt_ids=ids, extras=extras))
     with pytest.raises(InvalidRequest, match=f"{first + 2} is not a token id"):
         prompts.prompt_ids(asking(text=None, prompt_ids=(first + 2,), extras=extras))
 

@@ -88,5 +88,7 @@ def _check_tokens(request: EngineRequest, draft: Draft, capacity: EngineCapacity
         # numpy makes no object of each id in the array of a long prompt.
         ends: Any = (np.min, np.max) if isinstance(ids, array) else (min, max)
         for token in [end(ids) for end in ends] if ids else ():
+            if token >= vocab_size and "prompt_embedding_table" in request.extras:
+                raise Unsupported("prompt_embedding_table", "this engine reads no such table")
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(name, f"token {token} is not in 0..{vocab_size - 1}")
