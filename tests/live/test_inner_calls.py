@@ -26,7 +26,7 @@ from trtllm_bls.configure.new import config_of
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment
-from trtllm_bls.settings.model_config import chat_pipelines
+from trtllm_bls.settings.model_config import served_pipelines
 from trtllm_bls.wire.call_context import CONTEXT_PARAMETER, RUN_SECRET
 
 # Does as ``what`` says; ``chat`` tells who asks, and a second pipeline what it was told of that.
@@ -201,7 +201,7 @@ def api(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runni
     assert repository is not None
     monkeypatch.setenv(RUN_SECRET, server.environment[RUN_SECRET])
     given = {"engine_url": server.grpc_url, "tokenizer_dir": str(DEMO / "target")}
-    own: Any = {"model_names": ("demo",), "pipelines": chat_pipelines(repository)}
+    own: Any = {"model_names": ("demo",), "pipelines": served_pipelines(repository)}
     own |= {"keys": (hashlib.sha256(b"key").digest(),), "pipeline_headers": ("x-team",)}
     backend = Deployment(read_parameters(repository, given), model_name="demo")
     with openai_serving(backend.engine, backend, **own) as running:

@@ -29,7 +29,7 @@ from trtllm_bls.configure.new import command as new
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.errors import EngineError, EngineUnavailable, Overloaded, SettingsError
 from trtllm_bls.pipeline import InvalidRequest, Request, Response, StreamingModel, Tensor, connect
-from trtllm_bls.pipeline.testing import Called, Double, FakeTriton, LoadedModel, load, serving
+from trtllm_bls.pipeline.testing import Called, Double, LoadedModel, load, serving
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.triton.request_server import Outbox
@@ -573,10 +573,6 @@ def test_the_examples_are_short_and_their_configurations_current(name: str) -> N
     assert config_of(model, {}) == (model.parents[1] / "config.pbtxt").read_text()
 
 
-async def loads_nothing(deployment: Any) -> None:
-    """Needs no language model."""
-
-
 class Careless(Upper):
     """Leaves a call of another model behind when the other one fails."""
 
@@ -895,14 +891,10 @@ def test_a_pipelines_own_parameters_have_the_types_of_their_defaults(
     unknown = "parameter naerest is not declared by this model; did you mean nearest"
     with pytest.raises(AssertionError, match=unknown), serving(Own, naerest=1):
         pass
-    config = {"name": "m", "parameters": {"naerest": {"string_value": "1"}}}
-    arguments = {"model_config": json.dumps(config), "model_name": "m", "model_repository": "."}
-    triton = FakeTriton()
-    served = Own()
-    served.load = loads_nothing  # type: ignore[method-assign]
-    served.initialize(arguments, triton)
-    served.finalize()
-    assert any(unknown in line for _, line in triton.lines)  # Triton loads it all the same
+    with serving(Own, llm=["a"], **configured) as model:  # Triton loads it all the same
+        model.model._config["parameters"]["naerest"] = {"string_value": "1"}
+        model.model.make(None)
+        assert any(unknown in line for _, line in model.triton.lines)
 
 
 def test_rows_are_one_or_refused_at_load() -> None:
