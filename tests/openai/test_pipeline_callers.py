@@ -18,6 +18,7 @@ from tests.helpers.openai_server import RunningApi, ScriptedBackend
 from tests.helpers.openai_server import serving as openai_serving
 from tests.helpers.scripted_text import saying
 from trtllm_bls.engines.chat_model import chat_context, chat_request
+from trtllm_bls.settings.faces import ServedPipeline
 from trtllm_bls.types import Ending, FinishReason, TextChunk, TextRequest
 
 KEY = hashlib.sha256(b"key")
@@ -62,7 +63,8 @@ def pipeline() -> RecordedPipeline:
 def api(pipeline: RecordedPipeline) -> Iterator[RunningApi]:
     backend = Backend(saying("a"))
     backend.pipeline = pipeline
-    own: Any = {"pipelines": ("agent",), "pipeline_headers": ("x-team",)}
+    agent = ServedPipeline("agent", frozenset({"chat"}))
+    own: Any = {"pipelines": (agent,), "pipeline_headers": ("x-team",)}
     with openai_serving(backend.engine, backend, keys=(KEY.digest(),), **own) as running:
         yield running
 
