@@ -77,7 +77,8 @@ class PromptMaker:
         words = (*request.stop_words, *request.bad_words, *(word for word, _ in biased))
         characters = sum(map(len, words)) + len(request.text or "") + len(request.prediction or "")
         if request.messages is not None:
-            characters += json_size(request.messages) + json_size(request.chat.tools)
+            characters += json_size(request.messages, _LONG_REQUEST)
+            characters += json_size(request.chat.tools, _LONG_REQUEST)
         return number * _WORD_COST + characters >= _LONG_REQUEST
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:

@@ -39,7 +39,7 @@ from trtllm_bls.text.checkpoint_dir import (
     one_line,
 )
 from trtllm_bls.text.detokenizer import Detokenizer, KeepingVocabulary, choose_detokenizer
-from trtllm_bls.text.json_values import MAX_DEPTH
+from trtllm_bls.text.json_values import MAX_DEPTH, SURROGATES, json_texts
 from trtllm_bls.text.template_trial import problem_of
 from trtllm_bls.types import ChatOptions, PromptIds
 
@@ -75,16 +75,27 @@ class ChatGuard:
         self._normalize = normalize
         self._normalized = _any_of(map(normalize, tokens)) if normalize else _any_of(())
 
-    def guard(self, field: str, value: Any, room: int = MAX_DEPTH) -> Any:
-        """A JSON value with ``GUARD`` inside every spelling; raises ``InvalidRequest`` where it
-        cannot be, and where the value is nested too deeply. ``room``: further levels."""
+    def guard(self, field: str, value: Any) -> Any:
+        """Return a JSON value with ``GUARD`` inside every spelling; the value itself has none.
+
+        Raises ``InvalidRequest`` where it cannot be, and where the value is nested too deeply.
+        """
+        texts = json_texts(value)
+        if texts is not None and not self._is_suspect(texts):
+            return value
+        return self.guard_each(field, value)
+
+    def guard_each(self, field: str, value: Any, room: int = MAX_DEPTH) -> Any:
+        """Guard text by text: what ``guard`` does where it has to. ``room``: further levels."""
         if isinstance(value, (Mapping, list, tuple)) and not room:
             raise InvalidRequest(field, f"is nested more than {MAX_DEPTH} levels deep")
         if isinstance(value, Mapping):
-            pairs = value.items()
-            return {self.guard(field, k): self.guard(field, item, room - 1) for k, item in pairs}
+            guarded = {}
+            for key, item in value.items():
+                guarded[self.guard_each(field, key)] = self.guard_each(field, item, room - 1)
+            return guarded
         if isinstance(value, (list, tuple)):
-            return [self.guard(field, item, room - 1) for item in value]
+            return [self.guard_each(field, item, room - 1) for item in value]
         if not isinstance(value, str):
             return value
         if GUARD in value:
@@ -96,12 +107,26 @@ class ChatGuard:
         self._check_normalized(field, value)
         return value
 
+    def _is_suspect(self, texts: Sequence[str]) -> bool:
+        """True if one of the texts may have to be guarded or refused."""
+        # One search is many times as fast as one for each text. No token has ``GUARD`` in it, so
+        # two texts spell none together.
+        joined = GUARD.join(texts)
+        if joined.count(GUARD) >= max(1, len(texts)) or self._written.search(joined):
+            return True
+        if self._normalize is None:
+            return False
+        if SURROGATES.search(joined):
+            return True
+        return any(self._normalized.search(self._normalize(text)) for text in texts)
+
     def guard_parts(self, parts: list[Any]) -> list[Any]:
         """Guarded parts of one content, with ``GUARD`` between their texts if two together spell a
         token.
 
         A template writes them one after the other, some without the white space around.
         """
+        parts = list(parts)
         texts: dict[int, str] = {}
         for index, part in enumerate(parts):
             text = part.get("text") if isinstance(part, dict) else part
@@ -182,6 +207,14 @@ def _calls_in_form(
         calls = [_call_in_form(call, as_text) for call in calls]
         content = None if without_content else content
         yield {**message, "content": content, "tool_calls": calls}
+
+
+def _with_description(tool: Any) -> Any:
+    """Return a tool with a description, whose absence some templates take for an error."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or "description" in function:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -548,8 +581,7 @@ class Tokenizer:
         if not self.hf.chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send text_input")
         # Arguments of ``apply_chat_template`` could set another template.
-        own = inspect.signature(self.hf.apply_chat_template).parameters
-        if wrong := sorted({"messages", *own} & options.variables.keys()):
+        if wrong := sorted(self._template_arguments & options.variables.keys()):
             problem = f"{wrong[0]} cannot be set; name variables of the chat template"
             raise InvalidRequest("chat_template_kwargs", problem)
         by_assistant, everywhere = self._chat_guards
@@ -578,10 +610,8 @@ class Tokenizer:
                 guarded["content"] = guard.guard_parts(parts)
             conversation.append(guarded)
         known_tools = None if tools is None else everywhere.guard("tools", list(tools))
-        if ".description" in (self.chat_template or ""):  # some take its absence for an error
-            for tool in known_tools or ():
-                if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
-                    tool["function"].setdefault("description", "")
+        if known_tools and ".description" in (self.chat_template or ""):
+            known_tools = [_with_description(tool) for tool in known_tools]
         try:
             return self._written_by_template(conversation, known_tools, further)
         except Exception as error:  # a template is a program: it may raise anything
@@ -632,6 +662,11 @@ class Tokenizer:
             **{**self.hf.special_tokens_map, **further},
         )
         return str(prompt)
+
+    @cached_property
+    def _template_arguments(self) -> set[str]:
+        """The names that ``apply_chat_template`` takes for itself."""
+        return {"messages", *inspect.signature(self.hf.apply_chat_template).parameters}
 
     @cached_property
     def _call_form(self) -> tuple[tuple[bool, bool], bool]:
