@@ -87,7 +87,7 @@ def test_one_look_tells_whether_a_token_comes_out() -> None:
 
 # --- the watch ------------------------------------------------------------------------------
 
-QUICK = Pace(look_s=0.01, canary_s=0.02, answer_s=0.1, kept_s=0.2)
+QUICK = Pace(look_s=0.01, canary_s=0.02, answer_s=0.1, unload_s=0.2)
 
 
 def watch(

@@ -122,7 +122,7 @@ def named(repository: Path) -> tuple[set[str], set[str]]:
     errors, warnings = set[str](), set[str]()
     for name in ("judged_by_triton", "programs", "backends", "readable"):
         for finding in findings(name, repository=repository):
-            what = finding.what.removeprefix(f"{repository}/")
+            what = finding.summary.removeprefix(f"{repository}/")
             model = what.partition(":")[0].partition("/")[0]
             (errors if finding.level == "error" else warnings).add(model)
     return errors, warnings
@@ -172,8 +172,10 @@ def test_a_repository_for_a_backend_that_is_not_here_is_judged(tmp_path: Path) -
     (demo.out / "preprocessing").rename(tmp_path / "preprocessing")
     found = only(judged(demo.out))
     assert found.level == "error"
-    assert found.what.startswith("ensemble: ensemble ensemble contains models that are not avail")
-    assert found.mend == "mend or add that model first"
+    assert found.summary.startswith(
+        "ensemble: ensemble ensemble contains models that are not avail"
+    )
+    assert found.remedy == "mend or add that model first"
 
 
 CONFIG = 'backend: "python"\nmax_batch_size: 4\n'
@@ -192,7 +194,7 @@ def test_a_group_on_gpus_is_a_warning_where_there_is_none(tmp_path: Path) -> Non
     write(tmp_path, "on_gpu", config=CONFIG + "instance_group { kind: KIND_GPU }\n")
     found = only(judged(tmp_path / "models"))
     assert found.level == ("error" if Path("/dev/nvidiactl").exists() else "warn")
-    assert "on_gpu" in found.what
+    assert "on_gpu" in found.summary
 
 
 def test_a_model_without_a_program_does_not_hang_the_others(tmp_path: Path) -> None:
@@ -201,8 +203,8 @@ def test_a_model_without_a_program_does_not_hang_the_others(tmp_path: Path) -> N
     write(tmp_path, "fine")
     write(tmp_path, "wrong", config=CONFIG + "input { dims: 1 }\n")
     told = judged(tmp_path / "models")
-    assert [finding.what.partition(":")[0] for finding in told] == ["empty", "wrong"]
-    assert "Python model file not found" in told[0].what and str(tmp_path) in told[0].what
+    assert [finding.summary.partition(":")[0] for finding in told] == ["empty", "wrong"]
+    assert "Python model file not found" in told[0].summary and str(tmp_path) in told[0].summary
 
 
 def test_a_program_of_the_users_is_not_run(tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def test_without_a_tritonserver_the_doctor_goes_on(tmp_path: Path) -> None:
     for server in (tmp_path / "none", container(tmp_path / "server")):
         subject = {"repository": tmp_path / "models", "server": server}
         found = only(findings("judged_by_triton", **subject))
-        assert found.level == "warn" and found.what.startswith("not judged by Triton")
+        assert found.level == "warn" and found.summary.startswith("not judged by Triton")
 
 
 def test_models_that_are_not_judged_in_time_are_named(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def findings(name: str, **subject: Any) -> list[Finding]:
 
 def only(found: list[Finding]) -> Finding:
     assert len(found) == 1, found
-    assert found[0].mend
+    assert found[0].remedy
     return found[0]
 
 

@@ -127,13 +127,13 @@ def test_doctor_finds_nothing_in_it_and_names_what_is_spoilt(
         assert findings(name, repository=new.out) == []
     file = new.out / "tensorrt_llm_engine" / "1" / "model.yaml"
     file.write_text("logits_post_processors: {a: 'none.such:x'}")
-    assert "cannot be loaded" in findings("llm_api", repository=new.out)[0].what
+    assert "cannot be loaded" in findings("llm_api", repository=new.out)[0].summary
     file.write_text("tensor_parallel: 2")
     monkeypatch.syspath_prepend(LLM_API)
     there = {"tensorrt-llm": "1.2.1"}.get
     ignored, unknown = findings("llm_api", repository=new.out, packages=there)
-    assert "1.2.1 may ignore penalties" in ignored.what and ignored.level == "warn"
-    assert "has no argument tensor_parallel" in unknown.what and "did you mean" in unknown.mend
+    assert "1.2.1 may ignore penalties" in ignored.summary and ignored.level == "warn"
+    assert "has no argument tensor_parallel" in unknown.summary and "did you mean" in unknown.remedy
     config = new.config("tensorrt_llm_engine")
     config.instance_group[0].count = 2
     text = text_format.MessageToString(config)

@@ -72,12 +72,12 @@ def test_a_configuration_that_cannot_be_read_is_an_error(demo: Demo, tmp_path: P
     demo.write()
     config = demo.out / "ensemble" / "config.pbtxt"
     config.write_text("max_batch_size: ${size}")
-    assert str(config) in only(findings("readable", repository=demo.out)).what
+    assert str(config) in only(findings("readable", repository=demo.out)).summary
     (tmp_path / "empty").mkdir()
-    assert "no model" in only(findings("readable", repository=tmp_path / "empty")).what
-    assert "config.json" in only(findings("readable", engine_dir=tmp_path / "empty")).what
+    assert "no model" in only(findings("readable", repository=tmp_path / "empty")).summary
+    assert "config.json" in only(findings("readable", engine_dir=tmp_path / "empty")).summary
     old = make_engine(tmp_path / "old", BUILD, version="0.8.0")
-    assert "version 0.8.0" in only(findings("readable", engine_dir=old, version="0.19")).what
+    assert "version 0.8.0" in only(findings("readable", engine_dir=old, version="0.19")).summary
     assert findings("versions", engine_dir=old, version="0.19") == []
 
 
@@ -109,8 +109,8 @@ def test_a_parameter_that_is_not_read(
     demo.write("--version", version)
     change(demo, model, **{key: value})
     found = findings("parameters", repository=demo.out, version=version)
-    assert only(found).what.startswith(f"{model}.{key}: ")
-    assert only(found).what.endswith(reason)
+    assert only(found).summary.startswith(f"{model}.{key}: ")
+    assert only(found).summary.endswith(reason)
 
 
 def test_a_key_without_which_the_backend_does_not_load(demo: Demo) -> None:
@@ -118,7 +118,7 @@ def test_a_key_without_which_the_backend_does_not_load(demo: Demo) -> None:
     demo.write("--version", "0.18")
     assert findings("demanded_parameters", repository=demo.out, version="0.18") == []
     found = only(findings("demanded_parameters", repository=demo.out, version="0.19"))
-    assert "tokenizer_dir" in found.what
+    assert "tokenizer_dir" in found.summary
 
 
 @pytest.mark.parametrize(
@@ -146,25 +146,25 @@ def test_an_engine_that_ends_after_one_step(demo: Demo, tmp_path: Path) -> None:
     demo.write("--version", "0.18")
     assert findings("one_step_drafts", **old) == []
     change(demo, "tensorrt_llm", one_step_requests=None)
-    assert "one_step_requests=true" in only(findings("one_step_drafts", **old)).mend
+    assert "one_step_requests=true" in only(findings("one_step_drafts", **old)).remedy
     draft = make_engine(tmp_path / "draft", BUILD)
     change(demo, "tensorrt_llm", one_step_requests="true")
     found = findings("one_step_drafts", draft_engine_dir=draft, **old)
-    assert "drafts one token" in only(found).what
+    assert "drafts one token" in only(found).summary
 
 
 def test_what_a_target_of_drafts_needs(demo: Demo, tmp_path: Path) -> None:
     """The build's mode, paged context attention, and reuse of the KV cache."""
     with_draft(demo, tmp_path)
     change(demo, "tensorrt_llm", enable_kv_cache_reuse="false")
-    assert "enable_kv_cache_reuse" in only(findings("speculation", repository=demo.out)).mend
+    assert "enable_kv_cache_reuse" in only(findings("speculation", repository=demo.out)).remedy
     change(demo, "tensorrt_llm", enable_kv_cache_reuse="true")
     engine = make_engine(tmp_path / "not_paged", BUILD | NOT_PAGED)
     found = only(findings("speculation", repository=demo.out, engine_dir=engine))
-    assert "paged context" in found.what
-    assert "--use_paged_context_fmha" in found.mend
+    assert "paged context" in found.summary
+    assert "--use_paged_context_fmha" in found.remedy
     found = only(findings("built_for", repository=demo.out, engine_dir=engine))
-    assert "paged context" in found.what
+    assert "paged context" in found.summary
 
 
 def test_logits_of_another_type(demo: Demo, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_logits_of_another_type(demo: Demo, tmp_path: Path) -> None:
     half = {"pretrained_config": {"logits_dtype": "float16"}}
     engine = make_engine(tmp_path / "half", BUILD, **half)
     found = findings("tensors", repository=demo.out, engine_dir=engine, version="1.0")
-    assert {finding.what.split()[0] for finding in found} == {
+    assert {finding.summary.split()[0] for finding in found} == {
         "tensorrt_llm.context_logits",
         "tensorrt_llm.generation_logits",
         "tensorrt_llm.draft_logits",
@@ -182,14 +182,14 @@ def test_logits_of_another_type(demo: Demo, tmp_path: Path) -> None:
     }
     with_draft(Demo(tmp_path / "both", demo.engine, demo.tokenizer), tmp_path, **half)
     found = findings("logits_types", repository=tmp_path / "both")
-    assert "the target takes FP32" in only(found).what
+    assert "the target takes FP32" in only(found).summary
 
 
 def test_a_stalled_engine_is_noticed_before_the_request_times_out(demo: Demo) -> None:
     """Otherwise only the timeout is seen; what is no number is another check's business."""
     demo.write()
     change(demo, "tensorrt_llm_bls", engine_stall_seconds="700")
-    assert "is longer than" in only(findings("time_limits", repository=demo.out)).what
+    assert "is longer than" in only(findings("time_limits", repository=demo.out)).summary
     change(demo, "tensorrt_llm_bls", engine_stall_seconds="soon")
     assert findings("time_limits", repository=demo.out) == []
 
@@ -197,7 +197,7 @@ def test_a_stalled_engine_is_noticed_before_the_request_times_out(demo: Demo) ->
 def test_a_release_is_named_where_the_server_is(tmp_path: Path) -> None:
     """This machine's limits count then, too; not where a server runs already."""
     here: dict[str, Any] = {"server": container(tmp_path), "max_streams": 10**9}
-    assert "--max-streams" in only(findings("open_files", version="0.19", **here)).mend
+    assert "--max-streams" in only(findings("open_files", version="0.19", **here)).remedy
     assert findings("open_files", url="127.0.0.1:1", **here) == []
 
 
@@ -205,7 +205,7 @@ def test_an_engine_that_names_no_release(tmp_path: Path) -> None:
     """Whether the backend can run it cannot be told."""
     engine = make_engine(tmp_path / "unnamed", BUILD, version="")
     found = only(findings("versions", engine_dir=engine, version="0.19"))
-    assert found.level == "warn" and "names no release" in found.what
+    assert found.level == "warn" and "names no release" in found.summary
 
 
 def test_a_model_that_does_not_stream(demo: Demo) -> None:
@@ -214,7 +214,7 @@ def test_a_model_that_does_not_stream(demo: Demo) -> None:
     config = demo.config("tensorrt_llm")
     config.model_transaction_policy.decoupled = False
     rewrite(demo, "tensorrt_llm", config)
-    assert "decoupled: true" in only(findings("decoupled", repository=demo.out)).mend
+    assert "decoupled: true" in only(findings("decoupled", repository=demo.out)).remedy
 
 
 def test_two_engines_that_want_all_memory(demo: Demo, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_two_engines_that_want_all_memory(demo: Demo, tmp_path: Path) -> None:
     with_draft(demo, tmp_path)
     for model in ("tensorrt_llm", "tensorrt_llm_draft"):
         change(demo, model, kv_cache_free_gpu_mem_fraction="0.9")
-    assert "0.45" in only(findings("memory_shares", repository=demo.out)).mend
+    assert "0.45" in only(findings("memory_shares", repository=demo.out)).remedy
     change(demo, "tensorrt_llm_draft", gpu_device_ids="1")
     assert findings("memory_shares", repository=demo.out) == []
     change(demo, "tensorrt_llm_draft", gpu_device_ids="", kv_cache_free_gpu_mem_fraction="much")
@@ -255,7 +255,7 @@ def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
     target = make_engine(tmp_path / "target", BUILD, pretrained_config={"vocab_size": 32000})
     draft = make_engine(tmp_path / "draft", PLAIN, pretrained_config={"vocab_size": 50257})
     found = findings("draft_vocabulary", engine_dir=target, draft_engine_dir=draft)
-    assert "50257" in only(found).what
+    assert "50257" in only(found).summary
 
 
 def test_a_draft_with_another_token_table(demo: Demo, tmp_path: Path) -> None:
@@ -263,13 +263,13 @@ def test_a_draft_with_another_token_table(demo: Demo, tmp_path: Path) -> None:
     with_draft(demo, tmp_path)
     change(demo, "tensorrt_llm_bls", draft_tokenizer_dir=str(directory("unigram")))
     found = only(findings("draft_vocabulary", repository=demo.out))
-    assert found.level == "error" and "another token table" in found.what
+    assert found.level == "error" and "another token table" in found.summary
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
     """Named before the server is started."""
     found = only(findings("tokenizer", tokenizer_dir=tmp_path))
-    assert str(tmp_path) in found.what
+    assert str(tmp_path) in found.summary
 
 
 @pytest.mark.parametrize("key", ["tokenizer_dir", "draft_tokenizer_dir"])
@@ -278,7 +278,7 @@ def test_a_placeholder_is_no_tokenizer(demo: Demo, key: str) -> None:
     demo.write()
     change(demo, "tensorrt_llm_bls", **{key: "${directory}"})
     assert findings("tokenizer", repository=demo.out) == []
-    assert key in only(findings("placeholders", repository=demo.out)).what
+    assert key in only(findings("placeholders", repository=demo.out)).summary
 
 
 # --- the machine ----------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_a_proxy_for_connections_to_this_machine(
     if mend is None:
         assert found == []
     else:
-        assert mend in only(found).mend
+        assert mend in only(found).remedy
 
 
 def test_packages_that_are_too_old_or_absent() -> None:
@@ -311,8 +311,10 @@ def test_packages_that_are_too_old_or_absent() -> None:
     found = findings(
         "packages", packages=lambda name: old.get(name, "999" if name != "hpack" else None)
     )
-    assert {"transformers 4.36.1", "no hpack"} <= {finding.what.split(",")[0] for finding in found}
-    assert all(finding.mend for finding in found)
+    assert {"transformers 4.36.1", "no hpack"} <= {
+        finding.summary.split(",")[0] for finding in found
+    }
+    assert all(finding.remedy for finding in found)
 
 
 def test_httpcore_beside_another_h11_than_it_runs_with() -> None:
@@ -322,8 +324,8 @@ def test_httpcore_beside_another_h11_than_it_runs_with() -> None:
     found = only(
         findings("packages", packages=lambda name: h11.get(name) or doctor.installed(name))
     )
-    assert found.what.startswith("h11 0.12.0, httpcore needs ")
-    assert "HTTPCORE=" in found.mend
+    assert found.summary.startswith("h11 0.12.0, httpcore needs ")
+    assert "HTTPCORE=" in found.remedy
 
 
 @pytest.mark.parametrize(
@@ -363,7 +365,7 @@ def test_a_release_whose_grpc_service_does_not_start_is_a_warning(
     told = findings("service", packages=present.get)
     assert bool(told) == bool(words)
     if words:
-        assert only(told).level == "warn" and words in only(told).what
+        assert only(told).level == "warn" and words in only(told).summary
 
 
 def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:
@@ -372,23 +374,23 @@ def test_a_server_without_a_backend_for_this_python(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "bin" / "tritonserver").touch()
     found = only(findings("server_python", server=tmp_path))
-    assert "no Python backend for Python" in found.what and "container" in found.mend
+    assert "no Python backend for Python" in found.summary and "container" in found.remedy
     circle = tmp_path / "circle"
     circle.symlink_to(circle)
     for nowhere in (tmp_path / "none", circle):
         found = only(findings("server_python", server=nowhere))
-        assert "no tritonserver there" in found.what
+        assert "no tritonserver there" in found.summary
 
 
 def test_an_environment_that_the_server_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its embedded Python knows ASCII paths alone."""
     monkeypatch.setattr(sys, "prefix", "/home/jürgen/venv")
-    assert "plain ASCII" in only(findings("platform_and_place")).mend
+    assert "plain ASCII" in only(findings("platform_and_place")).remedy
 
 
 def test_little_shared_memory(tmp_path: Path) -> None:
     """A directory that is not there has none."""
-    assert "--shm-size" in only(findings("shared_memory", shared_memory=tmp_path / "none")).mend
+    assert "--shm-size" in only(findings("shared_memory", shared_memory=tmp_path / "none")).remedy
 
 
 def test_what_new_writes_and_what_is_bundled_is_clean(tmp_path: Path) -> None:
@@ -428,17 +430,17 @@ def test_a_pipelines_own_parameters_are_listed_and_read(tmp_path: Path) -> None:
 
     parameter("decuopled", "true")
     (unknown,) = findings("pipeline_parameters", repository=model.parent)
-    assert (unknown.level, unknown.mend) == ("warn", "did you mean decoupled?")
+    assert (unknown.level, unknown.remedy) == ("warn", "did you mean decoupled?")
     file.write_text(f"{program}\nraise SystemExit\n")
     parameter("voice", "otto")
     (listed,) = [each for _, each in examine(Subject(repository=model.parent), [check])]
-    assert (listed.level, listed.what) == ("ok", "mine: nearest = 2, voice = 'otto'")
+    assert (listed.level, listed.summary) == ("ok", "mine: nearest = 2, voice = 'otto'")
     parameter("nearest", "two")
     wrong = only(findings("pipeline_parameters", repository=model.parent))
-    assert wrong.level == "error" and "parameter nearest = 'two'" in wrong.what
+    assert wrong.level == "error" and "parameter nearest = 'two'" in wrong.summary
     parameter("neerest", "3")
     (unknown,) = findings("pipeline_parameters", repository=model.parent)
-    assert (unknown.level, unknown.mend) == ("warn", "did you mean nearest?")
+    assert (unknown.level, unknown.remedy) == ("warn", "did you mean nearest?")
 
 
 @pytest.mark.parametrize("declared", ['{"a": [1]}', '{"a": None}', "{1: 2}", '{b"a": 2}'])
@@ -449,6 +451,6 @@ def test_a_default_that_gives_no_type_is_told(tmp_path: Path, declared: str) -> 
     program = file.read_text()
     file.write_text(program.replace(body, f"{body}\n    parameters = {declared}"))
     found = only(findings("pipeline_parameters", repository=model.parent))
-    assert found.level == "error" and "model mine: parameters = {" in found.what
+    assert found.level == "error" and "model mine: parameters = {" in found.summary
     file.write_text(program.replace(body, f"{body}\n    parameters = 5"))  # mypy tells
     assert findings("pipeline_parameters", repository=model.parent) == []

@@ -56,7 +56,7 @@ def test_models_that_are_not_ready(triton: tuple[FakeTriton, str]) -> None:
     """Named one by one."""
     _, url = triton
     found = only(findings("server", url=url))
-    assert "tensorrt_llm_bls is not ready" in found.what
+    assert "tensorrt_llm_bls is not ready" in found.summary
 
 
 def test_a_server_behind_tls(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_a_server_behind_tls(tmp_path: Path) -> None:
         url = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', keys)}"
         server.start()
         tls = Tls(root_certificates=ca, server_name="triton.test")
-        assert "tensorrt_llm_bls is not ready" in only(findings("server", url=url, tls=tls)).what
-        assert "no answer from Triton" in only(findings("server", url=url)).what
+        assert "tensorrt_llm_bls is not ready" in only(findings("server", url=url, tls=tls)).summary
+        assert "no answer from Triton" in only(findings("server", url=url)).summary
         server.stop(None).wait()
 
 
@@ -81,14 +81,14 @@ def test_a_server_that_is_not_triton(triton: tuple[FakeTriton, str]) -> None:
     """Others speak the same protocol."""
     fake, url = triton
     fake.name = "openvino"
-    assert "openvino answers" in only(findings("server", url=url)).what
+    assert "openvino answers" in only(findings("server", url=url)).summary
 
 
 def test_a_server_of_another_repository(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
     """Its models have our names and other engines."""
     demo.write()
     found = only(findings("same_repository", url=triton[1], repository=demo.out))
-    assert "gpt_model_path" in found.what
+    assert "gpt_model_path" in found.summary
 
 
 def test_nobody_answers() -> None:
@@ -96,13 +96,13 @@ def test_nobody_answers() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         found = only(findings("server", url=f"127.0.0.1:{taken.getsockname()[1]}"))
-    assert "no answer" in found.what
+    assert "no answer" in found.summary
 
 
 def test_another_program_on_the_engines_port(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
     """It is this very test, which is not called tritonserver."""
     demo.write("--engine-url", triton[1])
-    assert "not tritonserver" in only(findings("engine_port", repository=demo.out)).what
+    assert "not tritonserver" in only(findings("engine_port", repository=demo.out)).summary
 
 
 def test_engines_elsewhere(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
@@ -112,7 +112,7 @@ def test_engines_elsewhere(demo: Demo, triton: tuple[FakeTriton, str]) -> None:
         taken.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"
         change(demo, "tensorrt_llm_bls", engine=f"triton+grpc://{triton[1]}/m,{nobody}")
-        assert nobody in only(findings("engine_addresses", repository=demo.out)).what
+        assert nobody in only(findings("engine_addresses", repository=demo.out)).summary
     assert findings("engine_port", repository=demo.out) == []
 
 
@@ -123,11 +123,11 @@ def test_a_service_that_is_not_well_says_so(demo: Demo, triton: tuple[FakeTriton
     with service_in_a_thread(ScriptedEngine(hashed(6), Script()), behaviour) as (service, address):
         change(demo, "tensorrt_llm_bls", engine=f"trtllm://{address}")
         found = only(findings("engine_addresses", repository=demo.out))
-        assert found.what == f"engine at {address}: it is not healthy: NOT_OK"
+        assert found.summary == f"engine at {address}: it is not healthy: NOT_OK"
         service.behaviour = Behaviour()
         assert findings("engine_addresses", repository=demo.out) == []
     change(demo, "tensorrt_llm_bls", engine=f"trtllm://{triton[1]}")
-    what = only(findings("engine_addresses", repository=demo.out)).what
+    what = only(findings("engine_addresses", repository=demo.out)).summary
     assert what.endswith("not TensorRT-LLM's service")
 
 
@@ -139,7 +139,7 @@ def test_a_port_that_serve_would_take(demo: Demo) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         busy = only(findings("ports", repository=demo.out, ports={"--http-port": port}))
-    assert f"port {port} is taken by" in busy.what
-    assert "--http-port" in busy.mend
+    assert f"port {port} is taken by" in busy.summary
+    assert "--http-port" in busy.remedy
     assert findings("ports", repository=demo.out, ports={"--http-port": port}) == []
     assert Subject().ports["--grpc-port"] == 8001

@@ -358,9 +358,9 @@ def test_a_planted_fault_is_named(deployment: Deployment, fault: str) -> None:
     deployment.both()
     plant(deployment)
     found = deployment.findings()
-    named = [finding for finding in found if words in f"{finding.what}; {finding.mend}"]
+    named = [finding for finding in found if words in f"{finding.summary}; {finding.remedy}"]
     assert named, found
-    assert all(finding.mend for finding in found)
+    assert all(finding.remedy for finding in found)
     assert len(found) <= 6, found
 
 
@@ -368,7 +368,7 @@ def test_a_placeholder_in_a_backend_is_one_error(deployment: Deployment) -> None
     """It used to be twelve, none of which named it."""
     deployment.both()
     deployment.edit(ENGINE, lambda config: setattr(config, "backend", "${triton_backend}"))
-    assert [finding.what for finding in deployment.findings()] == [
+    assert [finding.summary for finding in deployment.findings()] == [
         "tensorrt_llm: placeholders in backend"
     ]
 
@@ -378,7 +378,7 @@ def test_an_address_where_nobody_is_while_the_server_runs(deployment: Deployment
     deployment.both()
     deployment.set(BLS, engine_url="127.0.0.1:1")
     deployment.subject["url"] = "127.0.0.1:2"
-    told = [each for each in deployment.findings() if "engine_url 127.0.0.1:1" in each.what]
+    told = [each for each in deployment.findings() if "engine_url 127.0.0.1:1" in each.summary]
     assert [each.level for each in told] == ["warn"]
 
 

@@ -74,7 +74,7 @@ def test_a_module_that_is_not_found_is_a_warning_and_serve_goes_on(
     """The program may bring it; Triton loads each of the first two where the directory has it."""
     place = repository(tmp_path, program + CLASS)
     found = only(findings("programs", repository=place))
-    assert found.level == "warn" and "imports far_away" in found.what
+    assert found.level == "warn" and "imports far_away" in found.summary
     warnings: list[str] = []
     subject = Subject(repository=place, ports={})
     preflight(LOADING, subject, warnings.append, refuses=True)
@@ -83,13 +83,13 @@ def test_a_module_that_is_not_found_is_a_warning_and_serve_goes_on(
 
 def test_a_program_that_cannot_be_compiled_is_an_error(tmp_path: Path) -> None:
     found = only(of_program(tmp_path, "class TritonPythonModel:\n  def\n"))
-    assert found.level == "error" and "is no Python" in found.what
+    assert found.level == "error" and "is no Python" in found.summary
 
 
 def test_a_program_without_the_class_is_a_warning(tmp_path: Path) -> None:
     """It may make the class by a call, which nobody can tell without running it."""
     found = only(of_program(tmp_path, "globals()['Triton' + 'PythonModel'] = object\n"))
-    assert found.level == "warn" and "no class TritonPythonModel" in found.what
+    assert found.level == "warn" and "no class TritonPythonModel" in found.summary
 
 
 def test_a_models_own_interpreter_is_asked(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_models_own_interpreter_is_asked(tmp_path: Path) -> None:
     path = f'key: "EXECUTION_ENV_PATH" value {{ string_value: "{tmp_path}/environment" }}'
     config = f"{CONFIG}parameters {{ {path} }}\n"
     found = only(of_program(tmp_path, "import numpy\n" + CLASS, config))
-    assert f"imports numpy, which {python} does not find" in found.what
+    assert f"imports numpy, which {python} does not find" in found.summary
 
 
 def test_an_archive_of_an_environment_is_not_asked(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_directory_for_responses_is_looked_at_before_models_load(
     found = findings("store_directory", store_dir=tmp_path / name)
     assert bool(found) == bool(problem)
     if problem:
-        assert problem in only(found).what + only(found).mend
+        assert problem in only(found).summary + only(found).remedy
         subject = Subject(store_dir=tmp_path / name, ports={})
         with pytest.raises(SetupError, match="--store-dir"):
             preflight(PREPARING, subject, lambda warning: None, refuses=True)

@@ -209,7 +209,7 @@ def test_a_changed_model_file_stays_and_is_named(tmp_path: Path) -> None:
         assert changes[-1] == "+LIMIT = 5  # our own" and code.read_text().endswith("# our own\n")
     assert "(trtllm_bls.text.tokenizer.load_tokenizer today)" in result.output
     (found,) = findings("program_versions", repository=repository)[:1]
-    assert found.level == "warn" and "run trtllm-bls upgrade" in found.mend
+    assert found.level == "warn" and "run trtllm-bls upgrade" in found.remedy
     checked = upgraded(repository, "--check")  # nothing to write, and it does not load
     assert checked.exit_code == 1 and "cannot mend it" in checked.output
 

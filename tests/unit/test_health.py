@@ -189,7 +189,7 @@ def test_clients_that_say_nothing_do_not_use_up_threads(
 ) -> None:
     """Each connection has a thread of ``serve``: above a bound they are closed at once."""
     _, url = endpoint
-    monkeypatch.setattr(watch_module, "_MOST_CONNECTIONS", threading.active_count() + 3)
+    monkeypatch.setattr(watch_module, "_MAX_CONNECTIONS", threading.active_count() + 3)
     address = urlsplit(url)
     silent = [socket.create_connection((address.hostname, address.port)) for _ in range(9)]
     for one in silent:
@@ -197,7 +197,7 @@ def test_clients_that_say_nothing_do_not_use_up_threads(
     assert [one.recv(1) for one in silent[3:]] == [b""] * 6
     for one in silent:
         one.close()
-    until(lambda: threading.active_count() < watch_module._MOST_CONNECTIONS)
+    until(lambda: threading.active_count() < watch_module._MAX_CONNECTIONS)
     assert get(f"{url}/live")[0] == 200
 
 

@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trtllm_bls.operate.judge import STAND_IN, STUBS, groups_of, write_copy
-from trtllm_bls.operate.triton_reasons import mend_of
+from trtllm_bls.operate.triton_reasons import remedy_of
 
 
 def config_of(text: str) -> model_config_pb2.ModelConfig:
@@ -93,4 +93,4 @@ def test_a_server_starts_as_many_processes_as_it_can_watch() -> None:
 )
 def test_a_reason_that_does_not_say_what_to_do_has_a_mend(reason: str, mend: str) -> None:
     """As 24.10 words it; others speak for themselves."""
-    assert mend in mend_of(reason) and bool(mend) == bool(mend_of(reason))
+    assert mend in remedy_of(reason) and bool(mend) == bool(remedy_of(reason))

@@ -124,15 +124,15 @@ def test_an_environment_beyond_ascii_is_named() -> None:
 def test_too_little_shared_memory_says_how_to_get_more(tmp_path: Path) -> None:
     """The line names the place, what is needed and the container's option."""
     with pytest.raises(SetupError, match=r"MiB free, at least .* --shm-size=1g"):
-        checks.check_shared_memory(tmp_path, least=2**60)
+        checks.check_shared_memory(tmp_path, minimum=2**60)
     with pytest.raises(SetupError, match="has 0 MiB free"):
         checks.check_shared_memory(tmp_path / "nowhere")
 
 
 def test_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
     """A container's default starts a server, and is filled by the first large answers."""
-    assert checks.check_shared_memory(tmp_path, least=1, ample=1) is None
-    warning = checks.check_shared_memory(tmp_path, least=1, ample=2**60)
+    assert checks.check_shared_memory(tmp_path, minimum=1, ample=1) is None
+    warning = checks.check_shared_memory(tmp_path, minimum=1, ample=2**60)
     assert warning is not None
     assert "MiB free: requests with logits" in warning
     assert "--shm-size=1g" in warning

@@ -36,7 +36,7 @@ COMPOSED: dict[str, Callable[[], list[Any]]] = {
         cache._border for cache in [tokenizer()._cache] if cache is not None
     ],
     "trtllm_bls.settings.cpp_backend.check_backend": lambda: [],  # over an operator's value
-    "trtllm_bls.operate.triton_reasons.mend_of": lambda: [],  # over a line of Triton's log
+    "trtllm_bls.operate.triton_reasons.remedy_of": lambda: [],  # over a line of Triton's log
     "trtllm_bls.openai.document._page": lambda: [],  # over a page of our own
     "trtllm_bls.http.routes.__post_init__": lambda: [row.pattern for row in ROUTES],
 }

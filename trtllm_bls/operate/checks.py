@@ -32,7 +32,7 @@ _STUB = "triton_python_backend_stub"
 
 @dataclass(frozen=True)
 class Installation:
-    """One tritonserver: ``root`` holds ``bin/tritonserver`` and ``backends/``."""
+    """An installed tritonserver: ``root`` holds ``bin/tritonserver`` and ``backends/``."""
 
     root: Path
 
@@ -45,16 +45,18 @@ class Installation:
         return self.root / "backends"
 
     def stub(self, python: str) -> Path:
-        """The Python backend's stub for a version such as ``"3.11"``.
+        """Return the Python backend's stub for a version such as ``"3.11"``.
 
         The wheel keeps one per version beside the backends; a container has a single one, in
         the backend itself, whose version only its libraries tell.
         """
-        own = self.root / "python_backend_stubs"
-        return own / python / _STUB if own.is_dir() else self.backends / "python" / _STUB
+        stubs = self.root / "python_backend_stubs"
+        if stubs.is_dir():
+            return stubs / python / _STUB
+        return self.backends / "python" / _STUB
 
     def version(self) -> tuple[int, ...] | None:
-        """The server's version where a file tells it (containers), else ``None``."""
+        """Return the server's version where a file has it (containers), else ``None``."""
         file = self.root / "TRITON_VERSION"
         if not file.is_file():
             return None
@@ -63,18 +65,21 @@ class Installation:
 
 
 def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Installation:
-    """The explicit server, else the container's, else that of the nvidia-pytriton wheel.
+    """Find the explicit server, else the container's, else that of the nvidia-pytriton wheel.
 
     ``explicit`` is the installation's directory or its ``bin/tritonserver``. Raises
     ``SetupError`` naming every path that was tried.
     """
-    places = [container] if explicit is None else [explicit]
-    wheel = importlib.util.find_spec("pytriton")  # found, not imported
+    places = [explicit or container]
+    wheel = importlib.util.find_spec("pytriton")  # without importing it
     if explicit is None and wheel is not None and wheel.origin is not None:
         places.append(Path(wheel.origin).parent / "tritonserver")
     for place in places:
-        path = Path(os.path.realpath(place.expanduser()))  # which a circle of links does not end
-        server = Installation(path.parents[1] if path.is_file() else path)
+        # A circle of links makes ``Path.resolve`` raise before Python 3.13.
+        path = Path(os.path.realpath(place.expanduser()))
+        if path.is_file():
+            path = path.parents[1]
+        server = Installation(path)
         if server.binary.is_file() and server.backends.is_dir():
             return server
     if explicit is not None:
@@ -90,19 +95,20 @@ def find_server(explicit: Path | None, container: Path = CONTAINER_ROOT) -> Inst
 
 # Each model instance has a region of 1 MiB that grows with the largest request in flight. When it
 # cannot grow, requests fail with errors that hide the cause. Logits take tens of megabytes.
-LEAST_SHARED_MEMORY = 32 * 2**20
+MIN_SHARED_MEMORY = 32 * 2**20
 AMPLE_SHARED_MEMORY = 256 * 2**20
 
 # File descriptors. An idle server with our five models needs half of OPEN_FILES; each stream needs
 # a connection to the server and one inside it.
-OPEN_FILES, OPEN_FILES_PER_STREAM = 256, 2
+OPEN_FILES = 256
+OPEN_FILES_PER_STREAM = 2
 
 # The Python backend's stub understands numpy 2's array layout from 24.12 on (server 2.53).
 NUMPY_2_SERVER = (2, 53)
 
 
 def check_platform(system: str | None = None) -> None:
-    """The server's binaries are for Linux."""
+    """Raise ``SetupError`` where this is not Linux, for which the server's binaries are."""
     system = system or platform.system()
     if system != "Linux":
         raise SetupError(
@@ -121,7 +127,7 @@ def check_environment(*paths: str | Path) -> None:
 
 
 def embedded_numpy() -> str | None:
-    """The version of numpy that models will import; ``None`` without one.
+    """Return the version of numpy that models will import; ``None`` without one.
 
     Models run this interpreter isolated: neither PYTHONPATH nor the user's site-packages count.
     """
@@ -132,7 +138,10 @@ def embedded_numpy() -> str | None:
 
 
 def check_numpy(server: Installation, version: str | None) -> None:
-    """Models need numpy; stubs before 24.12 die on their first string input under numpy 2."""
+    """Raise ``SetupError`` for a numpy with which models do not work.
+
+    Stubs before 24.12 die on their first string input under numpy 2.
+    """
     if version is None:
         raise SetupError(
             f"the environment of {sys.executable} has no numpy, so the server's models cannot "
@@ -147,23 +156,23 @@ def check_numpy(server: Installation, version: str | None) -> None:
 
 def check_shared_memory(
     directory: Path = SHARED_MEMORY,
-    least: int = LEAST_SHARED_MEMORY,
+    minimum: int = MIN_SHARED_MEMORY,
     ample: int = AMPLE_SHARED_MEMORY,
 ) -> str | None:
-    """Models and server exchange tensors in ``directory``; a container's default can be too small.
+    """Check the memory in which models and server exchange tensors.
 
-    Returns a warning if large answers may fill it, ``None`` if there is enough. Raises
-    ``SetupError`` below ``least`` bytes.
+    A container's default can be too small. Returns a warning if large answers may fill
+    ``directory``, ``None`` if there is enough. Raises ``SetupError`` below ``minimum`` bytes.
     """
     free = free_shared_memory(directory) or 0
-    has = f"{directory} has {free // 2**20} MiB free"
-    mend = "start the container with --shm-size=1g, or delete what other servers left there"
-    if free < least:
-        raise SetupError(f"{has}, at least {least // 2**20} are needed: {mend}")
+    state = f"{directory} has {free // 2**20} MiB free"
+    remedy = "start the container with --shm-size=1g, or delete what other servers left there"
+    if free < minimum:
+        raise SetupError(f"{state}, at least {minimum // 2**20} are needed: {remedy}")
     if free >= ample:
         return None
-    what = "requests with logits, long prompts or many streams may fill it and then fail"
-    return f"{has}: {what}; {mend}"
+    problem = "requests with logits, long prompts or many streams may fill it and then fail"
+    return f"{state}: {problem}; {remedy}"
 
 
 def check_open_files(max_streams: int) -> None:
@@ -173,11 +182,11 @@ def check_open_files(max_streams: int) -> None:
 
 
 def libpython(directories: Iterable[Path] | None = None) -> Path:
-    """This interpreter as a shared library, which the server's models embed.
+    """Find this interpreter as a shared library, which the server's models embed.
 
     Another build of the same version is not good enough: standard modules such as ssl then fail
-    to load inside the server. Raises ``SetupError`` if it was built without, or that part is not
-    installed.
+    to load inside the server. Raises ``SetupError`` if the interpreter was built without it, or if
+    that part is not installed.
     """
     if directories is None:
         configured = sysconfig.get_config_var("LIBDIR")
@@ -193,21 +202,21 @@ def libpython(directories: Iterable[Path] | None = None) -> Path:
 
 
 def check_server(server: Installation, environment: dict[str, str]) -> None:
-    """There is a stub for this Python, and all libraries of stub and server can be found."""
+    """Raise ``SetupError`` without a stub for this Python, or without a library of the server's."""
     stub = server.stub(PYTHON)
     if not stub.is_file():
-        directories = server.root.glob("python_backend_stubs/*")
-        stubs = sorted((directory.name for directory in directories), key=Version)
+        versions = [directory.name for directory in server.root.glob("python_backend_stubs/*")]
+        versions.sort(key=Version)
         raise SetupError(
             f"this server has no Python backend for Python {PYTHON}; install trtllm-bls with the "
-            f"Python of its container: {' or '.join(stubs) or 'it is another'}"
+            f"Python of its container: {' or '.join(versions) or 'it is another'}"
         )
     for binary in (stub, server.binary):
         check_libraries(binary, loaded_libraries(binary, environment))
 
 
 def check_libraries(binary: Path, libraries: Mapping[str, str]) -> None:
-    """Every library was found, and a stub's libpython is of the version that runs us."""
+    """Raise ``SetupError`` for a missing library, or a stub's libpython of another version."""
     for name in libraries:
         library = re.match(r"libpython(3\.\d+)\.so", name)
         if library and library[1] != PYTHON:
@@ -224,7 +233,7 @@ def check_libraries(binary: Path, libraries: Mapping[str, str]) -> None:
 
 
 def loaded_libraries(binary: Path, environment: dict[str, str]) -> dict[str, str]:
-    """The libraries that the dynamic loader would load for a program, by name.
+    """Return the paths of the libraries that the loader would load for a program, by name.
 
     Like ``ldd``, this does not run the program; a missing library has the path ``"not found"``.
     """
@@ -233,5 +242,9 @@ def loaded_libraries(binary: Path, environment: dict[str, str]) -> dict[str, str
         trace = subprocess.run([binary], env=environment, capture_output=True, text=True)
     except OSError as error:
         raise SetupError(f"{binary}: {error.strerror}; install the server again") from error
-    pairs = (line.split(" => ", 1) for line in trace.stdout.splitlines() if " => " in line)
-    return {name.strip(): path.rsplit(" (", 1)[0].strip() for name, path in pairs}
+    paths = {}
+    for line in trace.stdout.splitlines():
+        name, arrow, path = line.partition(" => ")
+        if arrow:
+            paths[name.strip()] = path.rsplit(" (", 1)[0].strip()
+    return paths

@@ -51,7 +51,7 @@ from trtllm_bls.operate.findings import (
 )
 from trtllm_bls.operate.judge import judge
 from trtllm_bls.operate.preflight import has_server
-from trtllm_bls.operate.triton_reasons import NO_GPU, mend_of
+from trtllm_bls.operate.triton_reasons import NO_GPU, remedy_of
 from trtllm_bls.pipeline.streaming_model import own_parameters, undeclared
 from trtllm_bls.settings import cpp_backend
 from trtllm_bls.settings.command_options import TlsConnection, deprecated, options_of
@@ -94,38 +94,46 @@ _LOOPBACK = ("localhost", "127.0.0.1")
 def proxies(subject: Subject) -> Findings:
     """gRPC uses a proxy even for localhost, unless no_proxy names it."""
     environment = {name.lower(): value for name, value in subject.environment.items()}
-    named = [name for name in _PROXIES if environment.get(name)]
-    direct = [host.strip() for host in environment.get("no_proxy", "").split(",")]
-    missing = [host for host in _LOOPBACK if host not in direct]
-    if named and missing and "*" not in direct:
-        what = f"{', '.join(named)} without no_proxy for {' and '.join(missing)}"
-        yield warn(what, f"set no_proxy={','.join([*filter(None, direct), *missing])}")
+    variables = [name for name in _PROXIES if environment.get(name)]
+    direct_hosts = list(filter(None, map(str.strip, environment.get("no_proxy", "").split(","))))
+    missing = [host for host in _LOOPBACK if host not in direct_hosts]
+    if variables and missing and "*" not in direct_hosts:
+        yield warn(
+            f"{', '.join(variables)} without no_proxy for {' and '.join(missing)}",
+            f"set no_proxy={','.join([*direct_hosts, *missing])}",
+        )
 
 
 @check("Python and packages are as this package needs them")
 def packages(subject: Subject) -> Findings:
     """`pip install --no-deps` leaves what a container has, which may be too old."""
-    # `serve` has the OpenAI API wherever uvicorn is installed.
-    extra = "openai" if subject.packages("uvicorn") else ""
-    # Of httpx and httpcore too: the Containerfile adds them without their dependencies.
-    for needs in (DISTRIBUTION, "httpx", "httpcore"):
-        listed = importlib.metadata.requires(needs) if installed(needs) else None
-        for requirement in map(Requirement, listed or ()):
+    extra = ""
+    if subject.packages("uvicorn"):  # `serve` has the OpenAI API wherever it is installed
+        extra = "openai"
+    # The Containerfile adds httpx and httpcore without their dependencies.
+    for distribution in (DISTRIBUTION, "httpx", "httpcore"):
+        if not installed(distribution):
+            continue
+        for requirement in map(Requirement, importlib.metadata.requires(distribution) or ()):
             if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
                 continue
-            version = subject.packages(requirement.name)
+            name = requirement.name
+            specifier = requirement.specifier
+            version = subject.packages(name)
             if version is None:
-                yield fault(f"no {requirement.name}", f"pip install '{requirement}'")
-            elif not requirement.specifier.contains(version, prereleases=True):
-                what = f"{requirement.name} {version}, {needs} needs {requirement.specifier}"
-                mend = (
-                    "install trtllm-bls into an environment of its own, or take a newer container"
+                yield fault(f"no {name}", f"pip install '{requirement}'")
+            elif not specifier.contains(version, prereleases=True):
+                yield fault(
+                    f"{name} {version}, {distribution} needs {specifier}",
+                    _PACKAGE_REMEDIES.get(distribution, _PACKAGE_REMEDY),
                 )
-                if needs == "httpcore":  # which the Containerfile adds beside the image's h11
-                    mend = (
-                        "install another httpcore: --build-arg HTTPCORE=1.0.9 of the Containerfile"
-                    )
-                yield fault(what, mend)
+
+
+_PACKAGE_REMEDY = "install trtllm-bls into an environment of its own, or take a newer container"
+_PACKAGE_REMEDIES = {
+    # The Containerfile adds httpcore beside the image's h11.
+    "httpcore": "install another httpcore: --build-arg HTTPCORE=1.0.9 of the Containerfile",
+}
 
 
 @check(
@@ -134,11 +142,15 @@ def packages(subject: Subject) -> Findings:
 )
 def pins(subject: Subject) -> Findings:
     """Another one can break `import tensorrt_llm`, which builds engines but does not serve them."""
-    present, release = subject.packages("transformers"), subject.packages("tensorrt-llm") or ""
-    pinned = cpp.RELEASES.get(str(cpp_backend.parse_version(release)), {}).get("transformers")
-    if present and pinned and _numbers(present, 2) != _numbers(pinned, 2):
-        what = f"transformers {present} beside tensorrt-llm {release}, made with {pinned}"
-        yield warn(what, f"pip install transformers=={pinned} before building engines here")
+    transformers = subject.packages("transformers")
+    release = subject.packages("tensorrt-llm") or ""
+    row = cpp.RELEASES.get(str(cpp_backend.parse_version(release)), {})
+    pinned = row.get("transformers")
+    if transformers and pinned and _numbers(transformers, 2) != _numbers(pinned, 2):
+        yield warn(
+            f"transformers {transformers} beside tensorrt-llm {release}, made with {pinned}",
+            f"pip install transformers=={pinned} before building engines here",
+        )
 
 
 _BROKEN_SERVICE = Version("1.3.0rc22")
@@ -157,15 +169,18 @@ def service(subject: Subject) -> Findings:
     """For an engine `trtllm://`; other engines do not need it."""
     release = Version(subject.packages("tensorrt-llm") or "0")
     if release == _BROKEN_SERVICE:
-        what = f"trtllm-serve --grpc of TensorRT-LLM {release} does not start"
-        yield warn(what, "for an engine trtllm:// take 1.3.0rc21, or a later release")
+        yield warn(
+            f"trtllm-serve --grpc of TensorRT-LLM {release} does not start",
+            "for an engine trtllm:// take 1.3.0rc21, or a later release",
+        )
     elif release >= _STUBS_ARE_AN_EXTRA and not subject.packages(_SERVICE_STUBS):
-        what = f"no {_SERVICE_STUBS}, which trtllm-serve --grpc of TensorRT-LLM {release} needs"
-        mend = "for an engine trtllm:// run `pip install 'smg-grpc-proto>=0.4.5'`"
-        yield warn(what, mend)
+        yield warn(
+            f"no {_SERVICE_STUBS}, which trtllm-serve --grpc of TensorRT-LLM {release} needs",
+            "for an engine trtllm:// run `pip install 'smg-grpc-proto>=0.4.5'`",
+        )
 
 
-# --- parameters and engines: what TensorRT-LLM would ignore or refuse later -------------------
+# --- parameters and engines, which TensorRT-LLM would ignore or refuse later ------------------
 
 
 _GPUS = Path("/dev/nvidiactl")
@@ -186,26 +201,30 @@ def placeholders(subject: Subject) -> Findings:
     """A parameter that still holds one counts as not set, or as that very text."""
     for model, config in subject.configs.items():
         values = subject.values(model)
-        values |= {key: getattr(config, key) for key in ("name", "backend", "platform")}
-        unfilled = [key for key, value in values.items() if "${" in value]
-        if unfilled:
-            mend = "fill them in or remove them; trtllm-bls configure --from does"
-            yield fault(f"{model}: placeholders in {', '.join(unfilled)}", mend)
+        for key in ("name", "backend", "platform"):
+            values[key] = getattr(config, key)
+        templates = [key for key, value in values.items() if "${" in value]
+        if templates:
+            yield fault(
+                f"{model}: placeholders in {', '.join(templates)}",
+                "fill them in or remove them; trtllm-bls configure --from does",
+            )
 
 
 @check("every pipeline's own parameters can be read", lambda s: s.pipelines)
 def pipeline_parameters(subject: Subject) -> Findings:
-    for model, declared in subject.pipelines.items():
+    for model, parameters in subject.pipelines.items():
         texts = subject.values(model)
-        for problem in undeclared(texts, declared):
+        for problem in undeclared(texts, parameters):
             yield Finding.of(TrtllmBlsError(f"{model}: {problem}"), "warn")
         try:
-            values = own_parameters(model, texts, declared)
+            values = own_parameters(model, texts, parameters)
         except SettingsError as error:
             yield Finding.of(error)
             continue
         if values:
-            yield Finding("ok", f"{model}: " + ", ".join(f"{k} = {v!r}" for k, v in values.items()))
+            settings = ", ".join(f"{key} = {value!r}" for key, value in values.items())
+            yield Finding("ok", f"{model}: {settings}")
 
 
 @check("the LLM API can be given its arguments", lambda s: s.llm_api_models)
@@ -214,27 +233,42 @@ def llm_api(subject: Subject) -> Findings:
     for model in subject.llm_api_models:
         values = subject.values(model)
         file = values.get("model_yaml")
+        config = ModelYaml()
         try:
             gpus_of(values.get("gpu_device_ids", ""), 0, instances_of(subject.configs[model]))
-            config = ModelYaml.read((subject.repository or Path()) / file) if file else ModelYaml()
+            if file:
+                config = ModelYaml.read((subject.repository or Path()) / file)
             config.load_processors()
         except SettingsError as error:
             yield Finding.of(error)
             continue
-        release_here = subject.packages("tensorrt-llm")
-        if release_here and (warning := ignored_fields(release_here, config.arguments)):
+        release = subject.packages("tensorrt-llm")
+        if not release:
+            continue
+        if warning := ignored_fields(release, config.arguments):
             yield warn(f"{model}: {warning}", IGNORED_MEND)
-        ours = config.arguments.get("backend") in (None, "pytorch")  # another has others
-        if subject.packages("tensorrt-llm") and ours:
-            release = importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
-            known = {n for name, f in release.model_fields.items() for n in (name, f.alias or name)}
-            for key in sorted(config.arguments.keys() - known):
-                what = f"model.yaml: the TensorRT-LLM that is installed has no argument {key}"
-                yield fault(what, suggestion(key, known))
+        if config.arguments.get("backend") in (None, "pytorch"):  # another has other arguments
+            names = _llm_arguments()
+            for key in sorted(config.arguments.keys() - names):
+                yield fault(
+                    f"model.yaml: the TensorRT-LLM that is installed has no argument {key}",
+                    suggestion(key, names),
+                )
 
 
-_LEAST_S = 60.0
-_MODEL_S = 2.0
+def _llm_arguments() -> set[str]:
+    """Return the arguments of the LLM API in the TensorRT-LLM that is installed."""
+    arguments = importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
+    names = set()
+    for name, field in arguments.model_fields.items():
+        names.add(name)
+        if field.alias:
+            names.add(field.alias)
+    return names
+
+
+_JUDGEMENT_S = 60.0  # with no model
+_MODEL_S = 2.0  # the addition for each model
 
 
 def _is_judged(subject: Subject) -> bool:
@@ -246,7 +280,7 @@ def _is_judged(subject: Subject) -> bool:
 def judged_by_triton(subject: Subject) -> Findings:
     """The verdict of the tritonserver that is installed, on a scratch copy."""
     assert subject.repository is not None
-    seconds = max(_LEAST_S, _MODEL_S * len(subject.configs))
+    seconds = max(_JUDGEMENT_S, _MODEL_S * len(subject.configs))
     try:
         verdict = judge(
             subject.repository.absolute(),
@@ -260,22 +294,28 @@ def judged_by_triton(subject: Subject) -> Findings:
         return
     for model, reason in sorted(verdict.reasons.items()):
         if model in subject.unreadable_models or "${" in reason:
-            continue  # told by the checks of configurations and templates
-        is_elsewhere = NO_GPU.search(reason) and not _GPUS.exists()
-        yield Finding("warn" if is_elsewhere else "error", f"{model}: {reason}", mend_of(reason))
+            continue  # the checks of configurations and templates report it
+        level: Level = "error"
+        if NO_GPU.search(reason) and not _GPUS.exists():
+            level = "warn"  # the configuration is for another machine
+        yield Finding(level, f"{model}: {reason}", remedy_of(reason))
     if verdict.unsettled:
-        what = f"{', '.join(verdict.unsettled)}: Triton gave no verdict within {seconds:.0f} s"
-        yield warn(what, "run doctor again when the machine is less busy")
+        yield warn(
+            f"{', '.join(verdict.unsettled)}: Triton gave no verdict within {seconds:.0f} s",
+            "run doctor again when the machine is less busy",
+        )
 
 
 def _interpreter_of(config: Any, directory: Path) -> Path | None:
-    """The interpreter of a Python model; ``None`` where it is packed into an archive."""
+    """Find the interpreter of a Python model; ``None`` where it is packed into an archive."""
     if "EXECUTION_ENV_PATH" not in config.parameters:
         return Path(sys.executable)
     place = config.parameters["EXECUTION_ENV_PATH"].string_value
     place = place.replace("$$TRITON_MODEL_DIRECTORY", str(directory))
     python = Path(place, "bin", "python3")
-    return python if python.is_file() else None
+    if not python.is_file():
+        return None
+    return python
 
 
 _CODE_S = 60.0
@@ -297,8 +337,11 @@ def programs(subject: Subject) -> Findings:
             if file.is_file():
                 programs.setdefault(python, []).append((model, file))
     for python, files in programs.items():
-        orders = [[str(file), [str(file.parent), str(file.parents[1])]] for _, file in files]
-        answer = subprocess.run(
+        orders = []
+        for _, file in files:
+            import_path = [str(file.parent), str(file.parents[1])]
+            orders.append([str(file), import_path])
+        result = subprocess.run(
             [python, "-I", model_code.__file__],
             input=json.dumps(orders),
             capture_output=True,
@@ -306,11 +349,13 @@ def programs(subject: Subject) -> Findings:
             timeout=_CODE_S,
             check=False,
         )
-        if answer.returncode:
-            what = f"{python} cannot look at the models' programs: {answer.stderr.strip()[-200:]}"
-            yield warn(what, "mend that environment")
+        if result.returncode:
+            yield warn(
+                f"{python} cannot look at the models' programs: {result.stderr.strip()[-200:]}",
+                "mend that environment",
+            )
             continue
-        for (model, file), problems in zip(files, json.loads(answer.stdout), strict=True):
+        for (model, file), problems in zip(files, json.loads(result.stdout), strict=True):
             name = f"{model}: {file.relative_to(file.parents[1])}"
             for kind, detail in problems:
                 if kind == model_code.NO_PYTHON:
@@ -318,31 +363,40 @@ def programs(subject: Subject) -> Findings:
                 elif kind == model_code.NO_CLASS:
                     yield warn(f"{name} has no class {detail}, as it seems", "name it so")
                 else:
-                    what = f"{name} imports {detail}, which {python} does not find"
-                    yield warn(what, "install it there, unless the program adds its place itself")
+                    yield warn(
+                        f"{name} imports {detail}, which {python} does not find",
+                        "install it there, unless the program adds its place itself",
+                    )
 
 
 @check("every model is as this package and its engine need it", lambda s: s.configs)
 def fitness(subject: Subject) -> Findings:
     for model, config in subject.configs.items():
-        engine = subject.engines.get(model)
-        most = engine.max_batch_size if engine else None
-        known = subject.known_models.get(model)
-        has_batch = known and subject.values(model).get("tensors") != "llmapi"
-        if has_batch and config.max_batch_size < 1:
-            mend = f"every tensor has a batch dimension; set {most or 1} or so"
-            yield fault(f"{model}: max_batch_size is {config.max_batch_size}", mend)
-        elif most and config.max_batch_size > most:
-            what = f"{model}: max_batch_size is {config.max_batch_size}, the engine's is {most}"
-            yield fault(what, f"set at most {most}, or build a larger engine")
+        limit = 0  # none
+        if model in subject.engines:
+            limit = subject.engines[model].max_batch_size or 0
+        size = config.max_batch_size
+        is_llmapi = subject.values(model).get("tensors") == "llmapi"
+        if size < 1 and model in subject.known_models and not is_llmapi:
+            yield fault(
+                f"{model}: max_batch_size is {size}",
+                f"every tensor has a batch dimension; set {limit or 1} or so",
+            )
+        elif limit and size > limit:
+            yield fault(
+                f"{model}: max_batch_size is {size}, the engine's is {limit}",
+                f"set at most {limit}, or build a larger engine",
+            )
 
 
 @check("every model that another one calls is there", lambda s: s.configs)
 def wiring(subject: Subject) -> Findings:
     values = subject.values(BLS.name)
     if values.get("draft_source") == "model" and not subject.draft:
-        what = f"{BLS.name}: draft_source is model, tensorrt_llm_draft_model_name is empty"
-        yield fault(what, "name the draft model, or set draft_source to off")
+        yield fault(
+            f"{BLS.name}: draft_source is model, tensorrt_llm_draft_model_name is empty",
+            "name the draft model, or set draft_source to off",
+        )
     if BLS.name not in subject.configs or values.get("engine"):
         return
     for name in filter(None, (subject.target, subject.draft)):
@@ -353,17 +407,24 @@ def wiring(subject: Subject) -> Findings:
 @check("every tensor is declared", lambda s: s.known_models)
 def tensors(subject: Subject) -> Findings:
     """Triton refuses a request with an input that is not, and of another type."""
-    for model, table in subject.known_models.items():
+    for model, contract in subject.known_models.items():
         config = subject.configs[model]
-        kinds = {tensor.name: dtype_of(tensor) for tensor in (*config.input, *config.output)}
-        rows = {tensor.name: tensor.dtype for tensor in (*table.inputs, *table.outputs)}
-        for name, kind in rows.items():
-            if kinds.get(name, kind) != kind:
-                what = f"{model}.{name} is declared {kinds[name]}, it is {kind}"
-                yield fault(what, f"declare it TYPE_{kind}")
-        if missing := [name for name in rows if name not in kinds]:
-            what = f"{model}: does not declare {', '.join(missing)}"
-            yield fault(what, "write it again with trtllm-bls configure")
+        dtypes = {tensor.name: dtype_of(tensor) for tensor in (*config.input, *config.output)}
+        missing = []
+        for tensor in (*contract.inputs, *contract.outputs):
+            dtype = dtypes.get(tensor.name)
+            if dtype is None:
+                missing.append(tensor.name)
+            elif dtype != tensor.dtype:
+                yield fault(
+                    f"{model}.{tensor.name} is declared {dtype}, it is {tensor.dtype}",
+                    f"declare it TYPE_{tensor.dtype}",
+                )
+        if missing:
+            yield fault(
+                f"{model}: does not declare {', '.join(missing)}",
+                "write it again with trtllm-bls configure",
+            )
 
 
 @check("every parameter that the release demands is there", lambda s: s.cpp_models)
@@ -372,37 +433,48 @@ def demanded_parameters(subject: Subject) -> Findings:
     release = subject.release or cpp_backend.LAST
     for model in subject.cpp_models:
         values = subject.values(model)
-        needed = {"gpt_model_path": "DIRECTORY", "gpt_model_type": "inflight_fused_batching"}
-        for name, value in needed.items():
+        examples = {"gpt_model_path": "DIRECTORY", "gpt_model_type": "inflight_fused_batching"}
+        for name, example in examples.items():
             if not values.get(name):
-                yield fault(f"{model}: {name} is missing", f"set {name}={value}")
-        keys = cpp_backend.keys_of(release)
-        demanded = [name for name, key in keys.items() if key.is_required(release)]
-        absent = [name for name in demanded if name not in values | needed]
-        if absent:
-            what = f"{model}: no {', '.join(absent)}"
-            yield fault(what, "add them, with an empty value where nothing is meant")
+                yield fault(f"{model}: {name} is missing", f"set {name}={example}")
+        missing = []
+        for name, key in cpp_backend.keys_of(release).items():
+            if key.is_required(release) and name not in values and name not in examples:
+                missing.append(name)
+        if missing:
+            yield fault(
+                f"{model}: no {', '.join(missing)}",
+                "add them, with an empty value where nothing is meant",
+            )
 
 
 @check("backend and engines are of one release", lambda s: s.engines)
 def versions(subject: Subject) -> Findings:
     backend = subject.backend_version
     for model, engine in subject.engines.items():
-        built, release = engine.version, engine.release()
+        release = engine.release()
         if release is None:
-            what = f"{model}: config.json of {engine.path} names no release"
-            yield warn(what, "build it with a released trtllm-build")
-        elif backend and not _is_one_release(built, backend, 3):
-            level: Level = "warn" if _is_one_release(built, backend, 2) else "error"
-            what = f"{model}: its engine is of {built}, the backend of {backend}"
-            image = cpp.image_of(release)
-            other = f", or serve it from {image}" if image else ""
-            yield Finding(level, what, f"build it in the container that serves it{other}")
+            yield warn(
+                f"{model}: config.json of {engine.path} names no release",
+                "build it with a released trtllm-build",
+            )
+        elif backend and not _is_one_release(engine.version, backend, 3):
+            level: Level = "error"
+            if _is_one_release(engine.version, backend, 2):
+                level = "warn"
+            remedy = "build it in the container that serves it"
+            if image := cpp.image_of(release):
+                remedy += f", or serve it from {image}"
+            yield Finding(
+                level,
+                f"{model}: its engine is of {engine.version}, the backend of {backend}",
+                remedy,
+            )
 
 
-def _is_one_release(version: str, other: str, count: int) -> bool:
-    """True where the first ``count`` numbers are the same, of those that both name."""
-    pairs = zip(_numbers(version, count), _numbers(other, count), strict=False)
+def _is_one_release(engine: str, backend: str, count: int) -> bool:
+    """Return True if the first ``count`` numbers are the same, where both versions have them."""
+    pairs = zip(_numbers(engine, count), _numbers(backend, count), strict=False)
     return all(one == two for one, two in pairs)
 
 
@@ -413,17 +485,23 @@ def _numbers(version: str, count: int) -> list[str]:
 @check("models stream, or answer once, as they are to", lambda s: s.configs)
 def decoupled(subject: Subject) -> Findings:
     """An orchestrator that streams needs an engine that does; other models answer once."""
-    policies = {n: c.model_transaction_policy.decoupled for n, c in subject.configs.items()}
+    policies = {}
+    for model, config in subject.configs.items():
+        policies[model] = config.model_transaction_policy.decoupled
     for model, streams in policies.items():
         parameter = subject.values(model).get("decoupled")
         if parameter is not None and is_true(parameter) != streams:
-            what = f"{model}: is {'' if streams else 'not '}decoupled, whatever its parameter says"
-            yield fault(what, "only model_transaction_policy counts; set it, or none")
+            yield fault(
+                f"{model}: is {'' if streams else 'not '}decoupled, whatever its parameter says",
+                "only model_transaction_policy counts; set it, or none",
+            )
         if streams and model in (PREPROCESSING.name, POSTPROCESSING.name):
             yield fault(f"{model}: is decoupled", "it answers once; leave the policy out")
     if policies.get(BLS.name, True) and not policies.get(subject.target, True):
-        mend = "set model_transaction_policy { decoupled: true }"
-        yield fault(f"{subject.target}: is not decoupled", mend)
+        yield fault(
+            f"{subject.target}: is not decoupled",
+            "set model_transaction_policy { decoupled: true }",
+        )
 
 
 @check("requests without drafts run to their end", lambda s: s.engines)
@@ -434,11 +512,15 @@ def one_step_drafts(subject: Subject) -> Findings:
         if not cpp.ends_after_one_step(engine, release):
             continue
         if model != subject.target:
-            mend = "build it without a speculative_decoding_mode"
-            yield fault(f"{model}: drafts one token only ({cpp.EXTERNAL_DRAFTS})", mend)
+            yield fault(
+                f"{model}: drafts one token only ({cpp.EXTERNAL_DRAFTS})",
+                "build it without a speculative_decoding_mode",
+            )
         elif not is_true(subject.values(model).get("one_step_requests", "")):
-            mend = f"set {model}.one_step_requests=true; trtllm-bls configure writes it"
-            yield fault(f"{model}: requests without drafts answer one token", mend)
+            yield fault(
+                f"{model}: requests without drafts answer one token",
+                f"set {model}.one_step_requests=true; trtllm-bls configure writes it",
+            )
 
 
 @check("the engines were built for what their parameters ask", lambda s: s.configs and s.engines)
@@ -448,45 +530,55 @@ def built_for(subject: Subject) -> Findings:
         yield from map(Finding.of, cpp.misfits(model, subject.engines[model], values))
         guides = values.get(cpp_backend.GUIDES[1])
         if guides and not Path(guides).is_file():
-            what = f"{model}.{cpp_backend.GUIDES[1]}: {guides} is not there"
-            yield fault(what, "make it as docs/engines.md#guided-decoding says")
+            yield fault(
+                f"{model}.{cpp_backend.GUIDES[1]}: {guides} is not there",
+                "make it as docs/engines.md#guided-decoding says",
+            )
 
 
 @check("the files of each engine are whole", lambda s: s.engines)
 def engine_files(subject: Subject) -> Findings:
     for model, engine in subject.engines.items():
         for file in sorted(engine.path.glob("rank*.engine")):
-            with file.open("rb") as opened:
-                head = opened.read(16)
+            with file.open("rb") as stream:
+                head = stream.read(16)
             if head.startswith(b"version https://"):
                 yield fault(f"{model}: {file} is a pointer of Git LFS", "run git lfs pull")
             elif not head:
                 yield fault(f"{model}: {file} is empty", "copy it again")
-        room = subject.values(model).get("max_tokens_in_paged_kv_cache", "")
-        if room.isdecimal() and 0 < int(room) < (engine.max_sequence_tokens or 0):
-            what = f"{model}: max_tokens_in_paged_kv_cache is {room}, its longest sequence has"
-            yield fault(f"{what} {engine.max_sequence_tokens} tokens", "raise it, or leave it out")
+        tokens = subject.values(model).get("max_tokens_in_paged_kv_cache", "")
+        if tokens.isdecimal() and 0 < int(tokens) < (engine.max_sequence_tokens or 0):
+            yield fault(
+                f"{model}: max_tokens_in_paged_kv_cache is {tokens}, its longest sequence has "
+                f"{engine.max_sequence_tokens} tokens",
+                "raise it, or leave it out",
+            )
 
 
 @check("ranks can be started", lambda s: any(e.ranks > 1 for e in s.engines.values()))
 def ranks(subject: Subject) -> Findings:
     path = subject.environment.get("PATH", "")
-    if not any(shutil.which(program, path=path) for program in ("mpirun", "srun")):
-        counts = [f"{name}: {e.ranks} ranks" for name, e in subject.engines.items() if e.ranks > 1]
-        what = f"{', '.join(counts)}, neither mpirun nor srun here"
-        yield fault(what, "serve it in the container")
+    if not shutil.which("mpirun", path=path) and not shutil.which("srun", path=path):
+        counts = []
+        for model, engine in subject.engines.items():
+            if engine.ranks > 1:
+                counts.append(f"{model}: {engine.ranks} ranks")
+        yield fault(
+            f"{', '.join(counts)}, neither mpirun nor srun here", "serve it in the container"
+        )
 
 
 @check("the server here has every backend", lambda s: s.configs and has_server(s))
 def backends(subject: Subject) -> Findings:
-    with suppress(SetupError):  # told by the check of the server's Python
-        there = checks.find_server(subject.server).backends
+    with suppress(SetupError):  # the check of the server's Python reports it
+        directory = checks.find_server(subject.server).backends
+        image = "the container that has it"
+        if subject.release:
+            image = cpp.image_of(subject.release) or image
         for model, config in subject.configs.items():
             name = backend_of(config)
-            if name and "${" not in name and not (there / name).is_dir():
-                image = cpp.image_of(subject.release) if subject.release else None
-                mend = f"serve it from {image or 'the container that has it'}"
-                yield fault(f"{model}: no backend {name} in {there}", mend)
+            if name and "${" not in name and not (directory / name).is_dir():
+                yield fault(f"{model}: no backend {name} in {directory}", f"serve it from {image}")
 
 
 def _speculates(subject: Subject) -> bool:
@@ -496,53 +588,74 @@ def _speculates(subject: Subject) -> bool:
 
 @check("the target can verify drafts, and the draft can make them", _speculates)
 def speculation(subject: Subject) -> None:
-    reuse = {"enable_kv_cache_reuse": "true" if not subject.configs else ""}
-    values = {name: reuse | subject.values(name) for name in subject.engines}
+    defaults = {"enable_kv_cache_reuse": ""}
+    if not subject.configs:
+        defaults = {"enable_kv_cache_reuse": "true"}
     target = subject.target
-    engines = {ENGINE.name if name == target else name: e for name, e in subject.engines.items()}
-    cpp.check_target(target, subject.engines[target], values[target])
-    values[ENGINE.name] = values[target]
-    cpp.check_drafting(engines, values, subject.release or cpp_backend.LAST)
+    values = defaults | subject.values(target)
+    cpp.check_target(target, subject.engines[target], values)
+    # ``check_drafting`` knows the target by its usual name.
+    engines = {}
+    parameters = {}
+    for model, engine in subject.engines.items():
+        name = model
+        if model == target:
+            name = ENGINE.name
+        engines[name] = engine
+        parameters[name] = defaults | subject.values(model)
+    cpp.check_drafting(engines, parameters, subject.release or cpp_backend.LAST)
 
 
 @check("target and draft have logits of one type", lambda s: len(s.engines) > 1)
 def logits_types(subject: Subject) -> Findings:
     """Triton refuses drafts' logits of another type than the target's input."""
-    draft, target = subject.engines.get(subject.draft), subject.engines.get(subject.target)
+    draft = subject.engines.get(subject.draft)
+    target = subject.engines.get(subject.target)
     if draft and target and draft.logits != target.logits:
-        mend = "build both with one --logits_dtype, or leave use_draft_logits off"
-        yield warn(f"the draft's logits are {draft.logits}, the target takes {target.logits}", mend)
+        yield warn(
+            f"the draft's logits are {draft.logits}, the target takes {target.logits}",
+            "build both with one --logits_dtype, or leave use_draft_logits off",
+        )
 
 
 @check("a stalled engine is told from a slow one", lambda s: BLS.name in s.configs)
 def time_limits(subject: Subject) -> Findings:
-    values, declared = subject.values(BLS.name), parameters_of(BLS.name)
-    keys = "engine_stall_seconds", "request_timeout_seconds"
-    with suppress(ValueError):  # told by the check of parameters
-        stall, timeout = (float(values.get(key) or declared[key].in_file) for key in keys)
+    values = subject.values(BLS.name)
+    parameters = parameters_of(BLS.name)
+
+    def seconds(key: str) -> float:
+        return float(values.get(key) or parameters[key].in_file)
+
+    with suppress(ValueError):  # the check of parameters reports it
+        stall = seconds("engine_stall_seconds")
+        timeout = seconds("request_timeout_seconds")
         if timeout and stall > timeout:
-            what = f"{keys[0]} {stall:g} is longer than {keys[1]} {timeout:g}"
-            yield warn(what, f"a stalled engine is seen as a timeout; lower {keys[0]}")
+            yield warn(
+                f"engine_stall_seconds {stall:g} is longer than "
+                f"request_timeout_seconds {timeout:g}",
+                "a stalled engine is seen as a timeout; lower engine_stall_seconds",
+            )
 
 
 @check("each engine has memory for its KV cache", lambda s: len(s.cpp_models) > 1)
 def memory_shares(subject: Subject) -> Findings:
-    """Shares are of what is free when an engine loads; the second finds what the first left."""
+    """An engine's share is of the memory that is free when it loads, less the share of another."""
     gpus: dict[str, list[str]] = {}
     for model in subject.cpp_models:
         values = subject.values(model)
-        with suppress(ValueError):  # told by the check of parameters
+        with suppress(ValueError):  # the check of parameters reports it
             large = float(values.get("kv_cache_free_gpu_mem_fraction") or 0.9) > 0.8
             if large and not values.get("max_tokens_in_paged_kv_cache"):
                 gpus.setdefault(values.get("gpu_device_ids", ""), []).append(model)
     for models in gpus.values():
         if len(models) > 1:
-            what = f"{' and '.join(models)} share GPUs and want 80 % or more of what is free each"
-            mend = "set kv_cache_free_gpu_mem_fraction to 0.45 each, or gpu_device_ids apart"
-            yield fault(what, mend)
+            yield fault(
+                f"{' and '.join(models)} share GPUs and want 80 % or more of what is free each",
+                "set kv_cache_free_gpu_mem_fraction to 0.45 each, or gpu_device_ids apart",
+            )
 
 
-# --- addresses: who listens there, and whether it serves this repository ----------------------
+# --- addresses: the programs that listen there, and the repository that they serve ------------
 
 
 _SERVICE_ANSWER_S = 5.0
@@ -555,8 +668,10 @@ _NO_SERVICE = {
 
 
 def _engine_url(subject: Subject) -> str:
-    """Where the engine of this server is; empty where another process has it."""
-    return "" if _engines_elsewhere(subject) else subject.values(BLS.name).get("engine_url", "")
+    """Return the address of this server's engine; empty where another process has it."""
+    if _engines_elsewhere(subject):
+        return ""
+    return subject.values(BLS.name).get("engine_url", "")
 
 
 @check("the engine's port belongs to Triton, or to nobody yet", _engine_url)
@@ -564,45 +679,52 @@ def engine_port(subject: Subject) -> Findings:
     """With host networking another program or another Triton may own it."""
     url = _engine_url(subject)
     host, _, port = url.rpartition(":")
-    here = host in _LOCAL
+    is_local = host in _LOCAL
     if not host or not port.isdecimal() or "/" in host:
         yield fault(f"engine_url {url}: is no address", "write HOST:PORT")
         return
     names = _listeners(url)
-    if here and not names and subject.url and subject.url.rpartition(":")[0] in _LOCAL:
-        what = f"engine_url {url}: nobody listens there, and a server runs at {subject.url}"
-        yield warn(what, "name that port; `serve` does so by itself (--grpc-port)")
-    if not here and (problem := _unreachable(url)):
-        mend = "name the gRPC port of the server that has the engine"
-        yield fault(f"engine_url {url}: {problem}", mend)
+    if is_local and not names and subject.url and subject.url.rpartition(":")[0] in _LOCAL:
+        yield warn(
+            f"engine_url {url}: nobody listens there, and a server runs at {subject.url}",
+            "name that port; `serve` does so by itself (--grpc-port)",
+        )
+    if not is_local and (problem := _unreachable(url)):
+        yield fault(
+            f"engine_url {url}: {problem}", "name the gRPC port of the server that has the engine"
+        )
     if set(names) - {_SERVER}:
-        what = f"engine_url {url}: {' and '.join(names)} listens there, not {_SERVER}"
-        yield fault(what, "stop it, or serve on another --grpc-port")
+        yield fault(
+            f"engine_url {url}: {' and '.join(names)} listens there, not {_SERVER}",
+            "stop it, or serve on another --grpc-port",
+        )
 
 
 def _engines_elsewhere(subject: Subject) -> list[tuple[str, EngineKind]]:
-    """The addresses that parameter ``engine`` names, where it is one of another process."""
+    """Return the addresses that parameter ``engine`` names, if another process has the engine."""
     try:
         choice = parse_engine(subject.values(BLS.name).get("engine", ""))
     except ValueError:
-        return []  # none, or told by the check of parameters
-    return [(address, choice.kind) for address, _ in choice.addresses if choice.is_elsewhere]
+        return []  # there is none, or the check of parameters reports it
+    if not choice.is_elsewhere:
+        return []
+    return [(address, choice.kind) for address, _ in choice.addresses]
 
 
 @check("engines elsewhere are there", _engines_elsewhere)
 def engine_addresses(subject: Subject) -> Findings:
     for address, kind in _engines_elsewhere(subject):
         if problem := _unreachable(address):
-            mend = (
-                "start it (trtllm-serve MODEL --grpc, which 1.3.0rc22 cannot), or mend the address"
+            yield fault(
+                f"engine at {address}: {problem}",
+                "start it (trtllm-serve MODEL --grpc, which 1.3.0rc22 cannot), or mend the address",
             )
-            yield fault(f"engine at {address}: {problem}", mend)
         elif kind is EngineKind.TRTLLM and (problem := _service_problem(address)):
             yield fault(f"engine at {address}: {problem}", "see its own log")
 
 
 def _unreachable(address: str) -> str:
-    """Why nobody answers at ``host:port``; empty where somebody does."""
+    """Tell why nobody answers at ``host:port``; empty where somebody does."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_SERVICE_ANSWER_S).close()
@@ -612,18 +734,20 @@ def _unreachable(address: str) -> str:
 
 
 def _service_problem(address: str) -> str:
-    """What a TrtllmService says of its health; empty where that is good, or the port has TLS."""
+    """Ask a TrtllmService for its health; empty where that is good, or the port has TLS."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        ask = channel.unary_unary(
+        health_check = channel.unary_unary(
             messages.SERVICE + "HealthCheck",
             request_serializer=messages.HealthCheckRequest.SerializeToString,
             response_deserializer=messages.HealthCheckResponse.FromString,
         )
         try:
-            status = ask(messages.HealthCheckRequest(), timeout=_SERVICE_ANSWER_S).status
+            answer = health_check(messages.HealthCheckRequest(), timeout=_SERVICE_ANSWER_S)
         except grpc.RpcError as error:
             return _NO_SERVICE.get(error.code(), "")
-    return "" if status == "OK" else f"it is not healthy: {status}"
+    if answer.status == "OK":
+        return ""
+    return f"it is not healthy: {answer.status}"
 
 
 @check("the ports of serve are free", lambda s: s.repository and not s.url)
@@ -632,12 +756,14 @@ def ports(subject: Subject) -> Findings:
     for flag, port in subject.ports.items():
         names = _listeners(f"localhost:{port}")
         if names:
-            what = f"port {port} is taken by {' and '.join(names)}"
-            yield warn(what, f"if that is not your server, choose another with {flag}")
+            yield warn(
+                f"port {port} is taken by {' and '.join(names)}",
+                f"if that is not your server, choose another with {flag}",
+            )
 
 
 def _listeners(url: str) -> list[str]:
-    """The names of the programs that listen at a port of this machine."""
+    """Return the names of the programs that listen at a port of this machine."""
     names = set()
     for process in listening_processes(url):
         with suppress(psutil.Error):
@@ -657,8 +783,10 @@ def server(subject: Subject) -> Findings:
                 if not client.is_model_ready(model, client_timeout=_SERVICE_ANSWER_S):
                     yield fault(f"{subject.url}: {model} is not ready", "see the server's log")
         except InferenceServerException as error:
-            what = f"{subject.url}: no answer from Triton ({error.message()})"
-            yield fault(what, "start the server, or name its gRPC port with --url")
+            yield fault(
+                f"{subject.url}: no answer from Triton ({error.message()})",
+                "start the server, or name its gRPC port with --url",
+            )
 
 
 @check("the server serves this repository", lambda s: s.url and s.repository)
@@ -666,14 +794,18 @@ def same_repository(subject: Subject) -> Findings:
     """Another Triton may answer, with models of the same names."""
     with _client(subject) as client:
         for model in sorted(subject.configs):
-            with suppress(InferenceServerException):  # told by the check of the server
+            with suppress(InferenceServerException):  # the check of the server reports it
                 answer = client.get_model_config(model, client_timeout=_SERVICE_ANSWER_S)
-                values, mine = values_of(answer.config), subject.values(model)
-                differing = [key for key in mine.keys() & values if mine[key] != values[key]]
+                server_values = values_of(answer.config)
+                differing = []
+                for key, value in subject.values(model).items():
+                    if server_values.get(key, value) != value:
+                        differing.append(key)
                 if differing:
-                    what = f"{subject.url}: {model} has other values of {', '.join(differing)}"
-                    mend = "is it another server, or one with other options, or an older one?"
-                    yield warn(what, mend)
+                    yield warn(
+                        f"{subject.url}: {model} has other values of {', '.join(differing)}",
+                        "is it another server, or one with other options, or an older one?",
+                    )
 
 
 def _client(subject: Subject) -> Any:
@@ -689,7 +821,7 @@ def _client(subject: Subject) -> Any:
 
 
 # Embeddings are padded to a multiple of 64 or 128 per GPU; more rows than that are another model's.
-_MOST_PADDING = 1024
+_MAX_PADDING = 1024
 
 
 @check("tokenizers can be loaded", lambda s: s.tokenizer)
@@ -706,26 +838,33 @@ def one_tokenizer(subject: Subject) -> Findings:
     for model in (PREPROCESSING.name, POSTPROCESSING.name):
         directory = subject.directory(model, "tokenizer_dir")
         if directory and loaded_tokenizer(directory).fingerprint != subject.tokens.fingerprint:
-            what = f"{model}: the tokenizer in {directory} is another than {subject.tokenizer}"
-            yield fault(what, "name one tokenizer in all models")
+            yield fault(
+                f"{model}: the tokenizer in {directory} is another than {subject.tokenizer}",
+                "name one tokenizer in all models",
+            )
     if not subject.tokens.chat_template:
-        what = f"{subject.tokenizer}: no chat template"
-        yield warn(what, "messages and /v1/chat/completions need one; text does not")
+        yield warn(
+            f"{subject.tokenizer}: no chat template",
+            "messages and /v1/chat/completions need one; text does not",
+        )
 
 
 @check("engines and tokenizers have one vocabulary", lambda s: s.tokens and s.engines)
 def vocabulary(subject: Subject) -> Findings:
     """An id beyond the embeddings ends a request; other tokens than the draft's waste drafts."""
     assert subject.tokens is not None
-    tokens, mend = subject.tokens.vocab_size, "use the tokenizer that the model was trained with"
+    tokens = subject.tokens.vocab_size
+    remedy = "use the tokenizer that the model was trained with"
     for model, engine in subject.engines.items():
         cpp.check_vocabulary(model, engine, subject.tokens)
         size = engine.vocab_size or tokens
         if tokens > size:
-            what = f"{model}: {tokens - size} added tokens are beyond its embeddings"
-            yield warn(what, "requests that use them are refused; " + mend)
-        elif size - tokens > _MOST_PADDING:
-            yield warn(f"{model}: {size} embeddings for the tokenizer's {tokens} tokens", mend)
+            yield warn(
+                f"{model}: {tokens - size} added tokens are beyond its embeddings",
+                "requests that use them are refused; " + remedy,
+            )
+        elif size - tokens > _MAX_PADDING:
+            yield warn(f"{model}: {size} embeddings for the tokenizer's {tokens} tokens", remedy)
 
 
 @check("target and draft have one vocabulary", lambda s: len(s.engines) > 1)
@@ -734,16 +873,20 @@ def draft_vocabulary(subject: Subject) -> Findings:
     target = subject.engines.get(subject.target) or subject.engines.get(ENGINE.name)
     for model, engine in subject.engines.items():
         if target and target.vocab_size and engine.vocab_size not in (None, target.vocab_size):
-            what = f"{model} has {engine.vocab_size} embeddings, the target {target.vocab_size}"
-            yield warn(what, "take a draft of the same family, or leave draft logits off")
+            yield warn(
+                f"{model} has {engine.vocab_size} embeddings, the target {target.vocab_size}",
+                "take a draft of the same family, or leave draft logits off",
+            )
     drafts = subject.directory(BLS.name, "draft_tokenizer_dir")
     if (
         subject.tokens
         and drafts
         and loaded_tokenizer(drafts).fingerprint != subject.tokens.fingerprint
     ):
-        what = f"the tokenizer in {drafts} has another token table"
-        yield fault(what, "the draft is not used; take one of the target's family")
+        yield fault(
+            f"the tokenizer in {drafts} has another token table",
+            "the draft is not used; take one of the target's family",
+        )
 
 
 # --- the command line -------------------------------------------------------------------------
@@ -769,23 +912,30 @@ def command(as_json: bool, **options: Any) -> None:
       trtllm-bls doctor --url gpu-host:8001 --tls
     """
     tls = Tls.of_options(options)
-    named = {name: value for name, value in options.items() if not name.startswith("tls")}
+    subject_options = {name: value for name, value in options.items() if not name.startswith("tls")}
     with Console(stderr=True).status("looking") as status:
-        findings = list(diagnose(Subject(**named, tls=tls, progress=status.update)))
+        subject = Subject(**subject_options, tls=tls, progress=status.update)
+        findings = list(diagnose(subject))
     levels = [finding.level for _, finding in findings]
     count = {level: levels.count(level) for level in get_args(Level)}
     if as_json:
-        rows = [{"check": name, **vars(finding)} for name, finding in findings]
+        rows = [finding.row(name) for name, finding in findings]
         click.echo(json.dumps({"findings": rows, "count": count}, indent=1, ensure_ascii=False))
     else:
         console = Console(highlight=False)
         for name, finding in findings:
             level = (f"{finding.level:<5} ", _FINDING_STYLES[finding.level])
             console.print(Text.assemble(level, f"{name}: {finding}"), soft_wrap=True)
-        errors = "1 error" if count["error"] == 1 else f"{count['error']} errors"
-        warnings = "1 warning" if count["warn"] == 1 else f"{count['warn']} warnings"
+        errors = _counted(count["error"], "error")
+        warnings = _counted(count["warn"], "warning")
         click.echo(f"{errors}, {warnings}")
-    sys.exit(1 if count["error"] else 0)
+    sys.exit(bool(count["error"]))
+
+
+def _counted(count: int, noun: str) -> str:
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"
 
 
 @click.command()
@@ -807,25 +957,31 @@ def conformance(engine: str, **options: Any) -> None:
       trtllm-bls conformance --engine llm_api --model /models/llama
       trtllm-bls conformance --engine trtllm://127.0.0.1:50051 --model /models/llama
     """
-    from trtllm_bls.engines.conformance import examine as ask
+    from trtllm_bls.engines.conformance import examine as examine_engine
     from trtllm_bls.engines.opening import open_local_engine
 
     check_ours(ENGINE.name, "engine", engine)
-    packages = ("trtllm-bls", "tensorrt-llm", "torch", "transformers")
-    versions = [f"{name} {version}" for name in packages if (version := installed(name))]
+    versions = []
+    for package in ("trtllm-bls", "tensorrt-llm", "torch", "transformers"):
+        if version := installed(package):
+            versions.append(f"{package} {version}")
     click.echo(f"{', '.join(versions)}; {engine}\n\n| check | result |\n| --- | --- |")
     results = []
 
     async def run() -> None:
         load = partial(loaded_tokenizer, options["model_dir"])
-        opened = open_local_engine(engine, EngineParameters(engine=engine, **options), load)
-        ids = tuple(load().encode("The capital of France is Paris. The capital of Japan is", True))
+        local_engine = open_local_engine(engine, EngineParameters(engine=engine, **options), load)
+        prompt = "The capital of France is Paris. The capital of Japan is"
+        tokenizer = load()
+        ids = tuple(tokenizer.encode(prompt, True))
         try:
-            async for name, result in ask(opened, ids, load().decode, load().eos_id or 0):
+            async for name, result in examine_engine(
+                local_engine, ids, tokenizer.decode, tokenizer.eos_id or 0
+            ):
                 results.append(result)
                 click.echo(f"| {name} | {result} |")
         finally:
-            await opened.close()
+            await local_engine.close()
 
     asyncio.run(run())
     sys.exit(any("FAILED" in result for result in results))

@@ -62,20 +62,26 @@ def command(directory: Path, notice: float, timeout: float, deadline: float, wai
         files.ask_to_drain(time.monotonic() + deadline)
     except OSError as error:
         raise SettingsError(f"--dir {directory}: {error.strerror}") from error
-    asked_at = time.monotonic()
+    drained_at = time.monotonic()
     if not files.read():
         raise SettingsError(
             f"--dir {directory}: no process keeps a status there; it is the status_dir of "
             f"{BLS_NAME}, and one of this machine"
         )
-    _sleep_until(lambda: files.handed_over, asked_at + timeout)
+
+    def is_idle() -> bool:
+        return not any(status.running for status in files.read())
+
+    _sleep_until(lambda: files.handed_over, drained_at + timeout)
     handed_over = files.handed_over
-    if wait:  # what still runs at the deadline ends then, which takes a moment
-        _sleep_until(lambda: not any(s.running for s in files.read()), asked_at + deadline + 2.0)
+    if wait:  # requests that still run at the deadline end then, which takes a moment
+        _sleep_until(is_idle, drained_at + deadline + 2.0)
     for status in files.read():
-        state = "handed over" if status.handed_over else "not handed over"
+        state = "not handed over"
+        if status.handed_over:
+            state = "handed over"
         click.echo(f"process {status.pid}: {state}, requests running: {status.running}")
-    sys.exit(0 if handed_over else 1)
+    sys.exit(not handed_over)
 
 
 def _sleep_until(condition: Callable[[], bool], until: float) -> None:

@@ -35,7 +35,7 @@ Directory = Annotated[Path, click.Path(exists=True, file_okay=False, path_type=P
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package."""
+    """Return the version of an installed package; ``None`` if it is not there."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -43,22 +43,30 @@ def installed(package: str) -> str | None:
 
 
 def serve_ports() -> dict[str, int]:
-    """The default ports of ``serve``, by option."""
-    names = [field.name for field in fields(ServeSettings) if field.name.endswith("_port")]
-    ports = {option(name): getattr(ServeSettings, name) for name in names}
-    return {flag: port for flag, port in ports.items() if port is not None}
+    """Return the default ports of ``serve``, by option."""
+    ports = {}
+    for field_ in fields(ServeSettings):
+        if not field_.name.endswith("_port"):
+            continue
+        port: int | None = getattr(ServeSettings, field_.name)
+        if port is not None:
+            ports[option(field_.name)] = port
+    return ports
 
 
 def _release(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    if not value:
+        return ""
     try:
-        return value if value and cpp_backend.parse_version(value) else ""
+        cpp_backend.parse_version(value)
     except SettingsError as error:
         raise click.UsageError(str(error), ctx) from error
+    return value
 
 
 @dataclass
 class Subject:
-    """The options of ``doctor``, and what can be read behind them.
+    """The options of ``doctor``, and the configurations and engines behind them.
 
     ``version`` names TensorRT-LLM's release where neither an installed package nor an engine tells.
     """
@@ -89,13 +97,19 @@ class Subject:
         self.unreadable: list[SettingsError] = []  # configurations and engines
         self.unreadable_models: set[str] = set()
         self.configs: dict[str, Any] = {}  # Triton's ``ModelConfig`` of each model
-        for path in sorted(self.repository.glob("*/config.pbtxt")) if self.repository else ():
+        paths: list[Path] = []
+        if self.repository:
+            paths = sorted(self.repository.glob("*/config.pbtxt"))
+        for path in paths:
             try:
                 self.configs[path.parent.name] = read_config(path)
             except SettingsError as error:
                 self.unreadable.append(error)
                 self.unreadable_models.add(path.parent.name)
-        self.cpp_models = [n for n, c in self.configs.items() if c.backend == CPP_BACKEND]
+        self.cpp_models: list[str] = []
+        for name, config in self.configs.items():
+            if config.backend == CPP_BACKEND:
+                self.cpp_models.append(name)
         values = self.values(BLS.name)
         self.target = values.get("tensorrt_llm_model_name") or ENGINE.name
         self.draft = values.get("tensorrt_llm_draft_model_name", "")  # empty where there is none
@@ -119,11 +133,13 @@ class Subject:
                 self.unreadable.append(error)
 
     def values(self, model: str) -> dict[str, str]:
-        """A model's parameters; none where there is no such model."""
-        return values_of(self.configs[model]) if model in self.configs else {}
+        """Return a model's parameters; none where there is no such model."""
+        if model not in self.configs:
+            return {}
+        return values_of(self.configs[model])
 
     def directory(self, model: str, key: str) -> Path | None:
-        """A directory that a model's parameter names; ``None`` where it names none."""
+        """Return the directory that a model's parameter names; ``None`` where it names none."""
         path = self.values(model).get(key, "")
         if not path or "${" in path:
             return None
@@ -151,10 +167,10 @@ class Subject:
         for name in self.configs:
             assert self.repository is not None
             for file in sorted((self.repository / name).glob("*/model.py")):
-                with suppress(OSError, ValueError, SyntaxError):  # the file's own checks tell
-                    declared = _declared_parameters(file.read_text(encoding="utf-8"))
-                    if declared is not None:
-                        pipelines[name] = declared
+                with suppress(OSError, ValueError, SyntaxError):  # other checks report it
+                    parameters = _declared_parameters(file.read_text(encoding="utf-8"))
+                    if parameters is not None:
+                        pipelines[name] = parameters
         return pipelines
 
     @property
@@ -162,36 +178,39 @@ class Subject:
         """Our models and those of the C++ backend, with the tensors that each should have."""
 
         def of_release(engine: str) -> dict[str, Model]:
-            logits = self.engines[engine].logits if engine in self.engines else "FP32"
+            logits = "FP32"
+            if engine in self.engines:
+                logits = self.engines[engine].logits
             return cpp.models_for(self.release or cpp_backend.LAST, logits)
 
         # The ensemble hands on the tensors of the target's release.
         ours = {model.name: model for model in MODELS}
         if self.cpp_models:
             ours = of_release(self.target)
-        known = {}
+        models = {}
         for name, config in self.configs.items():
             is_ensemble = config.platform == ENSEMBLE_PLATFORM
             if config.backend == CPP_BACKEND:
-                known[name] = of_release(name)[ENGINE.name]
+                models[name] = of_release(name)[ENGINE.name]
             elif self.values(name).get("tensors") == "llmapi":
-                known[name] = replace(LLMAPI, name=BLS.name)  # whose parameters it has
+                models[name] = replace(LLMAPI, name=BLS.name)  # whose parameters it has
             elif name in self.llm_api_models:
-                known[name] = ENGINE
+                models[name] = ENGINE
             elif name in ours and (config.backend == "python" or is_ensemble):
-                known[name] = ours[name]
-        return known
+                models[name] = ours[name]
+        return models
 
     @property
     def tokens(self) -> Tokenizer | None:
-        """The target's tokenizer; ``None`` where none can be loaded, which a check tells."""
-        with suppress(SetupError):
-            return loaded_tokenizer(self.tokenizer) if self.tokenizer else None
+        """The target's tokenizer; ``None`` where none can be loaded, which a check reports."""
+        if self.tokenizer:
+            with suppress(SetupError):
+                return loaded_tokenizer(self.tokenizer)
         return None
 
     @property
     def backend_version(self) -> str:
-        """The TensorRT-LLM that runs here: as named, or as installed; empty where unknown."""
+        """The TensorRT-LLM that runs here, by option or package; empty where unknown."""
         return self.version or self.packages("tensorrt-llm") or ""
 
     @property
@@ -199,13 +218,16 @@ class Subject:
         """The release of the backend, or else of the target's engine."""
         if self.backend_version:
             return cpp_backend.parse_version(self.backend_version)
-        engine = self.engines.get(self.target)
-        return engine.release() if engine else None
+        if self.target not in self.engines:
+            return None
+        return self.engines[self.target].release()
 
 
 def _declared_parameters(program: str) -> dict[str, Any] | None:
-    """What the class of a ``model.py`` has as ``parameters``, or ``None`` if that cannot be told;
-    the program is read and not run."""
+    """Read the ``parameters`` of the class in a ``model.py``, without running the program.
+
+    ``None`` if they cannot be read so.
+    """
     if "trtllm_bls.pipeline" not in program:
         return None
     bases: list[str] = []
@@ -218,11 +240,15 @@ def _declared_parameters(program: str) -> dict[str, Any] | None:
         for line in definition.body:
             if not isinstance(line, (ast.Assign, ast.AnnAssign)) or line.value is None:
                 continue
-            targets = line.targets if isinstance(line, ast.Assign) else [line.target]
+            targets = [line.target] if isinstance(line, ast.AnnAssign) else line.targets
             if "parameters" in map(ast.unparse, targets):
                 value = ast.literal_eval(line.value)
-                return value if isinstance(value, dict) else None
-    return {} if bases == ["StreamingModel"] else None  # others may declare some
+                if not isinstance(value, dict):
+                    return None
+                return value
+    if bases != ["StreamingModel"]:  # another base class may declare some
+        return None
+    return {}
 
 
 # --- findings ---------------------------------------------------------------------------------
@@ -233,58 +259,71 @@ Level = Literal["ok", "warn", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what holds or does not, and what to do about it (empty where nothing is)."""
+    """A line about something that holds or does not; ``remedy`` is empty where none is needed."""
 
     level: Level
-    what: str
-    mend: str = ""
+    summary: str
+    remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what}; {self.mend}" if self.mend else self.what
+        if not self.remedy:
+            return self.summary
+        return f"{self.summary}; {self.remedy}"
+
+    def row(self, check: str) -> dict[str, str]:
+        """Return the finding of a check as ``doctor --json`` prints it."""
+        return {
+            "check": check,
+            "level": self.level,
+            "what": self.summary,
+            "mend": self.remedy,
+        }
 
     @classmethod
     def of(cls, error: TrtllmBlsError, level: Level = "error") -> Finding:
-        """Split the error's text: this package's errors end with what to do, after "; " or ": "."""
+        """Split the error's text: this package's errors end with a remedy, after "; " or ": "."""
         text = str(error)
         for mark in ("; ", ": "):
-            what, _, mend = text.rpartition(mark)
-            if " " in what:  # a name in front of a colon is no sentence yet
-                return cls(level, what, mend)
+            summary, _, remedy = text.rpartition(mark)
+            if " " in summary:  # a name in front of a colon is no sentence yet
+                return cls(level, summary, remedy)
         return cls(level, text)
 
 
 Findings = Iterator[Finding]
-fault, warn = partial(Finding, "error"), partial(Finding, "warn")
+fault = partial(Finding, "error")
+warn = partial(Finding, "warn")
 
 
 @dataclass(frozen=True)
 class Check:
-    """``run`` yields or raises what is wrong; ``title`` says what holds where there is nothing.
+    """An examination of a subject; ``title`` is the rule that it tests.
 
-    ``applies`` tells whether there is something to look at. ``before``: what ``serve`` does only if
-    this finds no error: ``preparing`` a server, or ``loading`` its models. An error is what
-    certainly does not start or does not answer; what is likely is a warning.
+    ``run`` yields or raises a finding for each fault. ``applies`` tells whether there is something
+    to look at. ``serve`` enters the ``stage`` only if this finds no error: ``preparing`` a server,
+    or ``loading`` its models. An error certainly keeps a server from starting or answering; a
+    warning is for a fault that is likely to do so.
     """
 
     name: str
     title: str
     applies: Callable[[Subject], Any]
     run: Callable[[Subject], Findings | None]
-    before: str = ""
+    stage: str = ""
 
 
 CHECKS: list[Check] = []
 
 
 def check(
-    title: str, applies: Callable[[Subject], Any] = lambda subject: True, before: str = ""
+    title: str, applies: Callable[[Subject], Any] = lambda subject: True, stage: str = ""
 ) -> Callable[[Callable[[Subject], Findings | None]], None]:
     """Put a function into the list of checks, under its own name."""
-    return lambda run: CHECKS.append(Check(run.__name__, title, applies, run, before))
+    return lambda run: CHECKS.append(Check(run.__name__, title, applies, run, stage))
 
 
 def examine(subject: Subject, checks: Sequence[Check]) -> Iterator[tuple[str, Finding]]:
-    """Yield every finding with its check's name. What a check raises is its last finding."""
+    """Yield every finding with its check's name. An error that a check raises is its last one."""
     for check in checks:
         if not check.applies(subject):
             continue

@@ -44,7 +44,7 @@ from trtllm_bls.settings.command_options import (
 )
 
 SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED_MEMORY = 4 * 2**20  # bytes free
+_MIN_SHARED_MEMORY = 4 * 2**20  # bytes free
 _CANARY_FAILURES = 2  # in a row; one may be an accident
 _MISSED_TURNS = 60  # three seconds, or longer where there is load
 
@@ -101,7 +101,7 @@ class Verdict:
 
 
 def evaluate(observed: Observed, now: float, stall_s: float = 30.0) -> Verdict:
-    """What the observations mean; no I/O and no clock.
+    """Judge a server by observations of it; no I/O and no clock.
 
     A server without progress for ``stall_s`` is not ready. After twice as long it has failed,
     unless its engine is elsewhere, because a restart of the server would not restart the engine.
@@ -110,15 +110,18 @@ def evaluate(observed: Observed, now: float, stall_s: float = 30.0) -> Verdict:
     """
 
     def since(moment: float | None) -> float:
-        return 0.0 if moment is None else now - moment
+        if moment is None:
+            return 0.0
+        return now - moment
 
     silent = since(observed.progress_at)
     http_silent = since(observed.http_at)
     stuck = since(observed.loop_at)
-    server_stuck, exhausted = since(observed.server_loop_at), since(observed.descriptors_at)
     reasons = [*observed.processes, *observed.descriptors]
-    reasons += [f"model {model} is not ready" for model in observed.models]
-    reasons += [observed.engine] if observed.engine else []
+    for model in observed.models:
+        reasons.append(f"model {model} is not ready")
+    if observed.engine:
+        reasons.append(observed.engine)
     if observed.canary_failures >= _CANARY_FAILURES:
         reasons.append(f"a request for one token fails: {observed.canary_error}")
     if silent > stall_s:
@@ -128,10 +131,13 @@ def evaluate(observed: Observed, now: float, stall_s: float = 30.0) -> Verdict:
     if stuck > stall_s or observed.missed_turns >= _MISSED_TURNS:
         reasons.append(f"an event loop has been stuck for {stuck:.0f} s")
     free = observed.shared_memory
-    if free is not None and free < _LEAST_SHARED_MEMORY:
+    if free is not None and free < _MIN_SHARED_MEMORY:
         reasons.append(f"/dev/shm is full: {free // 1024} KiB are free")
-    longest = max(0.0 if observed.engine_elsewhere else silent, server_stuck, exhausted)
-    failed = bool(observed.processes) or longest > 2 * stall_s
+    # The longest standstill that a restart of the server would end.
+    standstill = max(since(observed.server_loop_at), since(observed.descriptors_at))
+    if not observed.engine_elsewhere:
+        standstill = max(standstill, silent)
+    failed = bool(observed.processes) or standstill > 2 * stall_s
     return Verdict(tuple(reasons), failed)
 
 
@@ -171,7 +177,10 @@ class Probe(Client):
             self._options.append(("grpc.enable_http_proxy", 0))
 
     async def models_not_ready(self, models: Iterable[str], timeout: float) -> tuple[str, ...]:
-        """Those of ``models`` that are not ready. Raises ``ConnectionFailed`` without an answer."""
+        """Return the ``models`` that are not ready.
+
+        Raises ``ConnectionFailed`` without an answer.
+        """
         names = list(models)
         try:
             answers = await asyncio.gather(*(self.model_ready(name, timeout) for name in names))
@@ -195,8 +204,9 @@ class Probe(Client):
         except (errors.ConnectionFailed, errors.DeadlineExceeded) as error:
             return Canary("late", str(error))
         except errors.Overloaded as error:  # or an engine that cannot be reached
-            is_full = error.retry_after_s is not None
-            return Canary("full" if is_full else "failed", str(error))
+            if error.retry_after_s is None:
+                return Canary("failed", str(error))
+            return Canary("full", str(error))
         except errors.TrtllmBlsError as error:
             return Canary("failed", str(error))
         return Canary("answered")
@@ -208,27 +218,30 @@ class ServerProcesses:
     def __init__(self, server: psutil.Process) -> None:
         self._names = {server: "tritonserver"}
         children: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):  # It has just ended, which ``problems`` tells.
+        with suppress(psutil.NoSuchProcess):  # It has just ended, which ``problems`` reports.
             children = server.children()
         for child in children:
             with suppress(psutil.Error):
                 words = child.cmdline()
-                if _NEEDED.search(" ".join(words[:1])):
-                    # A stub's first argument is its model's file, .../<model>/<version>/model.py.
-                    parts = Path(words[1]).parts if len(words) > 1 else ()
-                    self._names[child] = f"model {parts[-3]}" if len(parts) > 2 else child.name()
+                if not _NEEDED.search(" ".join(words[:1])):
+                    continue
+                self._names[child] = child.name()
+                # A stub's first argument is its model's file, .../<model>/<version>/model.py.
+                if len(words) > 1 and len(Path(words[1]).parts) > 2:
+                    self._names[child] = f"model {Path(words[1]).parts[-3]}"
         self._stopped: set[psutil.Process] = set()  # by a SIGSTOP, as of the last look
         self.running = {name: 0 for name in self._names.values()}
         """The number of running processes by name, as of the last ``problems()``."""
 
     def problems(self) -> tuple[str, ...]:
-        """One line for each process that is dead or stopped.
+        """Return a line for each process that is dead or stopped.
 
         A process counts as stopped when two calls in a row find it so: a single look may fall into
         the moment between a SIGSTOP and the SIGCONT that follows it.
         """
-        problems, running = [], dict.fromkeys(self.running, 0)
-        before, self._stopped = self._stopped, set()
+        problems = []
+        running = dict.fromkeys(self.running, 0)
+        stopped = set()
         for process, name in self._names.items():
             state = psutil.STATUS_DEAD
             with suppress(psutil.NoSuchProcess):
@@ -239,10 +252,11 @@ class ServerProcesses:
             elif state != psutil.STATUS_STOPPED:
                 running[name] += 1
             else:
-                self._stopped.add(process)
-                if process in before:
+                stopped.add(process)
+                if process in self._stopped:
                     problems.append(f"the process of {name} is stopped")
         self.running = running
+        self._stopped = stopped
         return tuple(problems)
 
     @property
@@ -251,19 +265,18 @@ class ServerProcesses:
         return {process.pid: name for process, name in self._names.items()}
 
     def without_descriptors(self) -> tuple[str, ...]:
-        """One line for each process that can open no further file or connection."""
+        """Return a line for each process that can open no further file or connection."""
         problems = []
         for process, name in self._names.items():
             with suppress(psutil.Error):
-                used, limit = process.num_fds(), process.rlimit(psutil.RLIMIT_NOFILE)[0]
-                if used >= limit >= 0:  # -1: without a limit
-                    what = f"has used its {limit} file descriptors"
-                    problems.append(f"the process of {name} {what}")
+                limit, _ = process.rlimit(psutil.RLIMIT_NOFILE)
+                if process.num_fds() >= limit >= 0:  # -1: without a limit
+                    problems.append(f"the process of {name} has used its {limit} file descriptors")
         return tuple(problems)
 
 
 def server_process(port: int) -> psutil.Process | None:
-    """The tritonserver of this machine that listens on ``port``, if we may see it."""
+    """Find the tritonserver of this machine that listens on ``port``, if we may see it."""
     for process in psutil.process_iter(["name"]):
         if process.info["name"] != "tritonserver":
             continue
@@ -275,12 +288,12 @@ def server_process(port: int) -> psutil.Process | None:
 
 
 def free_shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
-    """Free bytes; ``None`` if the directory does not exist."""
+    """Return the free bytes; ``None`` if the directory does not exist."""
     try:
-        room = os.statvfs(directory)
+        file_system = os.statvfs(directory)
     except OSError:
         return None
-    return room.f_bavail * room.f_frsize
+    return file_system.f_bavail * file_system.f_frsize
 
 
 # --- trtllm-bls health ----------------------------------------------------------------------
@@ -335,7 +348,7 @@ def command(
     else:
         for line in verdict.reasons or ("ready",):
             click.echo(line)
-    sys.exit(0 if verdict.ready else 1)
+    sys.exit(not verdict.ready)
 
 
 async def look(
@@ -345,23 +358,26 @@ async def look(
     host, _, port = url.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise errors.SettingsError(f"--url {url}: write host:port, where gRPC is served")
-    seen = Observed()
+    observed = Observed()
     if is_loopback(host.strip("[]")):
-        seen.shared_memory = free_shared_memory()
+        observed.shared_memory = free_shared_memory()
         if (process := server_process(int(port))) is not None:
             server = ServerProcesses(process)
-            seen.processes, seen.descriptors = server.problems(), server.without_descriptors()
+            observed.processes = server.problems()
+            observed.descriptors = server.without_descriptors()
     async with Probe(url, tls=tls) as probe:
         problem = None
         try:
-            seen.models = await probe.models_not_ready(models, timeout)
+            observed.models = await probe.models_not_ready(models, timeout)
         except errors.ConnectionFailed as error:
             problem = str(error)
         else:
-            if canary and not seen.models and not seen.processes:
+            if canary and not observed.models and not observed.processes:
                 answer = await probe.canary(timeout)
                 if answer.outcome in ("late", "failed"):  # a full server is at work
                     problem = answer.error
-    if problem is not None:  # asked only once, so one failure counts as enough of them
-        seen.canary_failures, seen.canary_error = _CANARY_FAILURES, problem
-    return evaluate(seen, time.monotonic())
+    if problem is not None:
+        # One look sends one canary, so that a single failure counts as enough of them.
+        observed.canary_failures = _CANARY_FAILURES
+        observed.canary_error = problem
+    return evaluate(observed, time.monotonic())

@@ -2,7 +2,7 @@
 
 In the copy every configuration is the user's own file. Programs of Python models are stand-ins, and
 so is each backend that is not installed or would take a GPU's memory. All else is linked. The
-server listens on free ports of this machine alone, and ends when it has told what became of each
+server listens on free ports of this machine alone, and ends when it has loaded or refused each
 model.
 """
 
@@ -44,8 +44,10 @@ _EXIT_S = 5
 
 @dataclass
 class ServerJudgement:
-    """What became of the models: Triton's ``reasons`` by model that it refuses, and the models on
-    which it gave no verdict in time."""
+    """Triton's verdict on models: its ``reasons`` by model that it refuses.
+
+    It gave none in time on the models that are ``unsettled``.
+    """
 
     reasons: dict[str, str] = field(default_factory=dict)
     unsettled: list[str] = field(default_factory=list)
@@ -61,9 +63,9 @@ def judge(
 ) -> ServerJudgement:
     """Have ``server`` load each model of a repository, within ``seconds``.
 
-    ``configs``: the configurations that can be read, by model. Some faults crash a server (24.10),
-    so models that were not settled are loaded again alone. Raises ``SetupError`` where no server
-    can be started.
+    ``configs`` has the readable configurations by model. Some faults crash a server (24.10), so
+    models that were not settled are loaded again alone. Raises ``SetupError`` where no server can
+    be started.
     """
     deadline = time.monotonic() + seconds
     names = [path.name for path in sorted(repository.iterdir()) if path.is_dir()]
@@ -75,14 +77,13 @@ def judge(
             verdict.unsettled += group
             continue
         progress(f"Triton judges {len(group)} of {len(names)} models")
-        needed = _with_steps(group, configs)
-        with _Run(repository, needed, configs, server) as run:
+        with _Run(repository, _with_steps(group, configs), configs, server) as run:
             crash = run.wait(deadline)
         if crash is not None and not run.is_triton:
             raise SetupError(f"{server.binary} does not start: {crash}")
         loaded = run.loaded
         reasons = run.reasons
-        again: list[str] = []
+        suspects: list[str] = []  # one of them has crashed the server
         for name in group:
             if name in reasons:
                 verdict.reasons[name] = reasons[name]
@@ -93,13 +94,15 @@ def judge(
             elif len(group) == 1:
                 verdict.reasons[name] = f"tritonserver crashes as it loads it: {crash}"
             else:
-                again.append(name)
-        # A model without a program hangs the server, and its log names it. The others need not be
-        # loaded one by one then.
-        if run.hangs and len(again) < len(group):
-            waiting += [again] if again else []
+                suspects.append(name)
+        if not suspects:
+            continue
+        if run.hangs and len(suspects) < len(group):
+            # A model without a program hangs the server, and its log names it. Then the other
+            # models need not be loaded one by one.
+            waiting.append(suspects)
         else:
-            waiting += [[name] for name in again]
+            waiting += [[name] for name in suspects]
     return verdict
 
 
@@ -108,8 +111,9 @@ def groups_of(names: Sequence[str], configs: Mapping[str, Any]) -> Iterator[list
     group: list[str] = []
     stubs = 0
     for name in names:
-        groups = configs[name].instance_group if name in configs else ()
-        count = sum(max(group.count, 1) for group in groups) or 1
+        count = 1
+        if name in configs and configs[name].instance_group:
+            count = sum(max(instances.count, 1) for instances in configs[name].instance_group)
         if group and stubs + count > STUBS:
             yield group
             group = []
@@ -121,14 +125,14 @@ def groups_of(names: Sequence[str], configs: Mapping[str, Any]) -> Iterator[list
 
 
 def _with_steps(group: Sequence[str], configs: Mapping[str, Any]) -> list[str]:
-    """The models of a group, and those that its ensembles call."""
-    needed = list(group)
-    for name in needed:  # which grows meanwhile
+    """Return the models of a group, and those that its ensembles call."""
+    names = list(group)
+    for name in names:  # which grows meanwhile
         if name in configs:
             for step in configs[name].ensemble_scheduling.step:
-                if step.model_name in configs and step.model_name not in needed:
-                    needed.append(step.model_name)
-    return needed
+                if step.model_name in configs and step.model_name not in names:
+                    names.append(step.model_name)
+    return names
 
 
 # --- the scratch copy -------------------------------------------------------------------------
@@ -139,9 +143,11 @@ def write_copy(
 ) -> None:
     """Link the models ``names`` into a new directory, with stand-ins for programs."""
     for name in names:
-        config = configs.get(name)
-        program = (config.default_model_filename if config else "") or "model.py"
-        is_python = config is None or backend_of(config) in ("", "python")
+        program = "model.py"
+        is_python = True
+        if name in configs:
+            program = configs[name].default_model_filename or program
+            is_python = backend_of(configs[name]) in ("", "python")
         model = copy / name
         model.mkdir(parents=True)
         for entry in (repository / name).iterdir():
@@ -150,13 +156,14 @@ def write_copy(
                 continue
             (model / entry.name).mkdir()
             for file in entry.iterdir():
-                stands_in = is_python and file.name == program
-                target = STAND_IN if stands_in else os.path.realpath(file)
+                target = Path(os.path.realpath(file))
+                if is_python and file.name == program:
+                    target = STAND_IN
                 (model / entry.name / file.name).symlink_to(target)
 
 
 def link_backends(workdir: Path, server: checks.Installation, configs: Mapping[str, Any]) -> Path:
-    """The server's backends as ``serve`` links them, and stand-ins for others that models name."""
+    """Link the server's backends as ``serve`` does, and stand-ins for others that models name."""
     directory = preparation.link_backends(workdir, server)
     names = {backend_of(config) for config in configs.values()} - {"", "python", ENSEMBLE_PLATFORM}
     for name in filter(_BACKEND_NAME.fullmatch, names):
@@ -179,7 +186,7 @@ def link_backends(workdir: Path, server: checks.Installation, configs: Mapping[s
 
 
 class _Run:
-    """One tritonserver that loads models and tells what became of each."""
+    """A tritonserver that loads models, and its verdict on each."""
 
     def __init__(
         self,
@@ -238,7 +245,7 @@ class _Run:
         self._process.close()
 
     def wait(self, deadline: float) -> str | None:
-        """Wait until all models have loaded or failed; returns how the server ended before that."""
+        """Wait until all models have loaded or failed; return how the server ended before that."""
         while time.monotonic() < deadline:
             self._index = self._ask_index()
             if self._index is not None:
@@ -251,8 +258,10 @@ class _Run:
         return None
 
     def _ask_index(self) -> dict[str, dict[str, str]] | None:
-        """The index's row of each model; ``None`` before the server answers, which it does when
-        all models have loaded or failed."""
+        """Ask for the index's row of each model; ``None`` before the server answers.
+
+        It answers when all models have loaded or failed.
+        """
         request = urllib.request.Request(
             f"{self._ports.http_url}/v2/repository/index", data=b"{}", method="POST"
         )
@@ -288,6 +297,6 @@ class _Run:
         for name, row in (self._index or {}).items():
             if name not in self.loaded:
                 reasons.setdefault(name, row.get("reason") or _NO_REASON)
-        theirs = f"{self._copy}/"
-        own = f"{self._repository}/"
-        return {name: reason.replace(theirs, own) for name, reason in reasons.items()}
+        for name, reason in reasons.items():
+            reasons[name] = reason.replace(f"{self._copy}/", f"{self._repository}/")
+        return reasons

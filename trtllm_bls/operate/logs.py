@@ -11,10 +11,10 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trtllm_bls.operate.triton_reasons import mend_of
+from trtllm_bls.operate.triton_reasons import remedy_of
 
 TAIL_LINES = 400
-_FAILURE_LINES = 12  # of a failure's report
+_FAILURE_LINES = 12  # in the report of a failure
 
 # I1121 01:56:47.026953 6110 model_lifecycle.cc:839] "successfully loaded 'echo'"
 _STRUCTURED = re.compile(
@@ -71,7 +71,7 @@ _NO_GPU = re.compile(
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line; ``severity`` is empty for what a model or library printed by itself."""
+    """A line of the log; ``severity`` is empty if a model or library printed it by itself."""
 
     raw: str
     text: str
@@ -81,19 +81,19 @@ class LogLine:
 
     @property
     def noteworthy(self) -> bool:
-        """Whether to show the line without ``--verbose``."""
+        """True if the line is shown without ``--verbose``."""
         if _NO_GPU.search(self.text) or _FURNITURE.fullmatch(self.text):
             return False
         if _FAILED_INSTANCE.match(self.text) or _PARSE_ERROR.match(self.text):
             return False
         if any(pattern.match(self.text) for pattern in (*_FAILURE_TEXTS, *_FAILED_ENSEMBLE)):
             return False  # shown once, in the end, by ``LogBook.failure_summary``
-        # What a model or the OpenAI API logged counts, for example the line of a request.
+        # Lines of a model or the OpenAI API count, for example the line of a request.
         return self.severity != "info" or self.source.endswith(".py")
 
     @property
     def problem(self) -> bool:
-        """Whether it is a warning or worse."""
+        """True for a warning or worse."""
         return self.severity not in ("", "info")
 
     @property
@@ -101,8 +101,9 @@ class LogLine:
         """The line for people: time, severity if it matters, and real line breaks."""
         if not self.severity:
             return self.text
-        severity = f"{self.severity}: " if self.problem else ""
-        return f"{self.time} {severity}{self.text}"
+        if not self.problem:
+            return f"{self.time} {self.text}"
+        return f"{self.time} {self.severity}: {self.text}"
 
 
 def parse(raw: str) -> LogLine:
@@ -111,14 +112,15 @@ def parse(raw: str) -> LogLine:
     if match is None:
         return LogLine(raw, raw)
     text = match["text"].strip()
-    with suppress(ValueError):  # Triton writes messages as JSON strings; other libraries do not
-        text = str(json.loads(text)).strip() if text.startswith('"') else text
+    if text.startswith('"'):
+        with suppress(ValueError):  # Triton writes messages as JSON strings; other libraries do not
+            text = str(json.loads(text)).strip()
     severity = _SEVERITIES[match["severity"]]
     return LogLine(raw, text, severity, match["time"], match["source"])
 
 
 class LogBook:
-    """Reads the log line by line and remembers what became of the models."""
+    """A reader of the log, line by line, that remembers the fate of each model."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -128,11 +130,11 @@ class LogBook:
         self.lock_exception = False  # Triton died of it, or one of its stubs
         self.drained = False  # the server is stopping, and every request has ended
         self.hangs = False  # Triton waits for a model that has failed
-        self._parse_error = ""  # of the configuration that was read last
+        self._parse_error = ""  # the latest error in a configuration
         self._tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
 
     def add(self, raw: str) -> LogLine:
-        """Take one line; returns it parsed."""
+        """Take a line; return it parsed."""
         line = parse(raw)
         self._tail.append(line)
         if loaded := _LOADED.fullmatch(line.text):
@@ -141,18 +143,18 @@ class LogBook:
             self.unloaded.add(unloaded[1])
         if in_flight := _IN_FLIGHT.search(line.text):
             self.drained = in_flight[1] == "0"
-        if taken := _PORT_TAKEN.search(line.text):
-            self.port_taken = taken[1]
+        if port_taken := _PORT_TAKEN.search(line.text):
+            self.port_taken = port_taken[1]
         self.lock_exception = self.lock_exception or _LOCK_EXCEPTION in raw
         self.hangs = self.hangs or bool(_HANGS.match(line.text))
         if parse_error := _PARSE_ERROR.fullmatch(line.text):
             self._parse_error = parse_error[1]
         for pattern in (*_FAILURE_TEXTS, *_FAILED_ENSEMBLE):
-            if failed := pattern.match(line.text):
-                reason = failed["reason"].strip()
+            if failure := pattern.match(line.text):
+                reason = failure["reason"].strip()
                 if _UNREADABLE_CONFIG.fullmatch(reason):
                     reason = f"{reason}: {self._parse_error}"
-                self.failures.setdefault(failed["model"], reason)
+                self.failures.setdefault(failure["model"], reason)
         return line
 
     @property
@@ -161,13 +163,12 @@ class LogBook:
         return any(line.severity for line in self._tail)
 
     def tail(self, count: int = _FAILURE_LINES) -> tuple[str, ...]:
-        """The last noteworthy lines; if there are none, the last lines of any kind."""
-        lines = list(self._tail)
-        chosen = [line for line in lines if line.noteworthy] or lines
-        return tuple(line.readable for line in chosen[-count:])
+        """Return the last noteworthy lines; if there are none, the last lines of any kind."""
+        lines = [line for line in self._tail if line.noteworthy] or list(self._tail)
+        return tuple(line.readable for line in lines[-count:])
 
     def reasons(self) -> dict[str, str]:
-        """Why each model did not load, in one line, by model."""
+        """Return the reason why each model did not load, in one line, by model."""
         reasons = {}
         for model, failure in self.failures.items():
             text = _STATUS.sub("", failure.partition(_TRACE)[0], count=1)
@@ -179,30 +180,32 @@ class LogBook:
         return reasons
 
     def failure_summary(self) -> str:
-        """One line that names every model that did not load, and why; each reason once."""
+        """Return a line that names every model that did not load, and each reason once."""
         models: dict[str, list[str]] = {}
         for model, reason in self.reasons().items():
             models.setdefault(reason, []).append(model)
         sentences = []
         for reason, names in models.items():
-            words = "models" if len(names) > 1 else "model"
-            sentence = f"{words} {', '.join(names)} did not load: {reason}"
-            mend = mend_of(reason)
-            sentences.append(f"{sentence}; {mend}" if mend else sentence)
+            sentence = f"model {names[0]} did not load: {reason}"
+            if len(names) > 1:
+                sentence = f"models {', '.join(names)} did not load: {reason}"
+            if remedy := remedy_of(reason):
+                sentence += f"; {remedy}"
+            sentences.append(sentence)
         return "; ".join(sentences)
 
     def failure_details(self) -> tuple[str, ...]:
-        """What models printed last, then the lines of their tracebacks.
+        """Return the last lines that models printed, then the lines of their tracebacks.
 
         Empty if all errors are this package's own, whose one line says enough.
         """
-        if all(_OWN_ERROR.match(_STATUS.sub("", reason)) for reason in self.failures.values()):
+        if all(_OWN_ERROR.match(_STATUS.sub("", text)) for text in self.failures.values()):
             return ()
-        traces = [
-            f"{model}: {line.strip()}"
-            for model, reason in self.failures.items()
-            for line in reason.partition(_TRACE)[2].splitlines()
-            if not _INTERPRETER.search(line)
-        ]
-        printed = [line.text for line in self._tail if line.noteworthy and not line.severity]
-        return (*printed[-_FAILURE_LINES:], *traces)
+        output = [line.text for line in self._tail if line.noteworthy and not line.severity]
+        traces = []
+        for model, text in self.failures.items():
+            _, _, trace = text.partition(_TRACE)
+            for line in trace.splitlines():
+                if not _INTERPRETER.search(line):
+                    traces.append(f"{model}: {line.strip()}")
+        return (*output[-_FAILURE_LINES:], *traces)

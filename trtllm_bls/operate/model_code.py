@@ -1,10 +1,10 @@
-"""Programs of models, looked at by the interpreter that would run them. Run as a script.
+"""An examination of models' programs by the interpreter that would run them. Run as a script.
 
     python -I model_code.py < '[["…/model/1/model.py", ["…/model/1", "…/model"]], …]'
 
 Standard input has each program with the directories that Triton puts on its path. Standard output
-gets, as JSON, what is wrong with each: ``[kind, detail]``. No program is run. So only a program
-that cannot be compiled is certain to fail: a program may find modules on a path that it adds.
+gets the faults of each as JSON: ``[kind, detail]``. No program is run. So only a program that
+cannot be compiled is certain to fail: a program may find modules on a path that it adds.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The checks that ``serve`` waits for: what a server, once started, would not say so early or so
-clearly. What Triton refuses is not among them, for Triton says that itself.
+"""The checks that ``serve`` waits for: of faults that a server, once started, would not report so
+early or so clearly. Models that Triton refuses are not among them, for Triton says that itself.
 
 ``doctor`` runs these, too.
 """
@@ -30,42 +30,48 @@ from trtllm_bls.settings import cpp_backend
 from trtllm_bls.settings.parameters import check as check_ours
 from trtllm_bls.settings.parameters import parameters_of
 
-PREPARING, LOADING = "preparing", "loading"
+PREPARING = "preparing"
+LOADING = "loading"
 
 
 def preflight(
-    before: str, subject: Subject, warn: Callable[[str], object], *, refuses: bool
+    stage: str, subject: Subject, warn: Callable[[str], object], *, refuses: bool
 ) -> None:
     """Run the checks that ``serve`` waits for; ``warn`` gets each finding that does not stop it.
 
     Raises ``SetupError`` with the first error, unless ``refuses`` is false (``--no-checks``).
     """
-    checks = [check for check in CHECKS if check.before == before]
-    problems = [finding for _, finding in examine(subject, checks) if finding.level != "ok"]
-    errors = [finding for finding in problems if finding.level == "error"] if refuses else []
-    for finding in problems:
-        if finding not in errors[:1]:
+    checks = [check for check in CHECKS if check.stage == stage]
+    error: Finding | None = None
+    for _, finding in examine(subject, checks):
+        if finding.level == "ok":
+            continue
+        if finding.level == "error" and refuses and error is None:
+            error = finding
+        elif finding != error:
             warn(str(finding))
-    if errors:
-        raise SetupError(str(errors[0]))
+    if error is not None:
+        raise SetupError(str(error))
 
 
-@check("this machine can run the server's models", before=PREPARING)
+@check("this machine can run the server's models", stage=PREPARING)
 def platform_and_place(subject: Subject) -> None:
     checks.check_platform()
     checks.check_environment(sys.prefix, checks.PACKAGE)
 
 
 def has_server(subject: Subject) -> bool:
-    """True where a server is named, or is found here."""
+    """Return True if a server is named, or is found here."""
     with suppress(SetupError):
         return bool(subject.server or checks.find_server(None))
     return False
 
 
 def _serves_here(subject: Subject) -> bool:
-    """True where a server is to be started on this machine: none runs, and the release that is
-    named belongs to another machine only where no server is here."""
+    """Return True if a server is to be started on this machine.
+
+    Then none runs yet. A release that is named belongs to another machine where no server is here.
+    """
     return not subject.url and (not subject.version or has_server(subject))
 
 
@@ -82,11 +88,13 @@ def temporary_directory(subject: Subject) -> None:
     finally:
         scratch.remove()
     if not os.access("/tmp", os.W_OK):
-        what = "/tmp cannot be written, where Triton's Python backend makes a directory"
-        raise SetupError(f"{what}; mount a volume there")
+        raise SetupError(
+            "/tmp cannot be written, where Triton's Python backend makes a directory; "
+            "mount a volume there"
+        )
 
 
-@check("shared memory has room for the models' tensors", before=PREPARING)
+@check("shared memory has room for the models' tensors", stage=PREPARING)
 def shared_memory(subject: Subject) -> Findings:
     """Docker's default of 64 MB is filled by a few large answers."""
     if subject.shared_memory.exists() and not os.access(subject.shared_memory, os.W_OK):
@@ -101,25 +109,35 @@ def shared_memory(subject: Subject) -> Findings:
     PREPARING,
 )
 def server_python(subject: Subject) -> None:
-    installation, library = checks.find_server(subject.server), checks.libpython()
-    paths = filter(None, (str(library.parent), subject.environment.get("LD_LIBRARY_PATH")))
-    searched = {**subject.environment, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
-    checks.check_server(installation, searched)
+    installation = checks.find_server(subject.server)
+    paths = [str(checks.libpython().parent)]
+    if library_path := subject.environment.get("LD_LIBRARY_PATH"):
+        paths.append(library_path)
+    environment = {**subject.environment, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
+    checks.check_server(installation, environment)
     checks.check_numpy(installation, checks.embedded_numpy())
 
 
 @check("every model's program is of this version", lambda s: s.configs, LOADING)
 def program_versions(subject: Subject) -> Findings:
-    """A program that an earlier version wrote does not load where it imports what has gone. Its
-    user may have changed one, so that it does."""
+    """A program of an earlier version does not load if it imports a name that is gone.
+
+    A program that its user has changed may load.
+    """
     assert subject.repository is not None
-    mend = f"run trtllm-bls upgrade {shlex.quote(str(subject.source or subject.repository))}"
+    repository = subject.source or subject.repository
+    remedy = f"run trtllm-bls upgrade {shlex.quote(str(repository))}"
     for model in subject.configs:
         for code in sorted((subject.repository / model).glob("[0-9]*/model.py")):
-            level: Level = "error" if model_of(code) else "warn"
+            level: Level = "warn"
+            if model_of(code):
+                level = "error"
             for name in names_gone(code):
-                what = f"{model}: its model.py imports {name}, which this version does not have"
-                yield Finding(level, what, mend)
+                yield Finding(
+                    level,
+                    f"{model}: its model.py imports {name}, which this version does not have",
+                    remedy,
+                )
 
 
 def _is_store_named(subject: Subject) -> bool:
@@ -136,20 +154,21 @@ def store_directory(subject: Subject) -> None:
         raise SettingsError(f"{problem}: is a file; name a directory")
     if directory.is_symlink() and not directory.is_dir():
         raise SettingsError(f"{problem}: is a link that leads nowhere; name a directory")
-    place = directory if directory.is_dir() else directory.parent
-    if not place.is_dir():
-        raise SettingsError(f"{problem}: there is no {place}; make it")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise SettingsError(f"{problem}: {place} cannot be written; name another directory")
+    if not directory.is_dir():
+        directory = directory.parent  # the store makes its own directory there
+    if not directory.is_dir():
+        raise SettingsError(f"{problem}: there is no {directory}; make it")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise SettingsError(f"{problem}: {directory} cannot be written; name another directory")
 
 
 @check("every parameter is known and has a value that can be read", lambda s: s.configs, LOADING)
 def parameters(subject: Subject) -> Findings:
     """A model of this package does not load with a value that it cannot read. Another parameter
     has no effect, or another one than its name says."""
-    own = subject.models_of_this_package
-    for model, known in subject.known_models.items():
-        declared = parameters_of(own.get(model, ""))
+    our_models = subject.models_of_this_package
+    for model, contract in subject.known_models.items():
+        parameters = parameters_of(our_models.get(model, ""))
         for key, value in subject.values(model).items():
             if "${" in value or not value:
                 continue
@@ -157,8 +176,9 @@ def parameters(subject: Subject) -> Findings:
                 if model in subject.cpp_models:
                     cpp_backend.check_backend(key, value, subject.release)
                 else:
-                    check_ours(known.name, key, value)
+                    check_ours(contract.name, key, value)
             except SettingsError as error:
-                is_read = key in declared and not subject.environment.get(declared[key].env)
-                level: Level = "error" if is_read else "warn"
+                level: Level = "warn"
+                if key in parameters and not subject.environment.get(parameters[key].env):
+                    level = "error"
                 yield Finding.of(SettingsError(f"{model}.{key}: {error}"), level)

@@ -1,4 +1,4 @@
-"""One run of the server, prepared: its files, its command line and its environment.
+"""The preparation of a run of the server: its files, its command line and its environment.
 
 The files are in a temporary directory that consists mostly of links: a backend directory, the right
 libpython, a changed model repository. For the models a ``TRTLLM_BLS_*`` variable takes precedence
@@ -57,7 +57,7 @@ _THREAD_MARGIN = 32
 # threads at once. A larger pool would spread the same work over threads with cold caches.
 SENDING_THREADS = 4
 
-_MOST_TOKENIZER_THREADS = 8  # in each process that tokenises
+_MAX_TOKENIZER_THREADS = 8  # in each process that tokenises
 # Checkpoints come from local directories, so Hugging Face libraries must not ask the network.
 # TOKENIZERS_PARALLELISM silences a warning about forks: our processes fork only to exec.
 _QUIET_LIBRARIES = {
@@ -79,8 +79,10 @@ class Scratch:
             parent = gettempdir()
         except FileNotFoundError as error:
             raise SetupError(f"{error.strerror}; {TMPDIR}") from error
+        if not is_plain(parent):
+            parent = "/tmp"
         name = uuid.uuid4().hex
-        self.workdir = Path(parent if is_plain(parent) else "/tmp", f"trtllm-bls-{name}")
+        self.workdir = Path(parent, f"trtllm-bls-{name}")
         self.region_prefix = f"trtllm_bls_{name[:12]}_"
         self.regions = str(SHARED_MEMORY / self.region_prefix)
         self.canary_id = f"health-{uuid.uuid4().hex}"
@@ -94,8 +96,10 @@ class Scratch:
             raise SetupError(f"{self.workdir.parent}: {error.strerror}; {TMPDIR}") from error
 
     def keep_status(self, directory: str) -> None:
-        """Make the status directory, which may be the user's, and remove an earlier server's files
-        from it. Raises ``SettingsError``."""
+        """Make the status directory, which may be the user's, and clear it of old files.
+
+        Raises ``SettingsError``.
+        """
         if directory:
             self.status = Path(directory).absolute()
         try:
@@ -105,29 +109,34 @@ class Scratch:
             raise SettingsError(f"status_dir {self.status}: {error.strerror}") from error
 
     def hide_regions(self) -> None:
-        """Take the regions from other users. Triton's Python backend (boost) makes them 0644,
-        whatever the umask is."""
+        """Take the regions from other users.
+
+        Triton's Python backend (boost) makes them 0644, whatever the umask is.
+        """
         for region in SHARED_MEMORY.glob(f"{self.region_prefix}*"):
             with suppress(OSError):  # it has gone, or another user has put a link there
-                opened = os.open(region, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                descriptor = os.open(region, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
-                    os.fchmod(opened, 0o600)
+                    os.fchmod(descriptor, 0o600)
                 finally:
-                    os.close(opened)
+                    os.close(descriptor)
 
     def remove(self) -> None:
-        """Remove all of it."""
+        """Remove all files of the run."""
         remove_traces(self.workdir, self.regions)
 
 
 def real_path(path: Path) -> Path:
-    """The path without links and ``~``. A link that leads to itself stays, where ``Path.resolve``
-    raises ``RuntimeError`` before Python 3.13."""
+    """Return the path without links and ``~``.
+
+    A link that leads to itself stays, where ``Path.resolve`` raises ``RuntimeError`` before
+    Python 3.13.
+    """
     return Path(os.path.realpath(path.expanduser()))
 
 
 def is_plain(path: Path | str) -> bool:
-    """Whether Triton can handle a path: it passes it through a shell, unquoted, as ASCII."""
+    """Return True if Triton can handle a path: it passes it through a shell, unquoted, as ASCII."""
     return shlex.quote(str(path)) == str(path)
 
 
@@ -143,12 +152,15 @@ def server_command(
     region_prefix: str,
     sends_only: bool = False,
 ) -> list[str]:
-    """The command line. ``region_prefix`` begins the names of all shared-memory regions;
-    ``sends_only``: no Python model calls another one inside the server.
+    """Return the command line.
 
-    Auto-completion of configurations is off, because it would start every model's Python twice.
+    ``region_prefix`` begins the names of all shared-memory regions. With ``sends_only`` no Python
+    model calls another one inside the server. Auto-completion of configurations is off, because it
+    would start every model's Python twice.
     """
-    threads = SENDING_THREADS if sends_only else settings.max_streams + _THREAD_MARGIN
+    threads = settings.max_streams + _THREAD_MARGIN
+    if sends_only:
+        threads = SENDING_THREADS
     threads = settings.thread_pool_size or threads
     options: dict[str, object] = {
         "model-repository": repository,
@@ -178,8 +190,8 @@ def server_command(
         # one that nobody can send. gRPC resets a call whose header has blanks in its name, and no
         # HTTP header has a line feed in its value. Inference, health, metadata, configuration and
         # statistics stay open.
-        closed = "shared-memory,model-repository,logging,trace:closed by serve=closed\nby serve"
-        options |= {"http-restricted-api": closed, "grpc-restricted-protocol": closed}
+        header = "shared-memory,model-repository,logging,trace:closed by serve=closed\nby serve"
+        options |= {"http-restricted-api": header, "grpc-restricted-protocol": header}
     return [
         str(server.binary),
         *(f"--{name}={value}" for name, value in options.items()),
@@ -192,17 +204,18 @@ def server_command(
 def server_environment(
     settings: ServeSettings, ports: Ports, libraries: Path, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """The server's environment; ``libraries`` holds the libpython to use.
+    """Return the server's environment; ``libraries`` holds the libpython to use.
 
     This interpreter's directory leads PATH: the embedded Python finds its home and its packages by
     the first ``python3`` there, and by nothing else.
     """
     environment = dict(inherited) | _QUIET_LIBRARIES | model_directories(settings)
-    threads = min(_MOST_TOKENIZER_THREADS, usable_cores())
+    threads = min(_MAX_TOKENIZER_THREADS, usable_cores())
     environment.setdefault("RAYON_NUM_THREADS", str(threads))
     executables = os.path.dirname(sys.executable)
-    for variable, first in (("PATH", executables), ("LD_LIBRARY_PATH", str(libraries))):
-        environment[variable] = os.pathsep.join(filter(None, (first, inherited.get(variable))))
+    for variable, directory in (("PATH", executables), ("LD_LIBRARY_PATH", str(libraries))):
+        directories = filter(None, (directory, inherited.get(variable)))
+        environment[variable] = os.pathsep.join(directories)
     environment[parameters.GRPC_URL] = ports.grpc_url
     environment[parameters.MAX_STREAMS] = str(settings.max_streams)
     for variable, parser in (
@@ -212,8 +225,9 @@ def server_environment(
         if parser != "auto":  # of pipelines; the language model's chats are the HTTP program's
             environment[variable] = parser
     overrides = {f"{row.model}.{row.parameter}": row.value for row in settings.overrides}
-    if (directory := overrides.pop(f"{BLS_NAME}.status_dir", None)) is not None:
-        environment[parameters.STATUS_DIR] = directory  # which the launcher makes, and reads itself
+    status_dir = overrides.pop(f"{BLS_NAME}.status_dir", None)
+    if status_dir is not None:
+        environment[parameters.STATUS_DIR] = status_dir  # the launcher makes it, and reads it too
     environment[parameters.GIVEN] = ",".join(overrides)
     elsewhere = settings.engine_is_elsewhere or f"{BLS_NAME}.engine_url" in overrides
     if settings.tls_cert is not None and not elsewhere:
@@ -225,26 +239,29 @@ def server_environment(
 
 
 def model_directories(settings: ServeSettings) -> dict[str, str]:
-    """The checkpoints that the models load, by variable; empty if their configuration decides.
+    """Return the checkpoints that the models load, by variable.
+
+    They are none if the models' configuration decides.
 
     The demo's draft is only assumed together with the demo's model, because a draft with another
     vocabulary cannot be used. Raises ``SetupError`` for a missing directory and, with the bundled
     repository, for a directory that is not a complete checkpoint.
     """
-    target, draft = settings.model, settings.draft_model
+    target = settings.model
+    draft = settings.draft_model
     if target is None and draft is None and settings.model_repository is None:
-        target, draft = DEMO / "target", DEMO / "draft"
+        target = DEMO / "target"
+        draft = DEMO / "draft"
     directories = {}
-    for option, variable, directory in (
+    for option, variable, path in (
         ("--model", parameters.MODEL_DIR, target),
         ("--draft-model", parameters.DRAFT_MODEL_DIR, draft),
     ):
-        if directory is None:
+        if path is None:
             continue
-        named = directory
-        directory = real_path(directory)
+        directory = real_path(path)
         if not directory.is_dir():
-            raise SetupError(f"{option} {directory}: no such directory{_download_hint(named)}")
+            raise SetupError(f"{option} {directory}: no such directory{_download_hint(path)}")
         if settings.model_repository is None:  # else its models say what the directory is for
             if not settings.engine_is_elsewhere:
                 check_checkpoint(directory)
@@ -267,7 +284,7 @@ def _download_hint(directory: Path) -> str:
 
 
 def links(directory: Path, targets: Iterable[Path]) -> Path:
-    """A new directory of links to files and directories, under their own names."""
+    """Make a directory of links to files and directories, under their own names."""
     directory.mkdir()
     for target in targets:
         (directory / target.name).symlink_to(target)
@@ -275,22 +292,25 @@ def links(directory: Path, targets: Iterable[Path]) -> Path:
 
 
 def link_backends(workdir: Path, server: Installation) -> Path:
-    """A directory of the server's backends; the Python one has this interpreter's stub and this
-    package.
+    """Make a directory of the server's backends.
 
-    The embedded Python ignores PYTHONPATH but has the backend's directory on its path, so models
-    can import this package even if it is not installed.
+    The Python one has this interpreter's stub and this package. The embedded Python ignores
+    PYTHONPATH but has the backend's directory on its path, so models can import this package even
+    if it is not installed.
     """
-    python, stub = server.backends / "python", server.stub(PYTHON)
+    python = server.backends / "python"
+    stub = server.stub(PYTHON)
     directory = links(workdir / "backends", set(server.backends.iterdir()) - {python})
-    theirs = [file for file in python.iterdir() if file.name != stub.name]
-    links(directory / python.name, [*theirs, stub, PACKAGE])
+    backend_files = [file for file in python.iterdir() if file.name != stub.name]
+    links(directory / python.name, [*backend_files, stub, PACKAGE])
     return directory
 
 
 def link_checkpoint(workdir: Path, name: str, directory: str) -> Path:
-    """The directory, or one of links to its files if the path is not ASCII, which models cannot
-    read."""
+    """Return the directory, or one of links to its files if the path is not ASCII.
+
+    Models cannot read a path that is not ASCII.
+    """
     if directory.isascii():
         return Path(directory)
     return links(workdir / name, Path(directory).iterdir())
@@ -300,30 +320,33 @@ def link_checkpoint(workdir: Path, name: str, directory: str) -> Path:
 
 
 def model_repository(settings: ServeSettings) -> Path:
-    """The model repository to serve, absolute: our own where none was named."""
+    """Return the model repository to serve, absolute: our own where none was named."""
     return real_path(settings.model_repository or REPOSITORY)
 
 
 def model_names(repository: Path) -> tuple[str, ...]:
-    """The models of a repository: its directories with a configuration or a version."""
+    """Return the models of a repository: its directories with a configuration or a version."""
     if not repository.is_dir():
         raise SetupError(f"--model-repository {repository}: no such directory")
     names = []
     for directory in filter(Path.is_dir, repository.iterdir()):
-        versions = (path for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
-        if (directory / "config.pbtxt").is_file() or any(versions):
+        if (directory / "config.pbtxt").is_file() or any(map(_is_version, directory.iterdir())):
             names.append(directory.name)
     if not names:
         raise SetupError(f"--model-repository {repository}: no model in it")
     return tuple(sorted(names))
 
 
+def _is_version(path: Path) -> bool:
+    return path.name.isdecimal() and path.is_dir()
+
+
 def _no_circles(directory: str, names: list[str]) -> tuple[str, ...]:
-    """Raises ``SettingsError`` for a link into which a copy would follow without an end."""
-    around = real_path(Path(directory))
+    """Raise ``SettingsError`` for a link into which a copy would follow without an end."""
+    parent = real_path(Path(directory))
     for name in names:
         link = Path(directory, name)
-        if link.is_symlink() and real_path(link) in (around, *around.parents):
+        if link.is_symlink() and real_path(link) in (parent, *parent.parents):
             raise SettingsError(f"{link}: a link to a directory that it is in; remove it")
     return ()
 
@@ -331,7 +354,7 @@ def _no_circles(directory: str, names: list[str]) -> tuple[str, ...]:
 def prepare_models(
     workdir: Path, repository: Path, settings: ServeSettings, with_draft: bool
 ) -> Path:
-    """The repository itself, or a copy made of links with changed configurations.
+    """Return the repository itself, or a copy made of links with changed configurations.
 
     A copy is needed if settings change a configuration, or if Triton cannot handle the path. The
     original's siblings are linked beside the copy, so that relative paths such as ``../assets``
@@ -340,13 +363,14 @@ def prepare_models(
     """
     names = model_names(repository)
     engine_code = repository / ENGINE_NAME / "1/model.py"
-    embedded = not settings.engine_is_elsewhere and engine_code.is_file()
-    with_draft = with_draft and embedded and BLS_NAME in names and DRAFT_NAME not in names
+    is_embedded = not settings.engine_is_elsewhere and engine_code.is_file()
+    with_draft = with_draft and is_embedded and BLS_NAME in names and DRAFT_NAME not in names
     changes = _changes(repository, settings, with_draft)
     if not changes and is_plain(repository):
         return repository
-    surroundings = links(workdir / "repository", set(repository.parent.iterdir()) - {repository})
-    copy = surroundings / (repository.name if is_plain(repository.name) else "models")
+    copy = links(workdir / "repository", set(repository.parent.iterdir()) - {repository}) / "models"
+    if is_plain(repository.name):
+        copy = copy.with_name(repository.name)
     shutil.copytree(repository, copy, ignore=_no_circles, copy_function=os.symlink)
     if settings.engine_is_elsewhere:
         for name in (ENGINE_NAME, DRAFT_NAME, ENSEMBLE_NAME):
@@ -366,7 +390,7 @@ def prepare_models(
 def _changes(
     repository: Path, settings: ServeSettings, with_draft: bool
 ) -> list[tuple[str, Override]]:
-    """The changes to configurations, each with the option that asked for it."""
+    """Return the changes to configurations, each with the option that asked for it."""
     changes: list[tuple[str, Override]] = []
     instances, _ = instances_of(repository, settings)
     if instances is not None:
@@ -374,31 +398,45 @@ def _changes(
     if settings.engine is not None:
         changes.append(("--engine", Override(BLS_NAME, "engine", settings.engine)))
     if settings.decoupled is not None:
-        # Where the orchestrator answers once to a request, so does each engine that is known to be
-        # able to, and both repeat the prompt: as TensorRT-LLM's models do.
-        names = [BLS_NAME]
-        for name in () if settings.engine_is_elsewhere else (ENGINE_NAME, DRAFT_NAME):
-            source = ENGINE_NAME if with_draft else name
-            ours = _our_model(repository / source, "")
-            if ours or parameter(repository, source, "gpt_model_type"):
-                names.append(name)
-        for name in names:
+        for name in _decoupled_models(repository, settings, with_draft):
             policy = Override(name, "decoupled", str(settings.decoupled))
             changes.append(("--decoupled", policy))
             if not settings.decoupled:
-                repeated = Override(name, "exclude_input_in_output", "false")
-                changes.append(("--decoupled", repeated))
+                # An answer in one piece repeats the prompt, as TensorRT-LLM's models do.
+                repetition = Override(name, "exclude_input_in_output", "false")
+                changes.append(("--decoupled", repetition))
     overrides = settings.overrides
     if with_draft:
-        name_of_draft = Override(BLS_NAME, "tensorrt_llm_draft_model_name", DRAFT_NAME)
-        overrides = (Override(DRAFT_NAME, "is_draft", "true"), name_of_draft, *overrides)
+        draft_name = Override(BLS_NAME, "tensorrt_llm_draft_model_name", DRAFT_NAME)
+        overrides = (Override(DRAFT_NAME, "is_draft", "true"), draft_name, *overrides)
     for override in overrides:
         changes.append((f"--set {override.model}.{override.parameter}", override))
     return changes
 
 
+def _decoupled_models(repository: Path, settings: ServeSettings, with_draft: bool) -> list[str]:
+    """Return the models that ``--decoupled`` changes.
+
+    They are the orchestrator, and each engine that is known to be able to answer once.
+    """
+    names = [BLS_NAME]
+    if settings.engine_is_elsewhere:
+        return names
+    for name in (ENGINE_NAME, DRAFT_NAME):
+        original = name
+        if with_draft:
+            original = ENGINE_NAME  # the draft's model is going to be a copy of it
+        is_ours = _our_model(repository / original, "") is not None
+        if is_ours or parameter(repository, original, "gpt_model_type"):
+            names.append(name)
+    return names
+
+
 def instances_of(repository: Path, settings: ServeSettings) -> tuple[int | None, str]:
-    """The processes of ``tensorrt_llm_bls``, and why if that was left to us. ``None``: as it is."""
+    """Return the number of ``tensorrt_llm_bls``'s processes, and the reason if we choose it.
+
+    ``None`` leaves the configuration as it is.
+    """
     count = settings.bls_instances
     if count != "auto" and (count is not None or repository != REPOSITORY):
         return count, ""
@@ -413,12 +451,12 @@ def instances_of(repository: Path, settings: ServeSettings) -> tuple[int | None,
 
 
 def _bls_overrides(settings: ServeSettings) -> dict[str, str]:
-    """The parameters of ``tensorrt_llm_bls`` that ``--set`` gave."""
+    """Return the parameters of ``tensorrt_llm_bls`` that ``--set`` gave."""
     return {row.parameter: row.value for row in settings.overrides if row.model == BLS_NAME}
 
 
 def log_format(settings: ServeSettings) -> str:
-    """The form of log lines, as ``tensorrt_llm_bls`` will read it; empty where nothing says."""
+    """Return the form of log lines, as ``tensorrt_llm_bls`` will read it; empty for its default."""
     key = "log_format"
     variable = parameters.parameters_of(BLS_NAME)[key].env
     value = _bls_overrides(settings).get(key) or os.environ.get(variable)
@@ -426,7 +464,7 @@ def log_format(settings: ServeSettings) -> str:
 
 
 def parameter(repository: Path, model: str, key: str) -> str:
-    """A parameter of a model's configuration; empty if unreadable, which Triton will report."""
+    """Read a parameter of a configuration; empty if unreadable, which Triton will report."""
     try:
         return values_of(read_config(repository / model / "config.pbtxt")).get(key, "")
     except SettingsError:
@@ -434,9 +472,13 @@ def parameter(repository: Path, model: str, key: str) -> str:
 
 
 def _rewrite(file: Path, option: str, change: Override) -> None:
-    """Change the configuration. Raises ``SettingsError`` where it cannot be read, and for what our
-    own models or the C++ backend would not understand."""
-    key, value = change.parameter, change.value
+    """Change the configuration.
+
+    Raises ``SettingsError`` where it cannot be read, and for a parameter that our own models or the
+    C++ backend would not understand.
+    """
+    key = change.parameter
+    value = change.value
     try:
         config = read_config(file)
     except SettingsError as error:
@@ -447,12 +489,14 @@ def _rewrite(file: Path, option: str, change: Override) -> None:
         kind = model_config_pb2.ModelInstanceGroup.KIND_CPU
         config.instance_group.add(kind=kind, count=int(value))
     else:
-        cpp = config.backend == "tensorrtllm"
+        is_cpp = config.backend == "tensorrtllm"
         try:
-            if cpp and key != "decoupled":
+            if is_cpp and key == "decoupled":
+                parameters.check(ENGINE_NAME, key, value)
+            elif is_cpp:
                 check_backend(key, value)
-            elif ours := ENGINE_NAME if cpp else _our_model(file.parent, config.platform):
-                parameters.check(ours, key, value)
+            elif model := _our_model(file.parent, config.platform):
+                parameters.check(model, key, value)
         except SettingsError as error:
             raise SettingsError(f"--set {change}: {error}") from None
         if key == "decoupled":
@@ -464,14 +508,16 @@ def _rewrite(file: Path, option: str, change: Override) -> None:
 
 
 def sends_only(repository: Path) -> bool:
-    """Whether no Python model calls another inside the server: all are this package's."""
-    directories = [repository / name for name in model_names(repository)]
-    python_models = [directory for directory in directories if any(directory.glob("*/*.py"))]
-    return all(_our_model(directory, "") for directory in python_models)
+    """Return True if no Python model calls another inside the server: all are this package's."""
+    for name in model_names(repository):
+        directory = repository / name
+        if any(directory.glob("*/*.py")) and not _our_model(directory, ""):
+            return False
+    return True
 
 
 def _our_model(directory: Path, platform: str) -> str | None:
-    """Which of this package's models it is, recognised by an identical ``model.py``."""
+    """Return the model of this package that has an identical ``model.py``, if any."""
     if platform == ENSEMBLE_PLATFORM:
         return ENSEMBLE_NAME
     code = directory / "1" / "model.py"

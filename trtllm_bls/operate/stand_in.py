@@ -36,12 +36,14 @@ class TritonPythonModel:
     def _response(self, request: Any) -> Any:
         inputs = request.inputs()
         batch: list[int] = []
-        if self._has_batch:
-            batch = [inputs[0].as_numpy().shape[0] if inputs else 1]
+        if self._has_batch and inputs:
+            batch = [inputs[0].as_numpy().shape[0]]
+        elif self._has_batch:
+            batch = [1]
         tensors = []
         for output in self._outputs:
             if output["name"] in request.requested_output_names():
-                shape = [*batch, *(max(int(size), 1) for size in output["dims"])]
+                shape = batch + [max(int(size), 1) for size in output["dims"]]
                 dtype = pb_utils.triton_string_to_numpy(output["data_type"])
                 tensors.append(pb_utils.Tensor(output["name"], np.zeros(shape, dtype)))
         return pb_utils.InferenceResponse(tensors)

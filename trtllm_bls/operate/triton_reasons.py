@@ -1,4 +1,4 @@
-"""Triton's reasons for refusing a model, and what to do about those that do not say it themselves.
+"""Triton's reasons for refusing a model, and the remedies for those that name none.
 
 Most of Triton's sentences are clear as they are. The table has the others, as 24.10 words them.
 """
@@ -11,7 +11,7 @@ import re
 NO_GPU = re.compile(r"has kind KIND_GPU but no GPUs are available|invalid or unsupported gpu id")
 
 _UPGRADE = "run trtllm-bls upgrade on the repository"
-_MENDS = (
+_REMEDIES = (
     (r"cannot import name .+ from 'trtllm_bls|No module named 'trtllm_bls\.", _UPGRADE),
     (r"No module named '", "install it into the environment whose Python runs the models"),
     (r"for repo agent '", "remove model_repository_agents, or serve it where the agent is"),
@@ -33,9 +33,9 @@ _MENDS = (
 )
 
 
-def mend_of(reason: str) -> str:
-    """What to do about a reason; empty where Triton's own words say it, or it is unknown."""
-    for pattern, mend in _MENDS:
+def remedy_of(reason: str) -> str:
+    """Return the remedy for a reason; empty where Triton's own words say it, or it is unknown."""
+    for pattern, remedy in _REMEDIES:
         if re.search(pattern, reason):
-            return mend
+            return remedy
     return ""

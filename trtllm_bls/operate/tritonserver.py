@@ -3,7 +3,7 @@
     with TritonServer(ServeSettings(http_port=0, grpc_port=0, metrics_port=0)) as server:
         ...  # server.grpc_url
 
-Owns the order of things: look at the machine, prepare, start, wait until every model is ready,
+Owns the order of the steps: look at the machine, prepare, start, wait until every model is ready,
 stop, clean up; and the process under its guard. The other files of this package do each step, and
 ``serve`` restarts the server and has the OpenAI API and the health endpoint beside it. Knows
 nothing of tensors or tokens.
@@ -95,15 +95,15 @@ class Listener:
         """The server process runs and loads these models."""
 
     def model_ready(self, model: str, ready: int) -> None:
-        """One more model is ready; ``ready`` counts them."""
+        """Another model is ready; ``ready`` counts them."""
 
 
 class TritonServer:
-    """One server process. ``start`` returns when every model is ready; ``stop`` drains.
+    """A server process. ``start`` returns when every model is ready; ``stop`` drains.
 
-    ``behind_http``: a program of ours answers HTTP at ``http_port``, and Triton's own HTTP port is
-    for that program. ``request_stop`` may be called from a signal handler; everything else belongs
-    to one thread. What is declared below is of the latest start.
+    With ``behind_http`` a program of ours answers HTTP at ``http_port``, and Triton's own HTTP port
+    is for that program. ``request_stop`` may be called from a signal handler; all other methods
+    belong to one thread. The fields below are those of the latest start.
     """
 
     ports: Ports
@@ -114,8 +114,8 @@ class TritonServer:
     environment: dict[str, str]  # the models', whose variables may override their parameters
     models: tuple[str, ...]
     workdir: Path  # files of this run, which the guard removes
-    status_dir: Path  # where the models write their status; see ``trtllm_bls.orchestrator.status``
-    region_prefix: str  # how the names of all its files in /dev/shm begin
+    status_dir: Path  # the models write their status there; see ``trtllm_bls.orchestrator.status``
+    region_prefix: str  # the beginning of the names of all its files in /dev/shm
     unloaded: set[str]  # the models that a stopping server has unloaded
 
     def __init__(
@@ -145,20 +145,24 @@ class TritonServer:
 
     @property
     def public_http_url(self) -> str:
-        """Where clients reach Triton's HTTP API."""
+        """The address at which clients reach Triton's HTTP API."""
         if not self.behind_http:
             return self.http_url
-        scheme = "http" if self.settings.tls_cert is None else "https"
+        scheme = "https"
+        if self.settings.tls_cert is None:
+            scheme = "http"
         return f"{scheme}://{self.host}:{self.settings.http_port}"
 
     @property
     def process(self) -> psutil.Process | None:
-        """tritonserver's own; ``None`` when it has ended."""
-        return self._process.server if self._process else None
+        """tritonserver's own process; ``None`` when it has ended."""
+        if self._process is None:
+            return None
+        return self._process.server
 
     @property
     def running(self) -> bool:
-        """Whether it has been started and has not ended. Any thread may ask."""
+        """True if it has been started and has not ended. Any thread may ask."""
         return self._process is not None and self._process.running
 
     @property
@@ -166,8 +170,10 @@ class TritonServer:
         return self._stop_requests > 0
 
     def probe(self) -> Probe | None:
-        """A client for health checks; ``None`` if the server asks for a certificate and there is
-        none for the launcher."""
+        """Make a client for health checks.
+
+        ``None`` if the server asks for a certificate and there is none for the launcher.
+        """
         tls = own_tls(self.settings)
         if self.settings.tls_client_ca is not None and not (tls and tls.private_key):
             return None
@@ -196,16 +202,19 @@ class TritonServer:
     def request_stop(self) -> bool:
         """Ask the server to stop, without waiting; the second request kills it.
 
-        Returns whether it was killed. Before ``start`` has launched anything, ``start`` ends.
+        Returns True if it was killed. Before ``start`` has launched anything, ``start`` ends.
         """
         self._stop_requests += 1
-        force = self._stop_requests > 1
+        is_forced = self._stop_requests > 1
         if self._process is not None:
-            self._process.kill() if force else self._process.stop()
-        return force
+            if is_forced:
+                self._process.kill()
+            else:
+                self._process.stop()
+        return is_forced
 
     def keep_ports(self) -> None:
-        """Start again where it is now: ports that were free to choose are no more."""
+        """Keep the ports for the next start, also those that were free to choose."""
         ports: dict[str, Any] = {"grpc_port": self.ports.grpc, "metrics_port": self.ports.metrics}
         if not self.behind_http:
             ports["http_port"] = self.ports.http
@@ -215,7 +224,8 @@ class TritonServer:
 
     def fail(self, problem: str) -> None:
         """Kill the server, which ends all its requests; ``wait`` raises. Any thread may call it."""
-        process, server = self._process, self.process
+        process = self._process
+        server = self.process
         with suppress(psutil.Error):
             if process and server and server.status() != psutil.STATUS_ZOMBIE:
                 self._failure = problem  # otherwise it has ended by itself
@@ -232,24 +242,25 @@ class TritonServer:
             self._process.kill()
 
     def wait(self) -> bool:
-        """Return when the server has ended as requested: whether requests were cut off.
+        """Return when the server has ended as requested; True if requests were cut off.
 
         Raises ``ServerFailed`` if it ended by itself or failed. Its files stay until it is stopped
         or discarded: other processes may use them.
         """
         assert self._process is not None, "the server has not been started"
-        code, book = self._process.wait(), self._book
+        code = self._process.wait()
+        book = self._book
         if not self._stop_requests:
-            problem, self._failure = self._failure, None
-            raise ServerFailed(
-                problem or f"the server ended by itself ({describe_exit(code)})", book.tail()
-            )
+            problem = self._failure or f"the server ended by itself ({describe_exit(code)})"
+            self._failure = None
+            raise ServerFailed(problem, book.tail())
         if code and book.drained and self._stop_requests == 1:
             # Triton keeps a refused request whose client disconnected, and the model with it: it is
             # killed then, or ends with exit code 1. It may also crash while it unloads.
-            late = code in (1, 128 + signal.SIGKILL)
-            how = "a model did not unload in time" if late else "tritonserver crashed as it ended"
-            self._listener.warning(f"all requests had ended; {how} ({describe_exit(code)})")
+            problem = "tritonserver crashed as it ended"
+            if code in (1, 128 + signal.SIGKILL):
+                problem = "a model did not unload in time"
+            self._listener.warning(f"all requests had ended; {problem} ({describe_exit(code)})")
             return False
         return code != 0
 
@@ -267,7 +278,8 @@ class TritonServer:
         settings = self.settings
         ports = choose(settings, self.behind_http)
         repository = preparation.model_repository(settings)
-        self._book = book = LogBook()
+        book = LogBook()
+        self._book = book
 
         def on_line(raw: str) -> None:
             self._listener.log(book.add(raw))
@@ -285,28 +297,41 @@ class TritonServer:
             environment.setdefault(SESSION_DIR, str(directory / "sessions"))
             for variable in (MODEL_DIR, DRAFT_MODEL_DIR):
                 if variable in environment:
-                    linked = preparation.link_checkpoint(directory, variable, environment[variable])
-                    environment[variable] = str(linked)
+                    checkpoint = environment[variable]
+                    checkpoint_link = preparation.link_checkpoint(directory, variable, checkpoint)
+                    environment[variable] = str(checkpoint_link)
             backends = preparation.link_backends(directory, server)
-            served = preparation.prepare_models(
+            served_repository = preparation.prepare_models(
                 directory, repository, settings, with_draft=DRAFT_MODEL_DIR in environment
             )
-            scratch.keep_status(
-                environment.get(STATUS_DIR) or preparation.parameter(served, BLS_NAME, "status_dir")
-            )
+            status_dir = environment.get(STATUS_DIR)
+            if not status_dir:
+                status_dir = preparation.parameter(served_repository, BLS_NAME, "status_dir")
+            scratch.keep_status(status_dir)
             environment[STATUS_DIR] = str(scratch.status)
             self._preflight(
-                preflight.LOADING, repository=served, source=repository, environment=environment
+                preflight.LOADING,
+                repository=served_repository,
+                source=repository,
+                environment=environment,
             )
-            if why := preparation.instances_of(repository, settings)[1]:
-                self._listener.say(f"{BLS_NAME}: {why}")
-            self.models = preparation.model_names(served)
-            if sends_only := preparation.sends_only(served):
+            _, reason = preparation.instances_of(repository, settings)
+            if reason:
+                self._listener.say(f"{BLS_NAME}: {reason}")
+            self.models = preparation.model_names(served_repository)
+            sends_only = preparation.sends_only(served_repository)
+            if sends_only:
                 environment[ENGINE_TRANSPORT] = "grpc"
-            order = preparation.server_command(
-                server, settings, ports, served, backends, scratch.region_prefix, sends_only
+            command = preparation.server_command(
+                server,
+                settings,
+                ports,
+                served_repository,
+                backends,
+                scratch.region_prefix,
+                sends_only,
             )
-            process.run(order, environment)
+            process.run(command, environment)
         except BaseException as error:
             process.kill()
             process.close()
@@ -314,27 +339,34 @@ class TritonServer:
                 raise SetupError(f"{scratch.workdir.parent}: {error.strerror}; {TMPDIR}") from error
             raise
         self._process = process
-        self.ports, self.repository, self.environment = ports, served, environment
-        self.http_url, self.grpc_url = ports.http_url, ports.grpc_url
+        self._scratch = scratch
+        self.ports = ports
+        self.http_url = ports.http_url
+        self.grpc_url = ports.grpc_url
         self.metrics_url = ports.metrics_url
-        self.status_dir, self.region_prefix = scratch.status, scratch.region_prefix
+        self.repository = served_repository
+        self.environment = environment
         self.workdir = directory
-        self.unloaded, self._scratch = book.unloaded, scratch
+        self.status_dir = scratch.status
+        self.region_prefix = scratch.region_prefix
+        self.unloaded = book.unloaded
 
-    def _preflight(self, before: str, **more: Any) -> None:
+    def _preflight(self, stage: str, **fields: Any) -> None:
         settings = self.settings
         subject = Subject(
             server=settings.server,
             max_streams=settings.max_streams,
             store_dir=settings.store_dir,
             ports={},
-            **more,
+            **fields,
         )
-        preflight.preflight(before, subject, self._listener.warning, refuses=not settings.no_checks)
+        preflight.preflight(stage, subject, self._listener.warning, refuses=not settings.no_checks)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout
-        book, process, missing = self._book, self._process, list(self.models)
+        book = self._book
+        process = self._process
+        missing = list(self.models)
         announced = 0
         self._listener.starting(self.models)
         while True:
@@ -342,19 +374,23 @@ class TritonServer:
             self._logged.clear()
             if self._stop_requests:
                 raise ProcessStopped("stopped before the models were ready")
-            ended = process is None or not process.running
-            code = process.wait() if process and ended else 0  # also reads the log to its end
-            if book.lock_exception and (ended or book.failures):
+            has_ended = process is None or not process.running
+            code = 0
+            if process and has_ended:
+                code = process.wait()  # also reads the log to its end
+            if book.lock_exception and (has_ended or book.failures):
                 problem = "tritonserver's Python backend died of boost's lock_exception"
                 raise _StartAgain(f"{problem} while starting", book.tail())
             if book.failures:
                 raise ServerFailed(book.failure_summary(), book.failure_details())
             if book.port_taken:
+                problem = f"the {book.port_taken} port was taken meanwhile, try again"
                 settings = self.settings
                 ports = (settings.http_port, settings.grpc_port, settings.metrics_port)
-                kind = _StartAgain if 0 in ports or self.behind_http else ServerFailed
-                raise kind(f"the {book.port_taken} port was taken meanwhile, try again")
-            if ended:
+                if 0 in ports or self.behind_http:
+                    raise _StartAgain(problem)
+                raise ServerFailed(problem)
+            if has_ended:
                 problem = f"the server did not start ({describe_exit(code)})"
                 raise ServerFailed(problem, book.tail())
             # Before a port is open: a region exists from the start of its model's process on.
@@ -373,7 +409,8 @@ class TritonServer:
 
     def discard(self) -> None:
         """Kill the server in whatever state it is; no process and no file of it remains."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             process.close()
@@ -383,7 +420,7 @@ _SERVER_ANSWER_S = 2.0
 
 
 def is_ready(ports: Ports, missing: list[str]) -> bool:
-    """Whether a starting server serves. Removes those models from ``missing`` that do.
+    """Return True if a starting server serves. Removes ready models from ``missing``.
 
     Models are asked for over HTTP; then the gRPC and the metrics port must accept a connection. The
     server listens only after all models have loaded.
@@ -415,7 +452,7 @@ class GuardedProcess:
     ) -> None:
         self._scratch = scratch
         # Every process of the server inherits the run's TMPDIR.
-        self._own = {"TMPDIR": str(scratch.workdir)}
+        self._variables = {"TMPDIR": str(scratch.workdir)}
         order = {
             "workdir": str(scratch.workdir),
             "shared_memory": scratch.regions,
@@ -426,7 +463,7 @@ class GuardedProcess:
         self._guard = Child(
             "the guard",
             [sys.executable, "-I", "-S", guard.__file__, json.dumps(order)],
-            os.environ | self._own,
+            os.environ | self._variables,
             on_line,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -437,7 +474,7 @@ class GuardedProcess:
         """Start the command."""
         order = {
             "command": command,
-            "environment": {**environment, **self._own},
+            "environment": {**environment, **self._variables},
             "status": str(self._scratch.status),
         }
         assert self._guard.stdin is not None
@@ -454,36 +491,41 @@ class GuardedProcess:
         """The command's own process; ``None`` before it started and after it ended."""
         with suppress(psutil.Error):
             children = psutil.Process(self._guard.pid).children()
-            if children:  # the first; orphans of the server would be adopted later
+            if children:  # the oldest; the guard adopts orphans of the server later
                 return min(children, key=psutil.Process.create_time)
         return None
 
     def stop(self) -> None:
         """Ask for an orderly end."""
-        self._say(guard.STOP)
+        self._send(guard.STOP)
 
     def kill(self) -> None:
         """Ask for the end at once."""
-        self._say(guard.KILL)
+        self._send(guard.KILL)
 
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code, 128 + n for signal n, once all output has been handed on.
+    def wait(self, timeout: float = _FOREVER_S) -> int:
+        """Return the exit code, 128 + n for signal n, once all output has been handed on.
 
-        If the guard itself was killed, this kills what the server left. Raises
+        If the guard itself was killed, this kills the processes that the server left. Raises
         ``subprocess.TimeoutExpired``.
         """
         # With a limit, Popen looks 20 times a second. Without one it blocks in the kernel, and a
         # signal that came just before, or that another thread took, is not handled until the end.
-        code = self._guard.wait(_FOREVER_S if timeout is None else timeout)
+        code = self._guard.wait(timeout)
         if code < 0:
-            orphans = []
-            for pid in guard.marked(f"TMPDIR={self._own['TMPDIR']}"):
-                with suppress(psutil.Error):
-                    orphans.append(psutil.Process(pid))
-                    orphans[-1].kill()
-            psutil.wait_procs(orphans, timeout=_LAST_LINES_S)
+            code = 128 - code
+            self._kill_orphans()
         self._guard.read_to_end(_LAST_LINES_S)
-        return code if code >= 0 else 128 - code
+        return code
+
+    def _kill_orphans(self) -> None:
+        orphans = []
+        for pid in guard.marked(f"TMPDIR={self._scratch.workdir}"):
+            with suppress(psutil.Error):
+                orphan = psutil.Process(pid)
+                orphans.append(orphan)
+                orphan.kill()
+        psutil.wait_procs(orphans, timeout=_LAST_LINES_S)
 
     def close(self) -> None:
         """Wait for the end, which must have been requested, and remove the run's files."""
@@ -498,7 +540,7 @@ class GuardedProcess:
             if psutil.Process(self._guard.pid).status() == psutil.STATUS_STOPPED:
                 self._guard.send_signal(signal.SIGCONT)
 
-    def _say(self, word: bytes) -> None:
+    def _send(self, word: bytes) -> None:
         if self._guard.stdin and not self._guard.stdin.closed:
             with suppress(OSError):  # over already
                 os.write(self._guard.stdin.fileno(), word)
