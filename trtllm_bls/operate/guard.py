@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.05
 _WAITING_OUTPUT = 8 << 20  # bytes that the launcher has not read
 _GUARD_LINES_S = 5.0
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-STOP, KILL = b"s", b"k"
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+STOP = b"s"
+KILL = b"k"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -77,17 +79,17 @@ def main(workdir: str, shared_memory: str, mark: str, drain: float, grace: float
     devnull = os.open(os.devnull, os.O_RDWR)
     # The launcher may be stopped, and the server must not wait for it when it logs. So the guard
     # reads the server's output. It ends when the server and its stubs have, which alone hold it.
-    reading, writing = os.pipe()
+    output_read_end, output_write_end = os.pipe()
     server = subprocess.Popen(
         job["command"],
         env=job["environment"],
         stdin=devnull,
-        stdout=writing,
-        stderr=writing,
+        stdout=output_write_end,
+        stderr=output_write_end,
         start_new_session=True,
         preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
     )
-    os.close(writing)
+    os.close(output_write_end)
     launcher_output = os.dup(1)
     for descriptor in (0, 1, 2):
         os.dup2(devnull, descriptor)
@@ -97,22 +99,26 @@ def main(workdir: str, shared_memory: str, mark: str, drain: float, grace: float
     from trtllm_bls.orchestrator.status import StatusDirectory
 
     output = QueuedStream(launcher_output, encoding="latin-1", limit=_WAITING_OUTPUT)
-    passing_on = threading.Thread(target=_pass_on, args=(reading, output))
-    passing_on.start()
+    forwarder = threading.Thread(target=_forward, args=(output_read_end, output))
+    forwarder.start()
     status = StatusDirectory(job["status"])
     code = _watch(server, control, wake, status, drain, grace)
     _kill_children()
-    passing_on.join()
+    forwarder.join()
     launcher = select.poll()
     launcher.register(control, 0)  # reports the end of file alone
-    launcher_died = bool(launcher.poll(0))
-    deadline = time.monotonic() + drain
-    while launcher_died and any(marked(mark)):
-        if time.monotonic() >= deadline:
-            _kill_each(marked(mark))
-        time.sleep(POLL_SECONDS)
-    remove_traces(Path(workdir) if launcher_died else None, shared_memory)
-    return code if code >= 0 else 128 - code
+    if launcher.poll(0):  # the launcher has died
+        deadline = time.monotonic() + drain
+        while any(marked(mark)):
+            if time.monotonic() >= deadline:
+                _kill_each(marked(mark))
+            time.sleep(POLL_SECONDS)
+        remove_traces(Path(workdir), shared_memory)
+    else:
+        remove_traces(None, shared_memory)
+    if code < 0:
+        return 128 - code
+    return code
 
 
 def _watch(
@@ -131,39 +137,43 @@ def _watch(
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
-    begun, terminated = math.inf, False
+    stop_at = math.inf  # the time of the request to stop
+    is_terminated = False
     while server.poll() is None:
-        now, timeout = time.monotonic(), None
-        if now >= begun + grace:
+        now = time.monotonic()
+        timeout_ms: float | None = None
+        if now >= stop_at + grace:
             server.kill()
-        elif now >= begun:
-            if not terminated and (files.handed_over or now >= begun + drain / 2):
+        elif now >= stop_at:
+            if not is_terminated and (files.handed_over or now >= stop_at + drain / 2):
                 server.terminate()
-                terminated = True
-            timeout = begun + grace - now if terminated else POLL_SECONDS
-        ready = dict(poll.poll(None if timeout is None else timeout * 1000))
+                is_terminated = True
+            timeout_ms = POLL_SECONDS * 1000
+            if is_terminated:
+                timeout_ms = (stop_at + grace - now) * 1000
+        ready = dict(poll.poll(timeout_ms))
         commands = b""
         if control in ready:
-            received = os.read(control, 64)
-            if not received:
+            commands = os.read(control, 64)
+            if not commands:
                 poll.unregister(control)
-            commands += received or STOP
+                commands = STOP
         if wake in ready and set(os.read(wake, 64)) - {signal.SIGCHLD}:
             commands += STOP
         if KILL in commands:
             server.kill()
-        elif STOP in commands and begun == math.inf:
-            begun = time.monotonic()
+        elif STOP in commands and stop_at == math.inf:
+            stop_at = time.monotonic()
             # Requests are cut a little sooner than the server breaks connections off, so that they
             # end in words. Without the directory no model of this server drains.
             with suppress(OSError):
-                files.ask_to_drain(begun + max(drain / 2, drain - 1.0))
+                files.ask_to_drain(stop_at + max(drain / 2, drain - 1.0))
     return server.returncode
 
 
-def _pass_on(reading: int, output: QueuedStream) -> None:
-    """Pass the server's lines on to its end. Lines that the launcher does not read are dropped."""
-    with open(reading, "rb") as lines:
+def _forward(descriptor: int, output: QueuedStream) -> None:
+    """Forward the server's lines until its end. Lines that the launcher does not read are lost."""
+    with open(descriptor, "rb") as lines:
         for line in lines:
             output.write(line.decode("latin-1"))  # Each byte stays what it is.
     output.drain(_GUARD_LINES_S)
@@ -171,10 +181,15 @@ def _pass_on(reading: int, output: QueuedStream) -> None:
 
 def _kill_children() -> None:
     """Kill and reap every process that the server left; orphans have become ours."""
-    ours = b"%d" % os.getpid()
-    while True:
+    own_pid = b"%d" % os.getpid()
+
+    def is_child(stat: bytes) -> bool:
         # "pid (name) state ppid ...", where the name may be any bytes
-        _kill_each(_processes("stat", lambda stat: stat.rpartition(b")")[2].split()[1] == ours))
+        _, _, fields = stat.rpartition(b")")
+        return fields.split()[1] == own_pid
+
+    while True:
+        _kill_each(_processes("stat", is_child))
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -190,8 +205,8 @@ def _kill_each(pids: Iterable[int]) -> None:
 
 def marked(mark: str) -> Iterator[int]:
     """Yield the processes, except this one, whose environment has ``mark`` (``NAME=value``)."""
-    wanted = os.fsencode(mark)
-    for pid in _processes("environ", lambda variables: wanted in variables.split(b"\0")):
+    variable = os.fsencode(mark)
+    for pid in _processes("environ", lambda content: variable in content.split(b"\0")):
         if pid != os.getpid():
             yield pid
 
@@ -204,10 +219,10 @@ def _processes(file: str, matches: Callable[[bytes], bool]) -> Iterator[int]:
     """
     for entry in Path("/proc").glob(f"[0-9]*/{file}"):
         try:
-            found = matches(entry.read_bytes())
+            content = entry.read_bytes()
         except OSError:  # it has ended, or belongs to another user
             continue
-        if found:
+        if matches(content):
             yield int(entry.parent.name)
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from trtllm_bls.client.client import Tls
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.http.keys import KEYS_VARIABLE, read_keys
 from trtllm_bls.openai.openai_command import AS_OF_SERVE
@@ -55,16 +56,17 @@ _PROBE_S = 15.0
 
 
 def check(settings: ServeSettings) -> bool:
-    """Whether HTTP can be answered here. Raises ``SetupError`` if the port of the API is taken, or
-    what needs this program was asked for without its packages.
+    """Return True if HTTP can be answered here.
 
-    Call it before the models load, which takes long.
+    Raises ``SetupError`` if the port of the API is taken, or if a setting needs this program and
+    its packages are missing. Call it before the models load, which takes long.
     """
     if not all(map(find_spec, ("uvicorn", "starlette", "msgspec", "httptools"))):
         for name in ("tls_cert", "http_keys"):
             if getattr(settings, name):
-                needs = "HTTP needs pip install 'trtllm-bls[openai]' for it"
-                raise SettingsError(f"{option(name)}: {needs}")
+                raise SettingsError(
+                    f"{option(name)}: HTTP needs pip install 'trtllm-bls[openai]' for it"
+                )
         return False
     if not read_keys(settings.api_keys_file) and settings.http_keys:
         raise SettingsError(
@@ -76,17 +78,22 @@ def check(settings: ServeSettings) -> bool:
 
 
 def model_names(settings: ServeSettings) -> tuple[str, ...]:
-    """The model's names in requests: else its directory's, or that of the model in the user's
-    repository."""
+    """Return the names by which requests call the model.
+
+    Where no option names them, it is called as its directory, or as the model in the user's
+    repository.
+    """
     if settings.served_model_names:
         return settings.served_model_names
     if settings.model is not None:
         return (preparation.real_path(settings.model).name,)
-    return ("demo" if settings.model_repository is None else BLS_NAME,)
+    if settings.model_repository is not None:
+        return (BLS_NAME,)
+    return ("demo",)
 
 
 def chat_curl(url: str, settings: ServeSettings) -> str:
-    """A command that asks the API at ``url``."""
+    """Return a command that asks the API at ``url``."""
     question = '{"role": "user", "content": "What is 12 * 9?"}'
     request = f'{{"model": "{model_names(settings)[0]}", "messages": [{question}]}}'
     headers = "-H 'Content-Type: application/json'"
@@ -98,7 +105,7 @@ def chat_curl(url: str, settings: ServeSettings) -> str:
 class HttpProcess:
     """``trtllm-bls openai`` in front of a running server; ``kill`` does not wait for its end.
 
-    ``with_api``: it has the OpenAI API too, whose address is ``url``.
+    With ``with_api`` it has the OpenAI API too, whose address is ``url``.
 
     ``start`` it, then ``keep`` it: from then on it is started again whenever it fails. It drains
     when the server is asked to stop, as the server's models do. ``on_problem`` gets the
@@ -114,19 +121,26 @@ class HttpProcess:
         on_line: Callable[[str], object],
     ) -> None:
         settings = server.settings
-        scheme = "http" if settings.tls_cert is None else "https"
-        self.url = f"{scheme}://{server.host}:{settings.openai_port}" if with_api else None
-        self._probe_url = f"{self.url}/health" if with_api else server.public_http_url + "/v2"
-        self._context, chain, key = None, None, None
-        if (tls := own_tls(settings)) is not None and settings.tls_cert is not None:
+        self.url: str | None = None
+        self._probe_url = f"{server.public_http_url}/v2"
+        if with_api:
+            scheme = "https" if settings.tls_cert else "http"
+            self.url = f"{scheme}://{server.host}:{settings.openai_port}"
+            self._probe_url = f"{self.url}/health"
+        self._context = None
+        tls = own_tls(settings) or Tls()
+        chain = tls.certificate_chain
+        key = tls.private_key
+        if settings.tls_cert is not None:
             self._context = trusting(settings.tls_cert)
-            chain, key = tls.certificate_chain, tls.private_key
             if chain is not None:
                 self._context.load_cert_chain(chain, key)
+        grpc_url = server.grpc_url
+        if settings.tls_client_ca and not key:
+            grpc_url = ""  # Triton asks for a certificate, and we have none
         front = {
             "port": settings.http_port,
-            # With client certificates, and none for us, Triton's gRPC port is closed to us.
-            "grpc": "" if settings.tls_client_ca and not key else server.grpc_url,
+            "grpc": grpc_url,
             "http": server.http_url,
             "metrics": server.metrics_url,
             "alone": not with_api,
@@ -142,7 +156,7 @@ class HttpProcess:
             workers, _ = auto_processes(settings.max_streams, remembers=False)
         store = settings.store_dir or server.workdir / "responses"
         names = model_names(settings)
-        named = replace(settings, served_model_names=names, store_dir=store)
+        worker_settings = replace(settings, served_model_names=names, store_dir=store)
         self.command = [
             *(sys.executable, "-m", "trtllm_bls.cli", f"--exit-with-parent={os.getpid()}"),
             "openai",
@@ -150,9 +164,11 @@ class HttpProcess:
             f"--model-repository={server.repository}",
             f"--workers={workers}",
             f"--in-front-of={json.dumps(front)}",
-            *words_of(named, AS_OF_SERVE),
+            *words_of(worker_settings, AS_OF_SERVE),
         ]
-        self._server, self._on_problem, self._on_line = server, on_problem, on_line
+        self._server = server
+        self._on_problem = on_problem
+        self._on_line = on_line
         self._closing = threading.Event()
         self._process: Child | None = None
         self._is_away = False
@@ -160,7 +176,7 @@ class HttpProcess:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor of its workers, where there are several."""
+        """The process id, which is that of the workers' supervisor where there are several."""
         assert self._process is not None, "it has not been started"
         return self._process.pid
 
@@ -210,13 +226,13 @@ class HttpProcess:
             self._process.kill()
             self._process.wait()
 
-    def replace(self, why: str) -> None:
+    def replace(self, reason: str) -> None:
         """Kill it, so that another one is started."""
         with suppress(psutil.NoSuchProcess):
-            self._kill(psutil.Process(self.pid), why)
+            self._kill(psutil.Process(self.pid), reason)
 
     def answers(self, timeout: float) -> bool:
-        """True if it answers a GET within ``timeout`` seconds, or is being started again."""
+        """Return True if it answers a GET in ``timeout`` seconds, or is being started again."""
         return self._is_away or self._status(timeout) is not None
 
     def close(self) -> None:
@@ -244,8 +260,7 @@ class HttpProcess:
         while not self._closing.wait(_LOOK_S):
             # A single look may fall into the moment between a SIGSTOP and its SIGCONT.
             pid = self.pid
-            before = stopped
-            stopped = set()
+            stopped_now = set()
             workers: dict[int, psutil.Process] = {}
             with suppress(OSError, psutil.Error):
                 # psutil would look at every process of the machine to find the children.
@@ -253,9 +268,10 @@ class HttpProcess:
                 workers = {int(child): psutil.Process(int(child)) for child in children}
                 for process in (psutil.Process(pid), *workers.values()):
                     if process.status() == psutil.STATUS_STOPPED:
-                        stopped.add(process)
-            for process in before & stopped:
+                        stopped_now.add(process)
+            for process in stopped & stopped_now:
                 self._kill(process, "was stopped")
+            stopped = stopped_now
             now = time.monotonic()
             for status in files.read():
                 worker = workers.get(status.pid)
@@ -267,14 +283,14 @@ class HttpProcess:
             if code is not None:
                 return
 
-    def _kill(self, process: psutil.Process, why: str) -> None:
+    def _kill(self, process: psutil.Process, reason: str) -> None:
         """Kill the process, unless another one has its id by now."""
-        self._on_line(f"process {process.pid} of the HTTP program {why}: killed it")
+        self._on_line(f"process {process.pid} of the HTTP program {reason}: killed it")
         with suppress(psutil.Error):
             process.kill()
 
     def _is_well(self) -> bool:
-        """True if it answers that it is well.
+        """Return True if it answers that it is well.
 
         The API works even while an engine in another process cannot be reached.
         """
@@ -284,12 +300,13 @@ class HttpProcess:
         )
 
     def _status(self, timeout: float) -> int | None:
-        """The status of its answer to a GET; ``None`` without an answer in time."""
+        """Return the status of its answer to a GET; ``None`` without an answer in time."""
         try:
             return ask(self._probe_url, timeout, self._context)[0]
         except (ConnectionRefusedError, TimeoutError):
             return None
         except OSError:
-            # It refused the handshake if it asks for a certificate, and we have none. So it lives.
-            has_refused_us = self._server.settings.tls_client_ca is not None
-            return HTTPStatus.OK if has_refused_us else None
+            if self._server.settings.tls_client_ca is None:
+                return None
+            # It asks for a certificate, we have none, and it refused the handshake. So it lives.
+            return HTTPStatus.OK

@@ -1,8 +1,9 @@
 """``trtllm-bls prove``: a report on a deployment, for an issue or for oneself.
 
-It asks a server what a sceptic would: do all APIs give one text, and transformers' tokenizer the
-same; does the engine stop when a caller leaves; are drafts lossless; what does load cost, beside
-another server too. No prompt, key, path or text of an error is in the report, only these verdicts.
+It asks a server a sceptic's questions: do all APIs give one text, and transformers' tokenizer the
+same; does the engine stop when a caller leaves; are drafts lossless; how much does load cost,
+beside another server too. No prompt, key, path or text of an error is in the report, only these
+verdicts.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Target:
 
 @dataclass
 class Report:
-    """Sections of rows (check, result), the figures under load, and what the machine is."""
+    """Sections of rows (check, result), the figures under load, and facts about the machine."""
 
     machine: dict[str, str]
     sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
@@ -98,10 +99,11 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        return any("FAILED" in result for rows in self.sections.values() for _, result in rows)
+        rows = itertools.chain.from_iterable(self.sections.values())
+        return any("FAILED" in result for _, result in rows)
 
 
-# What a report examines, in this order.
+# The sections of a report, in this order.
 SECTIONS = ("doctor", "conformance", "text", "cancellation and stop", "speculation", "load")
 
 
@@ -153,12 +155,15 @@ def command(out: Path, **options: Any) -> None:
     (out / "load.svg").write_text(plot(report.load), encoding="utf-8")
     (out / "report.json").write_text(json.dumps(vars(report), indent=1), encoding="utf-8")
     (out / "report.md").write_text(page(report), encoding="utf-8")
-    click.echo(f"{out / 'report.md'}: {'a check FAILED' if report.failed else 'all checks passed'}")
+    verdict = "all checks passed"
+    if report.failed:
+        verdict = "a check FAILED"
+    click.echo(f"{out / 'report.md'}: {verdict}")
     sys.exit(report.failed)
 
 
 async def _prove(target: Target, options: dict[str, Any]) -> Report:
-    began = time.monotonic()
+    deadline = time.monotonic() + options["minutes"] * 60
     report = Report(machine(target))
     steps: list[Callable[[], Awaitable[list[tuple[str, str]]]]] = [
         partial(asyncio.to_thread, _doctor, options["model_repository"]),
@@ -168,13 +173,14 @@ async def _prove(target: Target, options: dict[str, Any]) -> Report:
         partial(_speculation, target),
         partial(_load, target, options["beside"], options["seconds"], report.load),
     ]
-    named = zip(SECTIONS, steps, strict=True)
-    chosen = [(name, step) for name, step in named if name in (options["only"] or SECTIONS)]
-    for number, (name, step) in enumerate(chosen, 1):
-        remaining = options["minutes"] * 60 - (time.monotonic() - began)
-        click.echo(f"[{number}/{len(chosen)}] {name}", err=True)
+    examinations = dict(zip(SECTIONS, steps, strict=True))
+    if options["only"]:
+        examinations = {name: examinations[name] for name in SECTIONS if name in options["only"]}
+    for number, (name, step) in enumerate(examinations.items(), 1):
+        click.echo(f"[{number}/{len(examinations)}] {name}", err=True)
         try:
-            report.sections[name] = await asyncio.wait_for(step(), max(0.0, remaining))
+            remaining = max(0.0, deadline - time.monotonic())
+            report.sections[name] = await asyncio.wait_for(step(), remaining)
         except asyncio.TimeoutError:
             report.sections[name] = [(name, "not finished: out of time")]
         except Exception as error:  # its text may have paths
@@ -188,8 +194,9 @@ async def _prove(target: Target, options: dict[str, Any]) -> Report:
 
 @contextmanager
 def _target(options: dict[str, Any]) -> Iterator[Target]:
-    """The server that runs, or one that is served for as long as it is needed."""
-    repository, parameters = options["model_repository"], dict[str, str]()
+    """Yield the server that runs, or one that is served for as long as the block runs."""
+    repository = options["model_repository"]
+    parameters: dict[str, str] = {}
     with suppress(SettingsError, TypeError):
         parameters = values_of(read_config(repository / BLS.name / "config.pbtxt"))
     tokenizer = options["tokenizer_dir"] or options["model"]
@@ -239,23 +246,27 @@ def _target(options: dict[str, Any]) -> Iterator[Target]:
 
 
 def _answers(url: str) -> bool:
-    """True if a GET of ``url`` is answered with 200."""
+    """Return True if a GET of ``url`` is answered with 200."""
     with suppress(httpx.HTTPError):
         return httpx.get(url, trust_env=False).status_code == HTTPStatus.OK
     return False
 
 
 def _free_ports(*names: str) -> dict[str, int]:
-    address = "127.0.0.1", 0
+    ports = {}
     with ExitStack() as sockets:  # all are open at once, so that no port is chosen twice
-        listening = {name: sockets.enter_context(socket.create_server(address)) for name in names}
-        return {name: listener.getsockname()[1] for name, listener in listening.items()}
+        for name in names:
+            listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ports[name] = listener.getsockname()[1]
+    return ports
 
 
 def machine(target: Target) -> dict[str, str]:
-    """What the figures depend on, without a name of the machine or a path."""
+    """Return the facts on which figures depend, without a name of the machine or a path."""
     facts = {"trtllm-bls": version_text(), "python": platform.python_version()}
-    facts |= {name: version for name in _PACKAGES if (version := installed(name))}
+    for package in _PACKAGES:
+        if version := installed(package):
+            facts[package] = version
     with suppress(OSError, httpx.HTTPError, ValueError, KeyError):
         facts["triton"] = httpx.get(f"{target.http}/v2", trust_env=False).json()["version"]
     facts["processor"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
@@ -280,7 +291,7 @@ def machine(target: Target) -> dict[str, str]:
 
 
 def _doctor(repository: Path | None) -> list[tuple[str, str]]:
-    """Each check's worst finding, without its words, which may have paths."""
+    """Return each check's worst finding, without its words, which may have paths."""
     worst: dict[str, str] = {}
     for name, finding in diagnose(Subject(repository=repository, is_judged=False)):
         if finding.level != "ok" or name not in worst:
@@ -307,29 +318,33 @@ async def _has_model(target: Target, name: str) -> bool:
 
 
 def _http() -> httpx.AsyncClient:
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(headers=headers, timeout=120, limits=limits, trust_env=False)
 
 
 async def _generate(http: httpx.AsyncClient, url: str, prompt: str) -> str:
     body = {"text_input": prompt, "max_tokens": _PROOF_TOKENS}
-    answer = await http.post(f"{url}/generate", json=body)
-    return str(answer.raise_for_status().json()["text_output"])
+    response = await http.post(f"{url}/generate", json=body)
+    return str(response.raise_for_status().json()["text_output"])
 
 
 async def _generate_stream(http: httpx.AsyncClient, url: str, prompt: str) -> str:
     body = {"text_input": prompt, "max_tokens": _PROOF_TOKENS, "stream": True}
-    async with http.stream("POST", f"{url}/generate_stream", json=body) as answer:
-        answer.raise_for_status()
-        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
-    return "".join(json.loads(line[6:])["text_output"] for line in lines)
+    text = ""
+    async with http.stream("POST", f"{url}/generate_stream", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                text += json.loads(line[6:])["text_output"]
+    return text
 
 
 @dataclass
 class TimedAnswer:
-    """A streamed completion: its text, when each part came, and how many tokens it has."""
+    """A streamed completion: its text, the times ``at`` which parts came, its number of tokens."""
 
     text: str = ""
     at: list[float] = field(default_factory=list)
@@ -341,11 +356,11 @@ async def _complete(http: httpx.AsyncClient, url: str, model: str, prompt: str) 
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     answer = TimedAnswer()
     lines: list[tuple[float, str]] = []
-    began = time.perf_counter()
+    sent_at = time.perf_counter()
     async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
-            lines.append((time.perf_counter() - began, line))
+            lines.append((time.perf_counter() - sent_at, line))
     for arrival, line in lines:
         if not line.startswith("data: {"):
             continue
@@ -364,7 +379,7 @@ async def _model_of(http: httpx.AsyncClient, url: str) -> str:
 
 
 async def _text(target: Target) -> list[tuple[str, str]]:
-    """One greedy text for each prompt, by every API, and from transformers of the engine's ids."""
+    """Compare the greedy texts of all APIs, and transformers' text of the engine's ids."""
     from transformers import AutoTokenizer
 
     hugging = AutoTokenizer.from_pretrained(target.tokenizer)
@@ -404,29 +419,34 @@ async def _text(target: Target) -> list[tuple[str, str]]:
             expected.append(result.text)
         rows = []
         for api, complete in apis.items():
-            texts = [await complete(prompt) for prompt in _PROOF_PROMPTS]
-            equal = sum(text == other for text, other in zip(texts, expected, strict=True))
+            equal = 0
+            for prompt, text in zip(_PROOF_PROMPTS, expected, strict=True):
+                equal += await complete(prompt) == text
             rows.append((api, _equality(equal)))
         await engine.close()
         return rows
 
 
 def _equality(equal: int) -> str:
-    """The verdict on how many prompts have the same text twice."""
+    """Return the verdict for the number of prompts that have the same text twice."""
     verdict = f"{equal} of {len(_PROOF_PROMPTS)} texts equal"
-    return verdict if equal == len(_PROOF_PROMPTS) else f"FAILED: {verdict}"
+    if equal < len(_PROOF_PROMPTS):
+        verdict = f"FAILED: {verdict}"
+    return verdict
 
 
 async def _running(http: httpx.AsyncClient, target: Target) -> int | None:
-    """How many requests the engine runs, by its own figure; ``None`` where it has none."""
+    """Count the requests that the engine runs, by its own figure; ``None`` where it has none."""
     exposition = await http.get(f"{target.metrics}/metrics")
     counts = _RUNNING.findall(exposition.text)
-    return sum(map(int, counts)) if counts else None
+    if not counts:
+        return None
+    return sum(map(int, counts))
 
 
 async def _ends(target: Target) -> list[tuple[str, str]]:
-    """After each way of ending a long answer: when does the engine run nothing any more?"""
-    long: dict[str, Any] = {
+    """Measure when the engine is idle after each way of ending a long answer."""
+    long_request: dict[str, Any] = {
         "max_tokens": _LONG_PROMPT_WORDS,
         "end_id": -1,
         "text_input": _PROOF_PROMPTS[0],
@@ -436,161 +456,186 @@ async def _ends(target: Target) -> list[tuple[str, str]]:
         if await _running(http, target) is None:
             return [("requests that the engine runs", "not told by this server")]
         name = await _model_of(http, target.openai)
-        text = (await client.generate(text_input=_PROOF_PROMPTS[0], max_tokens=64, end_id=-1)).text
+        answer = await client.generate(text_input=_PROOF_PROMPTS[0], max_tokens=64, end_id=-1)
+        stop_string = answer.text[-8:]
 
         async def becomes(busy: bool) -> bool:
-            """Whether the engine runs something, or nothing, soon; it tells once a second."""
+            """Wait until the engine is busy or idle, which its figure shows once a second."""
             limit = time.monotonic() + _FREED_SECONDS
             while bool(await _running(http, target)) != busy and time.monotonic() < limit:
                 await asyncio.sleep(0.1)
             return time.monotonic() < limit
 
-        async def cancelled() -> bool:
-            async with client.stream(**long, stream=True) as stream:
+        async def cancel_call() -> bool:
+            async with client.stream(**long_request, stream=True) as stream:
                 await stream.__anext__()
                 return await becomes(busy=True)
 
-        async def left() -> bool:
+        async def leave_stream() -> bool:
             body = {
                 "model": name,
                 "prompt": _PROOF_PROMPTS[0],
                 "max_tokens": _LONG_PROMPT_WORDS,
                 "stream": True,
+                "ignore_eos": True,
             }
-            body["ignore_eos"] = True
-            async with http.stream("POST", f"{target.openai}/v1/completions", json=body) as answer:
-                lines = answer.aiter_lines()  # the response ends with its iterator
+            url = f"{target.openai}/v1/completions"
+            async with http.stream("POST", url, json=body) as response:
+                lines = response.aiter_lines()  # the response ends with its iterator
                 await anext(lines)
                 return await becomes(busy=True)
 
-        async def stopped() -> bool:
-            await client.generate(**long, stop_words=[text[-8:]])
-            await asyncio.sleep(1.5)  # until the figure may tell
+        async def stop_at_string() -> bool:
+            await client.generate(**long_request, stop_words=[stop_string])
+            await asyncio.sleep(1.5)  # the figure changes once a second
             return True
 
-        ways = (("gRPC call cancelled", cancelled), ("OpenAI client left", left))
-        for way, end in (*ways, ("stop string", stopped)):
-            if not await end():
-                seen = f"not seen: the engine's metric showed no request in {_FREED_SECONDS:g} s"
-                rows.append((way, seen))
+        ways: dict[str, Callable[[], Awaitable[bool]]] = {
+            "gRPC call cancelled": cancel_call,
+            "OpenAI client left": leave_stream,
+            "stop string": stop_at_string,
+        }
+        for way, end_answer in ways.items():
+            if not await end_answer():
+                problem = f"the engine's metric showed no request in {_FREED_SECONDS:g} s"
+                rows.append((way, f"not seen: {problem}"))
                 continue
-            began = time.monotonic()
-            freed = await becomes(busy=False)
-            result = f"the engine ran nothing {time.monotonic() - began:.1f} s later"
-            rows.append((way, result if freed else "FAILED: it still ran"))
+            ended_at = time.monotonic()
+            if await becomes(busy=False):
+                duration = time.monotonic() - ended_at
+                rows.append((way, f"the engine ran nothing {duration:.1f} s later"))
+            else:
+                rows.append((way, "FAILED: it still ran"))
     return rows
 
 
 async def _speculation(target: Target) -> list[tuple[str, str]]:
-    """Greedy texts with drafts and without are equal."""
-    equal = drafted = accepted = 0
+    """Compare greedy texts with drafts and without, which have to be equal."""
+    equal = 0
+    draft_tokens = 0
+    accepted_tokens = 0
     async with Client(target.grpc) as client:
         for prompt in _PROOF_PROMPTS:
-            ask = partial(client.generate, text_input=prompt, max_tokens=_PROOF_TOKENS)
-            plain = await ask(num_draft_tokens=0)
-            result = await ask(num_draft_tokens=5, return_perf_metrics=True)
+            generate = partial(client.generate, text_input=prompt, max_tokens=_PROOF_TOKENS)
+            plain = await generate(num_draft_tokens=0)
+            result = await generate(num_draft_tokens=5, return_perf_metrics=True)
             equal += result.text == plain.text
             outputs = result.events[-1].outputs
-            drafted += int(outputs["total_draft_tokens"].reshape(-1)[0])
-            accepted += int(outputs["total_accepted_draft_tokens"].reshape(-1)[0])
-    if not drafted:
+            draft_tokens += int(outputs["total_draft_tokens"].reshape(-1)[0])
+            accepted_tokens += int(outputs["total_accepted_draft_tokens"].reshape(-1)[0])
+    if not draft_tokens:
         return [("drafts", "none were made here")]
     return [
         ("greedy, with drafts", _equality(equal)),
-        ("accepted drafts", f"{accepted} of {drafted}"),
+        ("accepted drafts", f"{accepted_tokens} of {draft_tokens}"),
     ]
 
 
 async def _load(
-    target: Target, beside: str | None, seconds: float, rows: list[dict[str, Any]]
+    target: Target, second_url: str | None, seconds: float, rows: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
-    """The same prompts in turns at each server: at so many streams, for ``seconds`` each."""
+    """Send the same prompts to each server in turns, at so many streams, for ``seconds`` each."""
     servers = {"trtllm-bls": target.openai}
-    if beside:
-        servers["beside"] = beside
+    if second_url:
+        servers["beside"] = second_url
     texts: dict[str, dict[str, str]] = {name: {} for name in servers}
     clients = max(1, (os.cpu_count() or 1) // 4)  # so that they do not limit a fast server
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(clients, spawning, end_with_parent, (os.getpid(),)) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(clients, context, end_with_parent, (os.getpid(),)) as pool:
         run = partial(asyncio.get_running_loop().run_in_executor, pool)
         # Importing takes a process a second, which is no part of the load.
         await asyncio.gather(*(run(_client, target.openai, 0.0, range(1)) for _ in range(clients)))
         for streams, name in itertools.product((1, 8, 32), servers):
             url = servers[name]
-            address = httpx.URL(url).netloc.decode()
-            process = target.process if url == target.openai else _process_at(address)
-            cpu, began = _cpu_of(process), time.monotonic()
-            shares = [range(client, streams, clients) for client in range(min(clients, streams))]
-            streamed = await asyncio.gather(
-                *(run(_client, url, seconds, share) for share in shares)
-            )
-            answers = list(itertools.chain.from_iterable(streamed))
-            seconds_taken = time.monotonic() - began
+            process = target.process
+            if url != target.openai:
+                process = _process_at(httpx.URL(url).netloc.decode())
+            cpu_s = _cpu_of(process)
+            sent_at = time.monotonic()
+            runs = []
+            for client in range(min(clients, streams)):
+                runs.append(run(_client, url, seconds, range(client, streams, clients)))
+            answers = list(itertools.chain.from_iterable(await asyncio.gather(*runs)))
+            duration_s = time.monotonic() - sent_at
+            cpu_s = _cpu_of(process) - cpu_s
             tokens = sum(answer.tokens for _, answer in answers)
-            texts[name] |= {prompt: answer.text for prompt, answer in answers}
-            rate = round(tokens / seconds_taken, 1)
+            for prompt, answer in answers:
+                texts[name][prompt] = answer.text
+            rate = round(tokens / duration_s, 1)
             row = {"server": name, "streams": streams, "tokens/s": rate}
             row |= _times([answer for _, answer in answers])
-            rows.append(row)
             if process is not None and tokens:
-                row["CPU per token, µs"] = round((_cpu_of(process) - cpu) / tokens * 1e6)
+                row["CPU per token, µs"] = round(cpu_s / tokens * 1e6)
+            rows.append(row)
             click.echo(f"  {streams} streams, {name}: {rate} tokens/s", err=True)
     results = [(f"{len(rows)} measurements", "see the table")]
-    if beside:
-        mine, other = texts.values()
-        equal = sum(mine.get(prompt) == text for prompt, text in other.items())
-        results.append(("texts equal to those beside", f"{equal} of {len(other)}"))
+    if second_url:
+        own_texts, second_texts = texts.values()
+        equal = sum(own_texts.get(prompt) == text for prompt, text in second_texts.items())
+        results.append(("texts equal to those beside", f"{equal} of {len(second_texts)}"))
     return results
 
 
 def _client(url: str, seconds: float, numbers: range) -> list[tuple[str, TimedAnswer]]:
-    """The answers of the streams with these numbers; runs in a process of its own."""
+    """Run the streams with these numbers and return their answers; in a process of its own."""
 
-    async def ask_all() -> list[tuple[str, TimedAnswer]]:
+    async def run_streams() -> list[tuple[str, TimedAnswer]]:
         async with _http() as http:
             streams = [_completions(http, url, seconds, number) for number in numbers]
             return list(itertools.chain.from_iterable(await asyncio.gather(*streams)))
 
-    return asyncio.run(ask_all())
+    return asyncio.run(run_streams())
 
 
 async def _completions(
     http: httpx.AsyncClient, url: str, seconds: float, number: int
 ) -> list[tuple[str, TimedAnswer]]:
-    """One stream after the other, each with the next prompt."""
-    model, until = await _model_of(http, url), time.monotonic() + seconds
+    """Run a stream after the other, each with the next prompt, and return their answers."""
+    model = await _model_of(http, url)
+    deadline = time.monotonic() + seconds
     answers: list[tuple[str, TimedAnswer]] = []
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         prompt = _PROOF_PROMPTS[(number + len(answers)) % len(_PROOF_PROMPTS)]
         answers.append((prompt, await _complete(http, url, model, prompt)))
     return answers
 
 
 def _times(answers: list[TimedAnswer]) -> dict[str, float]:
-    """Milliseconds to the first part, and between parts."""
-    firsts, gaps = list[float](), list[float]()
+    """Return the milliseconds to the first part, and those between parts."""
+    ttft: list[float] = []
+    gaps: list[float] = []
     for answer in answers:
-        firsts += answer.at[:1]
-        gaps += [later - earlier for earlier, later in itertools.pairwise(answer.at)]
-    rows = (("TTFT p50, ms", firsts, 50), ("TTFT p99, ms", firsts, 99), ("gaps p99, ms", gaps, 99))
-    return {
-        name: round(sorted(values)[(len(values) - 1) * percent // 100] * 1000, 1)
-        for name, values, percent in rows
-        if values
-    }
+        ttft += answer.at[:1]
+        for start, end in itertools.pairwise(answer.at):
+            gaps.append(end - start)
+    times = {}
+    if ttft:
+        times["TTFT p50, ms"] = _percentile_ms(ttft, 50)
+        times["TTFT p99, ms"] = _percentile_ms(ttft, 99)
+    if gaps:
+        times["gaps p99, ms"] = _percentile_ms(gaps, 99)
+    return times
+
+
+def _percentile_ms(seconds: list[float], percent: int) -> float:
+    value = sorted(seconds)[(len(seconds) - 1) * percent // 100]
+    return round(value * 1000, 1)
 
 
 def _process_at(address: str) -> psutil.Process | None:
-    """What listens at an address of this machine; the oldest of several."""
+    """Find the process that listens at an address of this machine; the oldest of several."""
     pids = listening_processes(address)
-    return psutil.Process(min(pids)) if pids else None
+    if not pids:
+        return None
+    return psutil.Process(min(pids))
 
 
 def _cpu_of(process: psutil.Process | None) -> float:
-    """CPU seconds of a process and all below it."""
+    """Return the CPU seconds of a process and all below it."""
+    if process is None:
+        return 0.0
     total = 0.0
-    family = (process, *process.children(recursive=True)) if process else ()
-    for member in family:
+    for member in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):
             total += sum(member.cpu_times()[:2])
     return total
@@ -600,7 +645,7 @@ def _cpu_of(process: psutil.Process | None) -> float:
 
 
 def page(report: Report) -> str:
-    """The report as Markdown, for an issue."""
+    """Write the report as Markdown, for an issue."""
 
     def table(head: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> str:
         lines = [head, ("---",) * len(head), *rows]
@@ -610,21 +655,27 @@ def page(report: Report) -> str:
     for name, rows in report.sections.items():
         parts.append(f"## {name}\n\n{table(('check', 'result'), iter(rows))}")
     if report.load:
-        head = tuple(dict.fromkeys(key for row in report.load for key in row))
-        cells = (tuple(row.get(key, "") for key in head) for row in report.load)
-        parts.append(f"{table(head, cells)}\n![tokens/s and TTFT by streams](load.svg)\n")
+        columns: dict[str, None] = {}
+        for row in report.load:
+            columns |= dict.fromkeys(row)
+        cells = []
+        for row in report.load:
+            cells.append(tuple(row.get(column, "") for column in columns))
+        load_table = table(tuple(columns), iter(cells))
+        parts.append(f"{load_table}\n![tokens/s and TTFT by streams](load.svg)\n")
     return "\n".join(parts)
 
 
 def plot(load: list[dict[str, Any]]) -> str:
-    """Bars of each row of load: tokens/s, and the time to first token."""
-    lines, y = [], 20
+    """Draw bars for each row of load: tokens/s, and the time to first token."""
+    lines = []
+    y = 20
     for key, color in (("tokens/s", "#2b5d9b"), ("TTFT p50, ms", "#c05a1c")):
         lines.append(f'<text x="10" y="{y}" font-weight="bold">{key}</text>')
-        most = max((row.get(key, 0) for row in load), default=0) or 1
+        maximum = max((row.get(key, 0) for row in load), default=0) or 1
         for row in load:
             y += 22
-            width = round(300 * row.get(key, 0) / most)
+            width = round(300 * row.get(key, 0) / maximum)
             lines.append(f'<text x="10" y="{y}">{row["server"]}, {row["streams"]}</text>')
             lines.append(f'<rect x="160" y="{y - 12}" width="{width}" height="15" fill="{color}"/>')
             lines.append(f'<text x="{166 + width}" y="{y}">{row.get(key, "")}</text>')

@@ -80,8 +80,8 @@ def serve(settings: ServeSettings, verbose: bool) -> int:
         if settings.log_file is not None:
             try:
                 # Unbuffered: a line that a full disk refuses is lost; it does not delay the next.
-                private = partial(os.open, mode=0o600)
-                log_file = stack.enter_context(open(settings.log_file, "ab", 0, opener=private))
+                opener = partial(os.open, mode=0o600)
+                log_file = stack.enter_context(open(settings.log_file, "ab", 0, opener=opener))
             except OSError as error:
                 raise SettingsError(f"--log-file {settings.log_file}: {error.strerror}") from error
         as_json = preparation.log_format(settings) == "json"
@@ -91,16 +91,21 @@ def serve(settings: ServeSettings, verbose: bool) -> int:
         stack.enter_context(terminal.errors())
         with_http = http_process.check(settings)
         if with_http and not settings.http_port:
-            with listen(settings.host, 0, "--http-port") as chosen:
-                settings = replace(settings, http_port=chosen.getsockname()[1])
+            with listen(settings.host, 0, "--http-port") as listener:
+                settings = replace(settings, http_port=listener.getsockname()[1])
         if not with_http:
             terminal.say(
                 "no OpenAI API, and Triton's own HTTP port without limits: "
                 "pip install 'trtllm-bls[openai]' for both"
             )
         state = HealthState(terminal.dropped_lines)
-        allowed = (settings.allowed_hosts, settings.allowed_origins)
-        endpoint = HealthEndpoint(settings.host, settings.health_port, state, *allowed)
+        endpoint = HealthEndpoint(
+            settings.host,
+            settings.health_port,
+            state,
+            settings.allowed_hosts,
+            settings.allowed_origins,
+        )
         stack.callback(endpoint.close)
         server = TritonServer(settings, terminal, behind_http=with_http)
         stack.callback(server.stop)
@@ -109,12 +114,13 @@ def serve(settings: ServeSettings, verbose: bool) -> int:
             stack.callback(signal.signal, number, signal.signal(number, service.on_signal))
         try:
             with terminal.lines_of_failure():
-                forced = service.run()
-            if forced:
-                terminal.say("running requests were cut off")
+                is_cut_off = service.run()
+            if not is_cut_off:
+                return 0
+            terminal.say("running requests were cut off")
         except ProcessStopped:
-            forced = True
-        return 128 + service.last_signal if forced else 0
+            pass
+        return 128 + service.last_signal
 
 
 @dataclass
@@ -130,7 +136,7 @@ class _Service:
     _running: ExitStack = field(default_factory=ExitStack)  # ends all but the server
 
     def run(self) -> bool:
-        """Serve until a stop is requested; returns whether requests were cut off.
+        """Serve until a stop is requested; return True if requests were cut off.
 
         Raises ``ProcessStopped`` if the request came during a start, ``SetupError`` if the first
         start fails, and ``ServerFailed`` after a failure with ``--on-failure exit``.
@@ -138,7 +144,8 @@ class _Service:
         try:
             self.start()
             text = announcement(self.server, self.health_port, self.http)
-            text = json_line(text, source="serve") if self.terminal.as_json else text
+            if self.terminal.as_json:
+                text = json_line(text, source="serve")
             Console().print(Text(text), soft_wrap=True)
             return keep_running(self, self.server.settings.on_failure == "restart")
         finally:
@@ -156,7 +163,7 @@ class _Service:
         self._running.enter_context(self.state.serving(watch))
 
     def wait(self) -> bool:
-        """See ``Restartable``: the server's end; whether requests were cut off."""
+        """See ``Restartable``: wait for the server's end; return True if requests were cut off."""
         return self.server.wait()
 
     def discard(self) -> None:
@@ -189,7 +196,7 @@ class _Service:
         )
         self._running.callback(self.http.close)
         self._running.callback(setattr, self, "http", None)
-        # If the server is stopping or has ended, ``wait`` tells how.
+        # If the server is stopping or has ended, ``wait`` reports it.
         with suppress(ProcessStopped):
             self.http.start()
         self.http.keep()
@@ -209,25 +216,26 @@ class _Service:
         if self.server.request_stop():
             if self.http is not None:  # after the first signal it drains with the server
                 self.http.kill()
-            say = "killing the server"
+            text = "killing the server"
         else:
-            say = (
+            text = (
                 f"stopping: running requests have {self.server.settings.exit_timeout} s to end; "
                 "signal again to end at once"
             )
-        say = json_line(say, source="serve") if self.terminal.as_json else say
+        if self.terminal.as_json:
+            text = json_line(text, source="serve")
         # rich is not safe inside a handler; the stream that ``cli`` has put here is.
-        sys.stderr.write(f"{say}\n")
+        sys.stderr.write(f"{text}\n")
 
 
 # --- output ---------------------------------------------------------------------------------
 
 
 class Terminal(Listener):
-    """Shows one server's start, log and end.
+    """A listener that shows a server's start, log and end.
 
-    With ``problems_only`` set, only warnings and errors of the log are shown. ``as_json``: each as
-    one JSON object. No method waits for whoever reads the output, if the console's file is a
+    With ``problems_only`` set, only warnings and errors of the log are shown. With ``as_json`` each
+    is one JSON object. No method waits for whoever reads the output, if the console's file is a
     ``QueuedStream``.
     """
 
@@ -256,7 +264,7 @@ class Terminal(Listener):
             self._log_file = None
 
     def dropped_lines(self) -> dict[str, int]:
-        """The lines that were dropped since their reader was too slow, by output."""
+        """Count the lines that were dropped since their reader was too slow, by output."""
         counts: dict[str, int] = dict(dropped_lines())
         if self._log_file is not None:
             counts["log_file"] = self._log_file.dropped
@@ -266,14 +274,16 @@ class Terminal(Listener):
         self.warning(f"the log file cannot be written and misses lines: {error.strerror}")
 
     def progress(self) -> Status:
-        """A spinner to show, where there is a terminal, while the server starts."""
-        shown = Console(quiet=True) if self.as_json else self._console
-        self._status = shown.status("starting tritonserver")
+        """Make a spinner to show, where there is a terminal, while the server starts."""
+        console = self._console
+        if self.as_json:
+            console = Console(quiet=True)
+        self._status = console.status("starting tritonserver")
         return self._status
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """End with exit code 1 where a line in place of the error's has said why."""
+        """End with exit code 1 after an error that a JSON line reports."""
         try:
             yield
         except SetupError as error:
@@ -284,14 +294,16 @@ class Terminal(Listener):
 
     @contextmanager
     def lines_of_failure(self) -> Iterator[None]:
-        """If the server fails, show those of its last lines that were not shown before."""
+        """If the server fails, show its last lines that were not shown yet."""
         try:
             yield
-        except ServerFailed as failed:
-            for line in failed.log_lines:
-                if line not in self._printed:
-                    text = "\n".join(f"  | {part}" for part in line.splitlines())
-                    self._print(line if self.as_json else text, level="error")
+        except ServerFailed as failure:
+            for line in failure.log_lines:
+                if line in self._printed:
+                    continue
+                if not self.as_json:
+                    line = "\n".join(f"  | {part}" for part in line.splitlines())
+                self._print(line, level="error")
             raise
 
     def warning(self, text: str) -> None:
@@ -300,7 +312,9 @@ class Terminal(Listener):
     def say(self, text: str, severity: str = "info") -> None:
         """Show a line of ``serve``'s own, and write it to the log file in the form of Triton's."""
         self._keep(as_log_line(text, severity))
-        self._print(text if self.as_json else f"{time.strftime('%H:%M:%S')} {text}", severity)
+        if not self.as_json:
+            text = f"{time.strftime('%H:%M:%S')} {text}"
+        self._print(text, severity)
 
     def log(self, line: LogLine) -> None:
         self._keep(line.raw)
@@ -309,8 +323,10 @@ class Terminal(Listener):
         self._printed.append(line.readable)
         if self.as_json:
             self._print(line.text, line.severity or "info", line.source)
+        elif self._verbose:
+            self._print(line.raw, line.severity)
         else:
-            self._print(line.raw if self._verbose else line.readable, line.severity)
+            self._print(line.readable, line.severity)
 
     def _keep(self, line: str) -> None:
         if self._log_file is not None:
@@ -324,35 +340,41 @@ class Terminal(Listener):
 
     def model_ready(self, model: str, ready: int) -> None:
         seconds = time.monotonic() - self._started_at
-        line = f"  ready {ready}/{len(self._models)}  {model}  ({seconds:.1f} s)"
-        self._print(line.strip() if self.as_json else line, style="green")
+        line = f"ready {ready}/{len(self._models)}  {model}  ({seconds:.1f} s)"
+        if not self.as_json:
+            line = f"  {line}"
+        self._print(line, style="green")
         self._status.update(f"loading models, {ready} of {len(self._models)} ready")
 
     def _print(
         self, text: str, level: str = "info", source: str = "serve", style: str = ""
     ) -> None:
-        style = style or _LINE_STYLES.get(level, "")
-        shown = Text(json_line(text, level, source)) if self.as_json else Text(text, style=style)
-        self._console.print(shown, soft_wrap=True)
+        line = Text(text, style=style or _LINE_STYLES.get(level, ""))
+        if self.as_json:
+            line = Text(json_line(text, level, source))
+        self._console.print(line, soft_wrap=True)
 
 
 def as_log_line(text: str, severity: str) -> str:
-    """A line of ``serve``'s own in the form of Triton's log."""
+    """Write a line of ``serve``'s own in the form of Triton's log."""
     now = time.strftime("%m%d %H:%M:%S")
     return f"{severity[0].upper()}{now} {os.getpid()} serve:0] {text}"
 
 
 def processes(server: TritonServer, http: HttpProcess | None) -> list[str]:
-    """A line for each process, with its pid."""
-    names = ServerProcesses(server.process).pids if server.process else {}
+    """Return a line for each process, with its pid."""
+    names = {}
+    if server.process is not None:
+        names = ServerProcesses(server.process).pids
     if http is not None:
         names[http.pid] = "HTTP"
     return [f"process  {pid} {name}" for pid, name in names.items()]
 
 
 def announcement(server: TritonServer, health_port: int, http: HttpProcess | None = None) -> str:
-    """The server's addresses and processes, and a curl command to try it."""
-    settings, url = server.settings, server.public_http_url
+    """Return the server's addresses and processes, and a curl command to try it."""
+    settings = server.settings
+    url = server.public_http_url
     lines = [
         f"HTTP     {url}",
         f"gRPC     {server.grpc_url}",
@@ -369,7 +391,8 @@ def announcement(server: TritonServer, health_port: int, http: HttpProcess | Non
         url = f"{url}/v2/models/{BLS_NAME}/generate"
         request = '"text_input": "Once upon a time", "max_tokens": 32'
         if settings.decoupled is not False:  # else there are no streams
-            url, request = url + "_stream", request + ', "stream": true'
+            url += "_stream"
+            request += ', "stream": true'
         json_body = f"-H 'Content-Type: application/json' -d '{{{request}}}'"
         curl = f"curl -sN{curl_tls(settings)} {url} {json_body}"
     return "\n".join([*lines, curl])
@@ -378,13 +401,13 @@ def announcement(server: TritonServer, health_port: int, http: HttpProcess | Non
 # --- demo -----------------------------------------------------------------------------------
 
 PROMPTS = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))["demo"]
-_WHAT_IS_SERVED = (  # the settings of ``serve`` that ``demo`` has too
+_SETTINGS_OF_DEMO = (  # those of ``serve`` that ``demo`` has too
     *("model", "engine", "draft_model", "model_repository", "server", "threads", "overrides"),
 )
 
 
 @click.command()
-@options_of(ServeSettings, *_WHAT_IS_SERVED)
+@options_of(ServeSettings, *_SETTINGS_OF_DEMO)
 @VERBOSE
 @click.option(
     "--max-tokens",
@@ -412,10 +435,12 @@ def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
     finally:
         server.stop()
     url = f"http://{settings.host}:{ServeSettings.openai_port}"
-    runs = "while `make serve` or `trtllm-bls serve` runs"
-    says = f"A page to chat is at {url}/ {runs}, OpenAI's API at {url}/v1:"
-    Console().print(Text(f"\n{says}\n{chat_curl(url, settings)}"), soft_wrap=True)
-    sys.exit(0 if all(answer.text.strip() for answer in answers) else 1)
+    text = (
+        f"A page to chat is at {url}/ while `make serve` or `trtllm-bls serve` runs, "
+        f"OpenAI's API at {url}/v1:"
+    )
+    Console().print(Text(f"\n{text}\n{chat_curl(url, settings)}"), soft_wrap=True)
+    sys.exit(not all(answer.text.strip() for answer in answers))
 
 
 async def ask(
@@ -426,7 +451,8 @@ async def ask(
     async with Client(url) as client:
         for prompt in prompts:
             console.print(Text(f"\n{prompt}", style="bold"), soft_wrap=True)  # log lines may follow
-            answers.append(reply := ClientReply(max_tokens))
+            reply = ClientReply(max_tokens)
+            answers.append(reply)
             async with client.stream(
                 text_input=prompt, max_tokens=max_tokens, return_num_output_tokens=True
             ) as stream:
@@ -435,10 +461,14 @@ async def ask(
                     console.out(event.text, end="", highlight=False)
             console.print("\n")
     for prompt, answer in zip(prompts, answers, strict=True):
-        figures, result = answer.figures(), "no text came back"
+        result = "no text came back"
         if answer.arrivals:
-            tokens, seconds = figures["num_output_tokens"] or "?", figures["duration_ms"] / 1000
-            result = f"{tokens} tokens in {seconds:.2f} s, the first after "
-            result += f"{figures['ttft_ms']:.0f} ms; ended: {figures['ended']}"
-        console.print(Text(f"{prompt!r}: {result}", style="green" if answer.text else "red"))
+            figures = answer.figures()
+            tokens = figures["num_output_tokens"] or "?"
+            result = (
+                f"{tokens} tokens in {figures['duration_ms'] / 1000:.2f} s, the first after "
+                f"{figures['ttft_ms']:.0f} ms; ended: {figures['ended']}"
+            )
+        color = "green" if answer.text else "red"
+        console.print(Text(f"{prompt!r}: {result}", style=color))
     return tuple(answers)

@@ -102,12 +102,15 @@ class Child(subprocess.Popen[bytes]):
 
 
 def describe_exit(code: int) -> str:
-    """An exit code, 128 + n or -n for signal n, in words, with the usual cause of a kill."""
-    number = -code if code < 0 else code - 128
+    """Put an exit code, 128 + n or -n for signal n, into words, with the usual cause of a kill."""
+    number = code - 128
+    if code < 0:
+        number = -code
     if number not in set(signal.Signals):
         return f"exit code {code}"
-    name = signal.Signals(number).name
-    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name
+    if number == signal.SIGKILL:
+        return "SIGKILL, perhaps out of memory"
+    return signal.Signals(number).name
 
 
 # --- started again --------------------------------------------------------------------------
