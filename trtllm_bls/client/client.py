@@ -56,7 +56,7 @@ __all__ = ["BLS", "ENGINE", "Client", "Event", "Model", "Result", "Stream", "Tls
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One response of the server.
+    """A response of the server.
 
     ``text`` is that of the first beam; ``texts`` has one string per beam, none in a response
     without text. ``final`` marks the last response of the whole request, which may be empty.
@@ -79,19 +79,21 @@ class Event:
     @property
     def text(self) -> str:
         """The first beam's text; empty where the response has none."""
-        return self.texts[0] if self.texts else ""
+        if not self.texts:
+            return ""
+        return self.texts[0]
 
 
 def read_event(response: Any, received_at: float) -> Event:
-    """The event of one ``ModelInferResponse``."""
+    """Make the event of a ``ModelInferResponse``."""
     arrays = dict(output_arrays(response))
     return Event(
         texts=_texts(arrays.pop("text_output", None)),
         sequence_index=_number(arrays.pop("sequence_index", None)) or 0,
         batch_index=_number(arrays.pop("batch_index", None)) or 0,
         final=is_final(response),
-        finish_reason=next(iter(_texts(arrays.pop("finish_reason", None))), None) or None,
-        stop_reason=next(iter(_texts(arrays.pop("stop_reason", None))), None) or None,
+        finish_reason=_reason(arrays.pop("finish_reason", None)),
+        stop_reason=_reason(arrays.pop("stop_reason", None)),
         num_input_tokens=_number(arrays.pop("num_input_tokens", None)),
         num_output_tokens=_number(arrays.pop("num_output_tokens", None)),
         outputs=arrays,
@@ -105,8 +107,17 @@ def _texts(array: NDArray[Any] | None) -> tuple[str, ...]:
     return tuple(item.decode("utf-8", "replace") for item in array.reshape(-1))
 
 
+def _reason(array: NDArray[Any] | None) -> str | None:
+    texts = _texts(array)
+    if not texts:
+        return None
+    return texts[0] or None  # a response that ends nothing has an empty text
+
+
 def _number(array: NDArray[Any] | None) -> int | None:
-    return None if array is None or array.size == 0 else int(array.reshape(-1)[0])
+    if array is None or array.size == 0:
+        return None
+    return int(array.reshape(-1)[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +145,11 @@ class Result:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the first sequence ended; ``None`` where the server does not tell."""
-        first = [e for e in self.events if (e.batch_index, e.sequence_index) == (0, 0)]
-        return next((e.finish_reason for e in reversed(first) if e.finish_reason), None)
+        """The reason why the first sequence ended; ``None`` where the server does not tell."""
+        for event in reversed(self.events):
+            if event.finish_reason and (event.batch_index, event.sequence_index) == (0, 0):
+                return event.finish_reason
+        return None
 
 
 # --- what is sent: the caller's values as one message, by the contract table -------------------
@@ -145,13 +158,13 @@ class Result:
 
 # numpy's kinds of values that convert to each type without loss; others are whole numbers.
 _NUMPY_KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu"}
-_MOST_CHARACTERS = 80
+_MAX_CHARACTERS = 80  # of a value in an error
 
 
 def infer_request(
     model: Model, fields: Mapping[str, Any], request_id: str, outputs: Sequence[str] = ()
 ) -> Any:
-    """A ``ModelInferRequest`` of ``fields`` by wire name; ``None`` values are not sent.
+    """Make a ``ModelInferRequest`` of ``fields`` by wire name; ``None`` values are not sent.
 
     ``outputs`` are the names of those to send back; none means every output. A value without a
     batch dimension holds for every row of the batch. Raises ``InvalidRequest`` for a name the model
@@ -161,18 +174,18 @@ def infer_request(
     for tensor in model.inputs:
         if tensor.required and tensor.name not in values:
             raise InvalidRequest(tensor.name, f"{model.name} needs it and it was not given")
-    unknown = next((name for name in values if name not in model.input_named), None)
-    if unknown is not None:
-        hint = nearest(unknown, model.input_named)
-        raise InvalidRequest(unknown, f"{model.name} has no such input; {hint}".rstrip("; "))
+    for name in values:
+        if name not in model.input_named:
+            hint = nearest(name, model.input_named)
+            raise InvalidRequest(name, f"{model.name} has no such input; {hint}".rstrip("; "))
     arrays = {name: _array(model.input_named[name], value) for name, value in values.items()}
-    rows = max((len(array) for array in arrays.values()), default=1)
+    rows = max(map(len, arrays.values()), default=1)
     inputs = []
     for name, array in arrays.items():
         dtype = model.input_named[name].dtype.replace("STRING", "BYTES")  # as messages name it
         if len(array) not in (1, rows):
-            why = f"given for {len(array)} prompts, but the batch has {rows}"
-            raise InvalidRequest(name, why)
+            problem = f"given for {len(array)} prompts, but the batch has {rows}"
+            raise InvalidRequest(name, problem)
         if len(array) < rows:
             array = np.repeat(array, rows, axis=0)
         inputs.append((name, dtype, array))
@@ -181,12 +194,12 @@ def infer_request(
 
 
 def _array(tensor: Tensor, value: Any) -> NDArray[Any]:
-    """``[rows, *dims]``; one row where the value has no batch dimension."""
+    """Return ``[rows, *dims]``; one row where the value has no batch dimension."""
     try:
-        array = np.asarray(value, dtype=object if tensor.dtype == "STRING" else None)
         if tensor.dtype == "STRING":
-            texts = [item if isinstance(item, bytes) else item.encode() for item in array.flat]
-            array = np.array(texts, object).reshape(array.shape)
+            array = _encoded(np.asarray(value, dtype=object))
+        else:
+            array = np.asarray(value)
     except UnicodeEncodeError as error:
         raise InvalidRequest(tensor.name, half_character(error)) from None
     except (AttributeError, ValueError):  # no text; nested lists of unequal lengths
@@ -206,19 +219,31 @@ def _array(tensor: Tensor, value: Any) -> NDArray[Any]:
         array = array.reshape(-1, 1)  # one per row
     elif array.ndim == rank:
         array = array[np.newaxis]
-    fits = array.ndim == rank + 1 and all(
-        dim in (-1, size) for dim, size in zip(tensor.dims, array.shape[1:], strict=True)
-    )
-    if not fits or len(array) == 0:
+    if array.ndim != rank + 1 or len(array) == 0:
         raise _misfit(tensor, value)
+    for dim, size in zip(tensor.dims, array.shape[1:], strict=True):
+        if dim not in (-1, size):
+            raise _misfit(tensor, value)
     return array
 
 
+def _encoded(texts: NDArray[Any]) -> NDArray[Any]:
+    """Encode the texts of an array; raises ``AttributeError`` for an item that is no text."""
+    items = []
+    for item in texts.flat:
+        if not isinstance(item, bytes):
+            item = item.encode()
+        items.append(item)
+    return np.array(items, object).reshape(texts.shape)
+
+
 def _misfit(tensor: Tensor, value: Any) -> InvalidRequest:
-    text = str(value) if isinstance(value, np.ndarray) else repr(value)
+    text = repr(value)
+    if isinstance(value, np.ndarray):
+        text = str(value)
     text = " ".join(text.split())
-    if len(text) > _MOST_CHARACTERS:
-        text = text[:_MOST_CHARACTERS] + "..."
+    if len(text) > _MAX_CHARACTERS:
+        text = text[:_MAX_CHARACTERS] + "..."
     if tensor.single:
         expected = f"one {tensor.dtype} value"
     else:
@@ -245,8 +270,11 @@ RETRY_S = Backoff(0.4, 5.0)
 
 
 class Reader(Arrivals[Event]):
-    """Reads one call ahead of ``next``, until ``MOST_WAITING`` events or ``MOST_WAITING_BYTES``
-    wait; further responses then stay at the server, by gRPC's flow control."""
+    """A reader of one call, ahead of ``next``.
+
+    It reads until ``MOST_WAITING`` events or ``MOST_WAITING_BYTES`` wait; further responses then
+    stay at the server, by gRPC's flow control.
+    """
 
     def __init__(
         self, call: Any, translate: Callable[[grpc.RpcError | None], TrtllmBlsError]
@@ -258,21 +286,26 @@ class Reader(Arrivals[Event]):
         self._call = call
         self._translate = translate
         self._answered = False  # the final response, or the error in its place, has arrived
-        self._left = False
+        self._cancelled = False  # by ``cancel``
         self.task = asyncio.create_task(self._read())
 
     async def next(self) -> Event | None:
-        """The next event; ``None`` after the last. Raises the error that ended the stream."""
+        """Return the next event; ``None`` after the last.
+
+        Raises the error that ended the stream.
+        """
         if not self._events:
             await self.wait()
             self._events.extend(self.take())
             self._caught_up.set()
-        return self._events.popleft() if self._events else None
+        if not self._events:
+            return None
+        return self._events.popleft()
 
     def cancel(self) -> bool:
-        """Cancel the request on the server unless it is answered; returns whether it was."""
-        self._left = True
-        self._caught_up.set()  # what is left of the stream is dropped
+        """Cancel the request on the server unless it is answered; return True if it was."""
+        self._cancelled = True
+        self._caught_up.set()  # the remaining events are dropped
         return not self._answered and bool(self._call.cancel())
 
     @staticmethod
@@ -284,7 +317,7 @@ class Reader(Arrivals[Event]):
             reader._call.cancel()
 
     async def _read(self) -> None:
-        flagged = False  # the server marks final responses
+        marks_final = False  # the server marks final responses
         try:
             async for message in self._call:
                 received_at = time.perf_counter()
@@ -293,22 +326,25 @@ class Reader(Arrivals[Event]):
                     self.fail(from_wire(message.error_message))
                     continue
                 event = read_event(message.infer_response, received_at)
-                flagged = flagged or "triton_final_response" in message.infer_response.parameters
+                parameters = message.infer_response.parameters
+                marks_final = marks_final or "triton_final_response" in parameters
                 self._answered = self._answered or event.final
                 self.put([event])
                 self._waiting_bytes += message.ByteSize()
                 is_full = len(self._arrived) == MOST_WAITING
-                if (is_full or self._waiting_bytes > MOST_WAITING_BYTES) and not self._left:
+                if (is_full or self._waiting_bytes > MOST_WAITING_BYTES) and not self._cancelled:
                     self._caught_up.clear()
                     await self._caught_up.wait()
-            if flagged and not self._answered:
+            if marks_final and not self._answered:
                 problem = "the server ended the stream before the answer was complete"
                 self.fail(ConnectionFailed(problem))
             self.end()
         except asyncio.CancelledError:  # the client was closed, unless ``cancel`` was called
-            closed = ConnectionFailed("the client was closed during the request")
-            # grpc.aio itself cancels a call that is over before its request is written.
-            self.fail(closed if self._left else self._translate(None))
+            if self._cancelled:
+                self.fail(ConnectionFailed("the client was closed during the request"))
+            else:
+                # grpc.aio itself cancels a call that is over before its request is written.
+                self.fail(self._translate(None))
         except grpc.RpcError as error:
             self.fail(self._translate(error))
         except Exception as error:  # for example an array shorter than its shape
@@ -341,9 +377,9 @@ class Stream:
         self.started_at: float | None = None  # time.perf_counter() at sending
         self.cancelled = False  # before the final response
         self._begin = begin
-        self._tries_left = retries
+        self._retries = retries  # those that are left
         self._deadline_s = deadline_s
-        self._left = asyncio.Event()  # the caller has; ends the pause before another try
+        self._cancelling = asyncio.Event()  # ends the pause before another try
         self._reader: Reader | None = None
         self._answered = False
         self._over = False
@@ -358,7 +394,10 @@ class Stream:
             await self.aclose()
             raise StopAsyncIteration
         try:
-            event = await (self._reader.next() if self._reader else self._first())
+            if self._reader is None:
+                event = await self._first()
+            else:
+                event = await self._reader.next()
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -374,30 +413,34 @@ class Stream:
         return event
 
     async def _first(self) -> Event | None:
-        """Send the request, retrying as configured; the first event of its answer."""
+        """Send the request, retrying as configured; return the first event of its answer."""
         self.started_at = time.perf_counter()
-        over_at = self.started_at + (math.inf if self._deadline_s is None else self._deadline_s)
-        longest = RETRY_S.first
+        over_at = math.inf
+        if self._deadline_s is not None:
+            over_at = self.started_at + self._deadline_s
+        max_pause = RETRY_S.first
         while True:
-            left = None if self._deadline_s is None else over_at - time.perf_counter()
-            self._reader = self._begin(left)
+            remaining_s = None
+            if self._deadline_s is not None:
+                remaining_s = over_at - time.perf_counter()
+            self._reader = self._begin(remaining_s)
             try:
                 event = await self._reader.next()
                 break
             except (ConnectionFailed, Overloaded) as error:
-                pause = random.uniform(0, longest)
+                pause = random.uniform(0, max_pause)
                 if isinstance(error, Overloaded) and error.retry_after_s is not None:
                     pause += error.retry_after_s
-                if not self._tries_left or time.perf_counter() + pause >= over_at:
+                if not self._retries or time.perf_counter() + pause >= over_at:
                     raise
-            longest = RETRY_S.after(longest)
-            self._tries_left -= 1
+            max_pause = RETRY_S.after(max_pause)
+            self._retries -= 1
             self._reader = None  # it is over; there is nothing to cancel on the server
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._left.wait(), pause)
+                await asyncio.wait_for(self._cancelling.wait(), pause)
             if self.cancelled:
                 return None
-        self._tries_left = 0
+        self._retries = 0
         return event
 
     def cancel(self) -> None:
@@ -407,11 +450,11 @@ class Stream:
         """
         if self._over or self.cancelled:
             return
-        self.cancelled = self._reader is None or self._reader.cancel() or self._tries_left > 0
-        self._left.set()
+        self.cancelled = self._reader is None or self._reader.cancel() or self._retries > 0
+        self._cancelling.set()
 
     async def aclose(self) -> None:
-        """Cancel what is unfinished; return when this side of the stream is over."""
+        """Cancel an unfinished request; return when this side of the stream is over."""
         self.cancel()
         self._over = True
         if self._reader:
@@ -462,25 +505,29 @@ class Tls:
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> Tls | None:
-        """What a command's options say (``command_options.TlsConnection``); ``None`` = no TLS."""
-        named = {
+        """Read a command's options (``command_options.TlsConnection``); ``None`` = no TLS."""
+        fields = {
             "root_certificates": options["tls_ca"],
             "private_key": options["tls_key"],
             "certificate_chain": options["tls_cert"],
             "server_name": options["tls_server_name"],
         }
-        return cls(**named) if options["tls"] or any(named.values()) else None
+        if not options["tls"] and not any(fields.values()):
+            return None
+        return cls(**fields)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """What the files hold, for gRPC. Raises ``SettingsError`` for one that cannot be read."""
-        contents: dict[str, bytes | None] = {}
+        """Read the files for gRPC. Raises ``SettingsError`` for one that cannot be read."""
+        contents: dict[str, bytes] = {}
         for name in ("root_certificates", "private_key", "certificate_chain"):
             path: Path | None = getattr(self, name)
+            if path is None:
+                continue
             try:
-                contents[name] = None if path is None else path.read_bytes()
+                contents[name] = path.read_bytes()
             except OSError as error:
-                what = f"{name.replace('_', ' ')}: cannot read {path}"
-                raise SettingsError(f"{what}: {error.strerror}") from error
+                title = name.replace("_", " ")
+                raise SettingsError(f"{title}: cannot read {path}: {error.strerror}") from error
         return grpc.ssl_channel_credentials(**contents)
 
 
@@ -518,8 +565,12 @@ class Client:
             raise SettingsError(f"keepalive_s: {keepalive_s} is not allowed; it must be above 0")
         self.url = url
         self.retries = retries
-        self._credentials = None if tls is None else tls.credentials()
-        self._compression = grpc.Compression[compression.title()] if compression else None
+        self._credentials: grpc.ChannelCredentials | None = None
+        if tls is not None:
+            self._credentials = tls.credentials()
+        self._compression: grpc.Compression | None = None
+        if compression:
+            self._compression = grpc.Compression[compression.title()]
         keepalive = ("grpc.keepalive_time_ms", int(keepalive_s * 1000))
         self._options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, keepalive]
         if tls is not None and tls.server_name:
@@ -535,12 +586,11 @@ class Client:
         if self._stub is not None:
             raise RuntimeError("the client is open already")
         self._loop = asyncio.get_running_loop()
-        how = {"options": self._options, "compression": self._compression}
-        self._channel = (
-            grpc.aio.insecure_channel(self.url, **how)
-            if self._credentials is None
-            else grpc.aio.secure_channel(self.url, self._credentials, **how)
-        )
+        settings = {"options": self._options, "compression": self._compression}
+        if self._credentials is None:
+            self._channel = grpc.aio.insecure_channel(self.url, **settings)
+        else:
+            self._channel = grpc.aio.secure_channel(self.url, self._credentials, **settings)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         return self
 
@@ -569,7 +619,7 @@ class Client:
         outputs: Sequence[str] = (),
         **fields: Any,
     ) -> Stream:
-        """The answer to one request as it comes; ``fields`` are inputs by wire name.
+        """Return the answer to one request as it comes; ``fields`` are inputs by wire name.
 
         Values may be Python scalars, strings, lists or numpy arrays, with or without a batch
         dimension; ``None`` means "not given". A model name outside the contract is taken for a
@@ -577,18 +627,17 @@ class Client:
         is asked for unless ``fields`` say otherwise. ``deadline_s`` bounds the whole request.
         Raises ``InvalidRequest`` at once for a field that cannot be sent.
         """
-        row = model if isinstance(model, Model) else replace(BLS, name=model)
-        row = next((known for known in MODELS if known.name == model), row)
+        contract = _contract_of(model)
         for flag in ("stream", "streaming"):
-            if flag in row.input_named:
+            if flag in contract.input_named:
                 fields.setdefault(flag, True)
         request_id = request_id or uuid.uuid4().hex
-        message = infer_request(row, fields, request_id, outputs)
+        message = infer_request(contract, fields, request_id, outputs)
         begin = partial(self._send, message, deadline_s)
         return Stream(request_id, begin, self.retries, deadline_s)
 
     async def generate(self, model: str | Model = BLS, **arguments: Any) -> Result:
-        """The whole answer; ``arguments`` and errors as for ``stream`` and its iteration.
+        """Return the whole answer; ``arguments`` and errors as for ``stream`` and its iteration.
 
         With ``stream=False`` it is one response, also from a model that is not decoupled: Triton
         serves those on a gRPC stream as well, so no unary call is needed.
@@ -607,21 +656,22 @@ class Client:
         await self.generate(model, request_id=request_id, stop=True, **required)
 
     async def model_ready(self, model: str, timeout_s: float) -> bool:
-        """Whether ``model`` is ready; false also for a model that the server does not have.
+        """Return True if ``model`` is ready; false also for one that the server does not have.
 
         Raises ``ConnectionFailed`` or ``DeadlineExceeded`` without an answer.
         """
         request: Any = service_pb2.ModelReadyRequest(name=model)
         over_at = time.monotonic() + timeout_s
         try:
-            return bool((await self._stub.ModelReady(request, timeout=timeout_s)).ready)
+            answer = await self._stub.ModelReady(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            translated = _translated(self.url, timeout_s, over_at, error)
-            if isinstance(translated, (ConnectionFailed, DeadlineExceeded)):
-                raise translated from error
+            problem = _translated(self.url, timeout_s, over_at, error)
+            if isinstance(problem, (ConnectionFailed, DeadlineExceeded)):
+                raise problem from error
             return False
+        return bool(answer.ready)
 
-    def _send(self, message: Any, deadline_s: float | None, left_s: float | None) -> Reader:
+    def _send(self, message: Any, deadline_s: float | None, remaining_s: float | None) -> Reader:
         if self._stub is None:
             raise RuntimeError("the client is not open: use it as 'async with Client(...)'")
         if asyncio.get_running_loop() is not self._loop:
@@ -629,26 +679,42 @@ class Client:
                 "the client was opened in another event loop: open one in this loop too, "
                 "with 'async with Client(...)'"
             )
-        call = self._stub.ModelStreamInfer(iter([message]), timeout=left_s)
-        over_at = None if left_s is None else time.monotonic() + left_s
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=remaining_s)
+        over_at = None
+        if remaining_s is not None:
+            over_at = time.monotonic() + remaining_s
         reader = Reader(call, partial(_translated, self.url, deadline_s, over_at))
         self._readers.add(reader)
         reader.task.add_done_callback(lambda _: self._readers.discard(reader))
         return reader
 
 
+def _contract_of(model: str | Model) -> Model:
+    """Return the model with the tensors that a caller means; another name is a text model's."""
+    if isinstance(model, Model):
+        return model
+    for contract in MODELS:
+        if contract.name == model:
+            return contract
+    return replace(BLS, name=model)
+
+
 def _translated(
     url: str, deadline_s: float | None, over_at: float | None, error: grpc.RpcError | None
 ) -> TrtllmBlsError:
-    """gRPC's error as one of ours; ``None``: the call ended before its request was sent.
+    """Translate gRPC's error to ours; ``None`` if the call ended before its request was sent.
 
-    ``over_at``: the deadline on the monotonic clock.
+    ``over_at`` is the deadline on the monotonic clock.
     """
-    code = grpc.StatusCode.INTERNAL if error is None else error.code()
-    details = _UNSENT if error is None else " ".join((error.details() or "").split())
+    code = grpc.StatusCode.INTERNAL
+    details = _UNSENT
+    if error is not None:
+        code = error.code()
+        details = " ".join((error.details() or "").split())
     if code is grpc.StatusCode.INTERNAL and details == _UNSENT:
-        late = over_at is not None and time.monotonic() > over_at - _CLOCKS_DIFFER_S
-        code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
+        code = grpc.StatusCode.UNAVAILABLE
+        if over_at is not None and time.monotonic() > over_at - _CLOCKS_DIFFER_S:
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
         details = "the call ended before the request was sent"
     if code is grpc.StatusCode.UNAVAILABLE:
         return ConnectionFailed(f"{url}: {details}")

@@ -72,9 +72,9 @@ TEXT_INPUTS = {
     "return_perf_metrics": "The engine's own figures; seen with --json.",
 }
 
-# What to do where gRPC's message has these words.
+# The remedy where gRPC's message has these words.
 _HTTP = "; this is an HTTP port: give --url the gRPC port, which is --grpc-port of serve (8001)"
-_CONNECTION_MENDS = {
+_CONNECTION_REMEDIES = {
     "Connection refused": "; nothing listens there: `trtllm-bls serve` starts a server",
     "http1.x server": _HTTP,
     "Expected SETTINGS frame": _HTTP,
@@ -82,7 +82,7 @@ _CONNECTION_MENDS = {
 
 
 class Exit(IntEnum):
-    """What the process tells its caller."""
+    """The exit codes of a client's command."""
 
     FINISHED = 0
     FAILED = 1
@@ -93,23 +93,24 @@ class Exit(IntEnum):
 
     @classmethod
     def of(cls, error: TrtllmBlsError) -> Exit:
-        """The code for an expected failure."""
-        kinds: Mapping[type[TrtllmBlsError], Exit] = {
-            ConnectionFailed: cls.UNREACHABLE,
-            DeadlineExceeded: cls.DEADLINE,
-            SetupError: cls.USAGE,
-        }
-        return next((code for kind, code in kinds.items() if isinstance(error, kind)), cls.FAILED)
+        """Return the code for an expected failure."""
+        if isinstance(error, ConnectionFailed):
+            return cls.UNREACHABLE
+        if isinstance(error, DeadlineExceeded):
+            return cls.DEADLINE
+        if isinstance(error, SetupError):
+            return cls.USAGE
+        return cls.FAILED
 
 
 def program() -> Callable[[Callable[..., Any]], click.Command]:
-    """Makes a client's command of a function; exit codes follow its help."""
+    """Make a client's command of a function; exit codes follow its help."""
     settings = {"help_option_names": ["-h", "--help"]}
     return click.command(epilog=_EXIT_CODES, context_settings=settings)
 
 
 def complain(error: TrtllmBlsError) -> Exit:
-    """Say what went wrong on stderr; the exit code for it."""
+    """Print the error on stderr; return its exit code."""
     click.echo(f"error: {error}", err=True)
     return Exit.of(error)
 
@@ -133,7 +134,7 @@ def run(work: Callable[[], Exit]) -> None:
 
 
 def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several option decorators as one, kept in the order written."""
+    """Join option decorators into one, which keeps their order."""
 
     def decorate(command: Command) -> Command:
         for decorator in reversed(decorators):
@@ -144,7 +145,7 @@ def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Co
 
 
 def connection_options(*key_flags: str) -> Callable[[Command], Command]:
-    """``--url``, ``--retries`` and TLS; ``key_flags`` are further spellings of ``--tls-key``."""
+    """Add ``--url``, ``--retries`` and TLS; ``key_flags`` also spell ``--tls-key``."""
     return options(
         click.option(
             "-u",
@@ -169,35 +170,40 @@ def connection_options(*key_flags: str) -> Callable[[Command], Command]:
 
 @contextlib.asynccontextmanager
 async def open_client(
-    url: str, given: Mapping[str, Any], compression: str | None = None
+    url: str, options: Mapping[str, Any], compression: str | None = None
 ) -> AsyncIterator[Client]:
-    """The client that ``connection_options`` describe, while it is open.
+    """Open the client that ``connection_options`` describe.
 
-    Where a request in this block finds no gRPC server, its error says what to do.
+    Where a request in this block finds no gRPC server, its error ends with a remedy.
     """
-    tls, retries = Tls.of_options(given), given.get("retries", 0)
+    tls = Tls.of_options(options)
+    retries = options.get("retries", 0)
     async with Client(url, tls=tls, compression=compression, retries=retries) as client:
         try:
             yield client
         except ConnectionFailed as error:
-            mends = (mend for words, mend in _CONNECTION_MENDS.items() if words in str(error))
-            raise ConnectionFailed(f"{error}{next(mends, '')}") from error
+            text = str(error)
+            for words, remedy in _CONNECTION_REMEDIES.items():
+                if words in text:
+                    text += remedy
+                    break
+            raise ConnectionFailed(text) from error
 
 
 def tensor_options(model: Model, inputs: Mapping[str, str]) -> Callable[[Command], Command]:
-    """One option per input, by wire name, with its help; type and flag follow."""
+    """Add an option per input, by wire name, with its help; type and flag follow."""
     decorators = []
     for name, text in inputs.items():
         tensor = model.input_named[name]
         flag = "--" + tensor.key.replace("_", "-")
         kind = {"FP32": click.FLOAT, "STRING": click.STRING}.get(tensor.dtype, click.INT)
-        several = tensor.dtype == "STRING" and not tensor.single
+        is_list = tensor.dtype == "STRING" and not tensor.single
         if tensor.dtype == "BOOL":
             decorators.append(
                 click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
             )
         else:
-            decorators.append(click.option(flag, name, type=kind, multiple=several, help=text))
+            decorators.append(click.option(flag, name, type=kind, multiple=is_list, help=text))
     return options(*decorators)
 
 
@@ -212,7 +218,7 @@ other_inputs_option = click.option(
 
 
 def assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
-    """The values of a repeated ``option`` NAME=VALUE by name: JSON, or else the text itself."""
+    """Read a repeated ``option`` NAME=VALUE: the values by name, as JSON or else as texts."""
     values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -227,9 +233,12 @@ def assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def interruptible(stream: Stream | asyncio.Task[Any]) -> Iterator[asyncio.Event]:
-    """Ctrl-C and SIGTERM cancel the request on the server, and set the event, instead of raising
-    here. The second Ctrl-C ends the process at once."""
-    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
+    """Let Ctrl-C and SIGTERM cancel the request on the server, and set the event that is yielded.
+
+    They raise nothing here. The second Ctrl-C ends the process at once.
+    """
+    loop = asyncio.get_running_loop()
+    interrupted = asyncio.Event()
 
     def interrupt() -> None:
         interrupted.set()
@@ -261,8 +270,8 @@ class ClientReply:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.text = ""
-        self.sent = time.perf_counter()
-        self.arrivals: list[float] = []  # of responses with text
+        self.sent_at = time.perf_counter()
+        self.arrivals: list[float] = []  # the times of responses with text
         self.finish_reason: str | None = None
         self.endings: dict[tuple[int, int], str] = {}  # by batch row and sequence
         self.ended_here: str | None = None
@@ -276,8 +285,10 @@ class ClientReply:
             self.arrivals.append(event.received_at)
         if event.finish_reason:
             self.finish_reason = event.finish_reason
-            stop = f" at {event.stop_reason!r}" if event.stop_reason else ""
-            self.endings[event.batch_index, event.sequence_index] = event.finish_reason + stop
+            ending = event.finish_reason
+            if event.stop_reason:
+                ending += f" at {event.stop_reason!r}"
+            self.endings[event.batch_index, event.sequence_index] = ending
         if event.num_input_tokens is not None:
             self.prompt_tokens = event.num_input_tokens
         if event.num_output_tokens is not None:
@@ -285,52 +296,72 @@ class ClientReply:
 
     @property
     def ttft_s(self) -> float | None:
-        """From sending to the first text."""
-        return self.arrivals[0] - self.sent if self.arrivals else None
+        """The seconds from sending to the first text."""
+        if not self.arrivals:
+            return None
+        return self.arrivals[0] - self.sent_at
 
     def figures(self) -> dict[str, Any]:
-        """What there is to measure; ``None`` for what there is not.
+        """Measure the answer; a figure that cannot be told is ``None``.
 
         ``ended`` is the server's finish reason, of each sequence. ``num_output_tokens`` is ``None``
         where the server did not count. ``gap_p50_ms`` and ``gap_p99_ms`` are times between
         consecutive responses with text; a response may bring several tokens. ``tokens_per_s`` is
         from sending to the last text.
         """
-        gaps = np.diff(self.arrivals) * 1000
-        duration = self.arrivals[-1] - self.sent if self.arrivals else 0.0
-        tokens = self.completion_tokens
+        duration_s = 0.0
+        ttft_ms = None
+        gap_p50_ms = None
+        gap_p99_ms = None
+        tokens_per_s = None
+        if self.ttft_s is not None:
+            ttft_ms = self.ttft_s * 1000
+            duration_s = self.arrivals[-1] - self.sent_at
+        if len(self.arrivals) > 1:
+            gaps = np.diff(self.arrivals) * 1000
+            gap_p50_ms = float(np.percentile(gaps, 50))
+            gap_p99_ms = float(np.percentile(gaps, 99))
+        if self.completion_tokens and duration_s > 0:
+            tokens_per_s = self.completion_tokens / duration_s
         reasons = ", ".join(reason for _, reason in sorted(self.endings.items()))
         return {
             "ended": self.ended_here or reasons or "complete",
             "max_tokens": self.max_tokens,
             "num_input_tokens": self.prompt_tokens,
-            "num_output_tokens": tokens,
+            "num_output_tokens": self.completion_tokens,
             "responses": len(self.arrivals),
-            "ttft_ms": None if self.ttft_s is None else self.ttft_s * 1000,
-            "gap_p50_ms": float(np.percentile(gaps, 50)) if len(gaps) else None,
-            "gap_p99_ms": float(np.percentile(gaps, 99)) if len(gaps) else None,
-            "duration_ms": duration * 1000,
-            "tokens_per_s": tokens / duration if tokens and duration > 0 else None,
+            "ttft_ms": ttft_ms,
+            "gap_p50_ms": gap_p50_ms,
+            "gap_p99_ms": gap_p99_ms,
+            "duration_ms": duration_s * 1000,
+            "tokens_per_s": tokens_per_s,
         }
 
     def lines(self) -> list[str]:
-        """The same, to be read."""
+        """Write the figures as lines for people."""
         figures = self.figures()
+        count = len(self.arrivals)
         # Every text takes a token at least; an answer cut short comes without a count.
-        tokens, count = self.completion_tokens, len(self.arrivals)
-        generated = f"at least {count}" if tokens is None else str(tokens)
-        scope = " in each answer" if (tokens or 0) > self.max_tokens else ""
-        prompt = "" if self.prompt_tokens is None else f", {self.prompt_tokens} in the prompt"
+        tokens = f"at least {count}"
+        if self.completion_tokens is not None:
+            tokens = str(self.completion_tokens)
+        tokens += f" of {self.max_tokens} asked for"
+        if (self.completion_tokens or 0) > self.max_tokens:
+            tokens += " in each answer"
+        if self.prompt_tokens is not None:
+            tokens += f", {self.prompt_tokens} in the prompt"
         lines = [
             f"ended: {figures['ended']}",
-            f"tokens: {generated} of {self.max_tokens} asked for{scope}{prompt}",
+            f"tokens: {tokens}",
             f"responses with text: {count} in {figures['duration_ms'] / 1000:.2f} s",
         ]
         if count:
             lines.append(f"first text: {figures['ttft_ms']:.1f} ms after sending")
         if count > 1:
-            p50, p99 = figures["gap_p50_ms"], figures["gap_p99_ms"]
+            p50 = figures["gap_p50_ms"]
+            p99 = figures["gap_p99_ms"]
             lines.append(f"between responses: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
-        if (speed := figures["tokens_per_s"]) is not None:
-            lines.append(f"speed: {speed:.1f} tokens/s from sending to the last text")
+        if figures["tokens_per_s"] is not None:
+            speed = f"{figures['tokens_per_s']:.1f} tokens/s"
+            lines.append(f"speed: {speed} from sending to the last text")
         return lines

@@ -101,32 +101,39 @@ def main(**options: Any) -> None:
 
 
 async def _ask(options: dict[str, Any], fields: dict[str, Any]) -> Exit:
-    several = any((fields.get(name) or 1) > 1 for name in ("beam_width", "num_return_sequences"))
-    whole = options["overwrite_output_text"]
-    display: JsonDisplay | TextDisplay = TextDisplay(several=several, whole=whole)
+    sequences = max(fields.get("beam_width") or 1, fields.get("num_return_sequences") or 1)
+    display: JsonDisplay | TextDisplay = TextDisplay(
+        shows_at_end=sequences > 1, accumulates=options["overwrite_output_text"]
+    )
     if options["as_json"]:
         display = JsonDisplay()
     elif options["echo"] and fields["stream"]:
         click.echo(fields.get("text_input", ""), nl=False)  # servers repeat no prompt in a stream
-    how = {"deadline_s": options["timeout"], "request_id": options["request_id"]}
     stop_after_ms = options["stop_after_ms"]
-    reply, failure = ClientReply(fields["max_tokens"]), None
+    reply = ClientReply(fields["max_tokens"])
+    failure: TrtllmBlsError | None = None
     try:
         async with (
             open_client(options["url"], options) as client,
-            client.stream(options["model_name"], **how, **fields) as stream,
+            client.stream(
+                options["model_name"],
+                deadline_s=options["timeout"],
+                request_id=options["request_id"],
+                **fields,
+            ) as stream,
         ):
-            reply.sent = time.perf_counter()
+            reply.sent_at = time.perf_counter()
             with interruptible(stream) as interrupted:
                 if stop_after_ms is not None:
                     loop = asyncio.get_running_loop()
                     loop.call_later(stop_after_ms / 1000, stream.cancel)
                 async for event in stream:
                     reply.add(event)
-                    display.event(event, (event.received_at - reply.sent) * 1000)
-        if stream.cancelled:
-            stopped = f"stopped after {stop_after_ms} ms"
-            reply.ended_here = "interrupted" if interrupted.is_set() else stopped
+                    display.event(event, (event.received_at - reply.sent_at) * 1000)
+        if interrupted.is_set() and stream.cancelled:
+            reply.ended_here = "interrupted"
+        elif stream.cancelled:
+            reply.ended_here = f"stopped after {stop_after_ms} ms"
     except TrtllmBlsError as error:
         failure = error
         reply.ended_here = _EXIT_REASONS.get(Exit.of(error), "error")
@@ -135,18 +142,22 @@ async def _ask(options: dict[str, Any], fields: dict[str, Any]) -> Exit:
         click.echo("\n".join(reply.lines()), err=True)
     if failure is not None:
         return complain(failure)
-    return Exit.INTERRUPTED if reply.ended_here == "interrupted" else Exit.FINISHED
+    if reply.ended_here == "interrupted":
+        return Exit.INTERRUPTED
+    return Exit.FINISHED
 
 
 def _fields(options: dict[str, Any]) -> dict[str, Any]:
-    """The request by wire name; what the user did not say is not in it."""
+    """Return the request by wire name, with the fields that the user has set."""
     prompt = _prompt(options)
     fields = {name: options[name] for name in TEXT_INPUTS if options[name] not in (None, ())}
     fields |= {"max_tokens": options["max_tokens"], "stream": options["stream"]}
     if options["chat"] or options["system"] is not None:
-        system = [{"role": "system", "content": options["system"]}] if options["system"] else []
-        turns = [*system, {"role": "user", "content": prompt}]
-        fields["messages"] = json.dumps(turns, ensure_ascii=False)
+        messages = []
+        if options["system"]:
+            messages.append({"role": "system", "content": options["system"]})
+        messages.append({"role": "user", "content": prompt})
+        fields["messages"] = json.dumps(messages, ensure_ascii=False)
     else:
         fields["text_input"] = prompt
     if options["echo"]:
@@ -163,18 +174,24 @@ def _prompt(options: dict[str, Any]) -> str:
         raise click.UsageError(
             f"The prompt is one argument; put it in quotes: {shlex.quote(prompt)}"
         )
-    sources = [*words, options["prompt_option"], options["file"]]
-    named = [source for source in sources if source is not None]
-    if len(named) > 1:
+    sources: list[str | Path] = [*words]
+    for source in (options["prompt_option"], options["file"]):
+        if source is not None:
+            sources.append(source)
+    if len(sources) > 1:
         raise click.UsageError("Give the prompt once: as argument, with --prompt or with --file.")
-    if not named and (sys.stdin is None or sys.stdin.isatty()):
-        raise click.UsageError("No prompt: give it as argument, with --file or on standard input.")
-    source = named[0] if named else "-"
+    if not sources:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise click.UsageError(
+                "No prompt: give it as argument, with --file or on standard input."
+            )
+        sources.append("-")
+    source = sources[0]
     if isinstance(source, str) and source != "-":
         return source
     try:
-        raw = source.read_bytes() if isinstance(source, Path) else sys.stdin.buffer.read()
-        return raw.decode("utf-8-sig")  # a byte order mark is no part of the prompt
+        content = source.read_bytes() if isinstance(source, Path) else sys.stdin.buffer.read()
+        return content.decode("utf-8-sig")  # a byte order mark is no part of the prompt
     except UnicodeDecodeError as error:
         position = f"byte {error.start}: {error.reason}"
         raise click.UsageError(f"The prompt is not UTF-8 ({position}).") from error
@@ -184,29 +201,34 @@ def _prompt(options: dict[str, Any]) -> str:
 
 @dataclass
 class TextDisplay:
-    """Prints only the text, as it arrives.
+    """A printer of the text alone, as it arrives.
 
-    ``several``: there are several sequences, which are printed one after another at the end, since
-    they would mix. ``whole``: each event has all text so far instead of the new text.
+    With ``shows_at_end`` sequences are printed one after another at the end, since several would
+    mix. With ``accumulates`` each event has all text so far instead of the new text.
     """
 
-    several: bool
-    whole: bool
+    shows_at_end: bool
+    accumulates: bool
     texts: dict[tuple[int, int, int], str] = field(default_factory=dict)  # by row, sequence, beam
 
     def event(self, event: Event, at_ms: float) -> None:
         for beam, text in enumerate(event.texts):
             key = (event.batch_index, event.sequence_index, beam)
-            before = self.texts.get(key, "")
-            now = self.texts[key] = text if self.whole else before + text
-            if not self.several:
-                # A whole text that takes back what was shown begins a new line.
-                new = now[len(before) :] if now.startswith(before) else f"\n{now}"
-                click.echo(new, nl=False)
+            old_text = self.texts.get(key, "")
+            if not self.accumulates:
+                text = old_text + text
+            self.texts[key] = text
+            if self.shows_at_end:
+                continue
+            if text.startswith(old_text):
+                click.echo(text[len(old_text) :], nl=False)
+            else:
+                # The server has taken back some text, so the new one begins a line.
+                click.echo(f"\n{text}", nl=False)
 
     def end(self, reply: ClientReply, failure: TrtllmBlsError | None) -> None:
-        """Finish the line, or show the sequences held back."""
-        if self.several:
+        """Finish the line, or show all sequences."""
+        if self.shows_at_end:
             for number, (_, text) in enumerate(sorted(self.texts.items())):
                 click.echo(f"--- {number} ---\n{text}")
         elif any(text and not text.endswith("\n") for text in self.texts.values()):
@@ -214,7 +236,7 @@ class TextDisplay:
 
 
 class JsonDisplay:
-    """One object per event and a last one of type ``summary``."""
+    """A printer of an object per event, and a last one of type ``summary``."""
 
     def event(self, event: Event, at_ms: float) -> None:
         """Show the event; ``at_ms`` is its arrival after sending."""

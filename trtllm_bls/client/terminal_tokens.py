@@ -40,17 +40,23 @@ _PRINTED_IDS = 256
 _INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
-_AS_FOR_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
-# Inputs that are sent only when options, with the help of their options.
+# Inputs that are sent only if their options are, with the help of these options.
 _OPTIONAL = {
-    **{name: TEXT_INPUTS[name] for name in _AS_FOR_TEXT},
+    "repetition_penalty": TEXT_INPUTS["repetition_penalty"],
+    "presence_penalty": TEXT_INPUTS["presence_penalty"],
+    "frequency_penalty": TEXT_INPUTS["frequency_penalty"],
+    "seed": TEXT_INPUTS["seed"],
     "lora_task_id": "Adapter to use; with --lora-path it is sent along.",
     "exclude_input_in_output": "Answers without the prompt; the server decides when not given.",
-    **{name: "" for name in ENGINE.input_named if name.startswith("return_")},
 }
-_LOOKAHEAD = [
-    f"lookahead_{part}" for part in ("window_size", "ngram_size", "verification_set_size")
-]
+for _name in ENGINE.input_named:
+    if _name.startswith("return_"):
+        _OPTIONAL[_name] = ""
+_LOOKAHEAD = (
+    "lookahead_window_size",
+    "lookahead_ngram_size",
+    "lookahead_verification_set_size",
+)
 
 
 @program()
@@ -133,12 +139,12 @@ def main(**options: Any) -> None:
 
 
 async def _ask(options: dict[str, Any]) -> Exit:
-    tokenizer = None if options["input_tokens_csv"] else load_tokenizer(options["tokenizer_dir"])
-    prompt = (
-        _first_row(options["input_tokens_csv"])
-        if tokenizer is None
-        else list(tokenizer.encode(options["text"], True))
-    )
+    tokenizer: Tokenizer | None = None
+    if options["input_tokens_csv"]:
+        prompt = _first_row(options["input_tokens_csv"])
+    else:
+        tokenizer = load_tokenizer(options["tokenizer_dir"])
+        prompt = list(tokenizer.encode(options["text"], True))
     fields = _fields(options, prompt, tokenizer)
     click.echo(f"Input sequence: {prompt[:_PRINTED_IDS]}")
     if options["verbose"]:
@@ -153,10 +159,15 @@ async def _ask(options: dict[str, Any]) -> Exit:
     if outputs:  # ids are padded to this length
         outputs = tuple(dict.fromkeys((*outputs, "sequence_length")))
     model = replace(ENGINE, name=options["model_name"])
-    how = {"deadline_s": options["stream_timeout"], "request_id": options["request_id"]}
     async with (
         open_client(options["url"], options, options["grpc_compression_algorithm"]) as client,
-        client.stream(model, **how, outputs=outputs, **fields) as stream,
+        client.stream(
+            model,
+            deadline_s=options["stream_timeout"],
+            request_id=options["request_id"],
+            outputs=outputs,
+            **fields,
+        ) as stream,
     ):
         with interruptible(stream) as interrupted:
             await _receive(client, stream, model, options, answer)
@@ -185,17 +196,20 @@ async def _receive(
         else:
             stops.append(asyncio.create_task(send_stop()))
 
-    delay = options["stop_after_ms"] / 1000
-    timer = asyncio.get_running_loop().call_later(delay, stop) if delay else None
+    timer: asyncio.TimerHandle | None = None
+    if options["stop_after_ms"]:
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(options["stop_after_ms"] / 1000, stop)
     try:
         async for event in stream:
             new_ids = answer.add(event)
             if options["streaming"]:
-                click.echo("".join(f"{ids}\n" for ids in new_ids.values() if ids), nl=False)
+                for ids in filter(None, new_ids.values()):
+                    click.echo(str(ids))
             elif new_ids:
                 click.echo("Got completed request")
     finally:
-        if timer:
+        if timer is not None:
             timer.cancel()
         await asyncio.gather(*stops)
     if stream.cancelled:
@@ -205,37 +219,46 @@ async def _receive(
 def _fields(
     options: dict[str, Any], prompt: list[int], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The request by wire name."""
-    end_id, pad_id = options["end_id"], options["pad_id"]
+    """Return the request by wire name."""
+    end_id = options["end_id"]
+    pad_id = options["pad_id"]
     if tokenizer is not None:
-        end_id = -1 if tokenizer.eos_id is None else tokenizer.eos_id
-        pad_id = end_id if tokenizer.pad_id is None else tokenizer.pad_id
-    names = (
-        *("request_output_len", "beam_width", "temperature", "streaming"),
-        *("runtime_top_k", "runtime_top_p", "num_return_sequences", *_OPTIONAL),
-    )
+        end_id = -1
+        if tokenizer.eos_id is not None:
+            end_id = tokenizer.eos_id
+        pad_id = end_id
+        if tokenizer.pad_id is not None:
+            pad_id = tokenizer.pad_id
     fields: dict[str, Any] = {
         "input_ids": prompt,
         "input_lengths": len(prompt),
         "end_id": end_id,
         "pad_id": pad_id,
-        **{name: options[name] for name in names if options[name] is not None},
     }
+    for name in (
+        *("request_output_len", "beam_width", "temperature", "streaming"),
+        *("runtime_top_k", "runtime_top_p", "num_return_sequences", *_OPTIONAL),
+    ):
+        if options[name] is not None:
+            fields[name] = options[name]
     if options["draft_tokens_csv"]:
         fields["draft_input_ids"] = _first_row(options["draft_tokens_csv"])
     if options["prompt_embedding_table_path"] is not None:
         tables = _numpy_file(options["prompt_embedding_table_path"], np.float16)
         if tables.ndim != 3:
-            problem = f"{tables.shape} is no [task, row, size]"
-            raise SettingsError(f"--prompt-embedding-table-path: {problem}")
+            raise SettingsError(
+                f"--prompt-embedding-table-path: {tables.shape} is no [task, row, size]"
+            )
         if not 0 <= options["prompt_task_id"] < len(tables):
             raise SettingsError(f"--prompt-task-id: the file has tasks 0 to {len(tables) - 1}")
         table = tables[options["prompt_task_id"]]
         fields |= {"prompt_embedding_table": table, "prompt_vocab_size": len(table)}
-        extra_id, vocab_size = options["prompt_table_extra_id"], options["vocab_size"]
+        extra_id = options["prompt_table_extra_id"]
+        vocab_size = options["vocab_size"]
         if extra_id is not None:
             if vocab_size is None:
                 raise SettingsError("--prompt-table-extra-id: give --vocab-size too")
+            # Ids beyond the vocabulary are rows of the table.
             extra_ids = [extra_id if token >= vocab_size else 0 for token in prompt]
             fields["prompt_table_extra_ids"] = extra_ids
     if folder := options["lora_path"]:
@@ -268,36 +291,40 @@ def _numpy_file(path: Path, dtype: type) -> NDArray[Any]:
 
 
 def _show(answer: TokenAnswer, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
-    several = len({sequence for sequence, _ in answer.sequences}) > 1
+    indices = {index for index, _ in answer.sequences}
     if tokenizer is not None:
         click.echo(f"Input: {tokenizer.decode(prompt)}")
-        for (sequence, beam), ids in answer.generated.items():
-            label = f"sequence {sequence} beam {beam}" if several else f"beam {beam}"
+        for (index, beam), ids in answer.generated.items():
+            label = f"beam {beam}"
+            if len(indices) > 1:
+                label = f"sequence {index} beam {beam}"
             click.echo(f"Output {label}: {tokenizer.decode(ids)}")
     for ids in answer.sequences.values():
         click.echo(f"Output sequence: {ids}")
     for name, values in answer.outputs.items():
-        if name not in ("output_ids", "sequence_length"):
-            # Logits of a whole vocabulary are unreadable; their shape and numpy's summary are not.
-            shown = values if values.size > 1 else values.item()
-            click.echo(f"{name} {list(values.shape)}: {shown}")
+        if name in ("output_ids", "sequence_length"):
+            continue
+        # Logits of a whole vocabulary are unreadable; their shape and numpy's summary are not.
+        text = str(values)
+        if values.size <= 1:
+            text = str(values.item())
+        click.echo(f"{name} {list(values.shape)}: {text}")
 
 
 def _verdict(options: dict[str, Any], answer: TokenAnswer) -> Exit:
     missing = [name for name in options["requested_outputs"] if name not in answer.outputs]
     if missing:
         raise EngineError(f"the answer lacks requested outputs: {', '.join(missing)}")
-    generated = list(answer.generated.values())
-    if options["stop_after_ms"] and any(
-        len(ids) >= options["request_output_len"] for ids in generated
-    ):
+    length = max(map(len, answer.generated.values()), default=0)
+    if options["stop_after_ms"] and length >= options["request_output_len"]:
         raise EngineError("the request ran to its full length although it was to be stopped")
     if options["check_output"]:
         expected = _first_row(options["output_tokens_csv"])
         actual = next(iter(answer.sequences.values()), [])
-        passed = agrees(actual, expected, options["correctness_threshold"])
-        click.echo("PASS!" if passed else "FAIL!")
-        return Exit.FINISHED if passed else Exit.FAILED
+        if not agrees(actual, expected, options["correctness_threshold"]):
+            click.echo("FAIL!")
+            return Exit.FAILED
+        click.echo("PASS!")
     return Exit.FINISHED
 
 
@@ -305,12 +332,12 @@ SequenceKey = tuple[int, int]  # sequence index, beam
 
 
 class TokenAnswer:
-    """The ids of one prompt's answer so far, by sequence and beam.
+    """The ids of a prompt's answer so far, by sequence and beam.
 
-    What a response holds depends on what was asked for: streaming with one beam brings new ids;
+    The content of a response depends on the request: streaming with one beam brings new ids;
     streaming with several brings each beam anew, because beams may be rewritten; not streaming
     brings everything, the prompt included unless it was ``excluded``. ``outputs`` are all tensors
-    that came: logits of streamed steps joined, anything else as last sent.
+    that came: logits of streamed steps joined, any other tensor as last sent.
     """
 
     def __init__(
@@ -319,18 +346,22 @@ class TokenAnswer:
         self._prompt = list(prompt)
         self._brings_prompt = not streaming and not excluded
         self._appends = streaming and beam_width == 1
-        self._prompt_in_output = [] if excluded else self._prompt
+        self._prompt_in_output: list[int] = []
+        if not excluded:
+            self._prompt_in_output = self._prompt
         self._generated: dict[SequenceKey, list[int]] = {}
         self.outputs: dict[str, NDArray[Any]] = {}
 
     def add(self, event: Event) -> Mapping[SequenceKey, list[int]]:
-        """Take one response in; the ids it brought, by sequence and beam."""
-        counts = {name: getattr(event, name) for name in ("num_input_tokens", "num_output_tokens")}
-        known = {name: np.array(count) for name, count in counts.items() if count is not None}
-        for name, values in {**event.outputs, **known}.items():
+        """Take a response in; return the ids that it brought, by sequence and beam."""
+        for name, values in event.outputs.items():
             if name == "generation_logits" and name in self.outputs:
                 values = np.concatenate([self.outputs[name], values], axis=1)
             self.outputs[name] = values
+        if event.num_input_tokens is not None:
+            self.outputs["num_input_tokens"] = np.array(event.num_input_tokens)
+        if event.num_output_tokens is not None:
+            self.outputs["num_output_tokens"] = np.array(event.num_output_tokens)
         if "output_ids" not in event.outputs:
             return {}
         beams = event.outputs["output_ids"][0].tolist()
@@ -342,24 +373,26 @@ class TokenAnswer:
             if self._brings_prompt and ids[: len(self._prompt)] == self._prompt:
                 ids = ids[len(self._prompt) :]
             new_ids[key] = ids
-            before = self._generated.get(key, []) if self._appends else []
-            self._generated[key] = before + ids
+            if self._appends:
+                self._generated[key] = self._generated.get(key, []) + ids
+            else:
+                self._generated[key] = ids
         return new_ids
 
     @property
     def generated(self) -> Mapping[SequenceKey, list[int]]:
-        """New ids of every sequence and beam, in order."""
+        """The new ids of every sequence and beam, in order."""
         return dict(sorted(self._generated.items()))
 
     @property
     def sequences(self) -> Mapping[SequenceKey, list[int]]:
-        """The same after the prompt, unless it was excluded."""
+        """The new ids after those of the prompt, unless it was excluded."""
         return {key: self._prompt_in_output + ids for key, ids in self.generated.items()}
 
 
 def agrees(actual: Sequence[int], expected: Sequence[int], threshold: float) -> bool:
-    """Whether ids match: at 1.0 all of them, else a share of positions above ``threshold``."""
+    """Return True if ids match: at 1.0 all, else a share of positions above ``threshold``."""
     if threshold >= 1:
         return list(actual) == list(expected)
-    same: int = sum(map(operator.eq, actual, expected))
-    return same / max(len(actual), len(expected), 1) > threshold
+    matches: int = sum(map(operator.eq, actual, expected))
+    return matches / max(len(actual), len(expected), 1) > threshold
