@@ -69,9 +69,11 @@ _SECTIONS: dict[str, dict[str, Entry]] = {
         "completion": Entry("trtllm_bls.cli:completion", "Print a completion script for a shell."),
     },
 }
-_ENTRIES = {name: entry for section in _SECTIONS.values() for name, entry in section.items()}
+_ENTRIES: dict[str, Entry] = {}
+for _section in _SECTIONS.values():
+    _ENTRIES |= _section
 
-# Options that other servers have, by command, and what they are here.
+# Options that other servers have, by command, and ours in their place.
 _OPTION_HINTS = {
     ("serve", "--port"): (
         "--openai-port is OpenAI's API, --http-port and --grpc-port are Triton's"
@@ -122,8 +124,9 @@ class Commands(click.Group):
         """Find the command, or name the nearest one."""
         name = args[0]
         if name not in _ENTRIES and not name.startswith("-"):
-            nearest = difflib.get_close_matches(name, _ENTRIES, n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else "see `trtllm-bls help`"
+            hint = "see `trtllm-bls help`"
+            if matches := difflib.get_close_matches(name, _ENTRIES, n=1, cutoff=0.5):
+                hint = f"did you mean {matches[0]!r}?"
             raise click.UsageError(f"no command {name!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -131,27 +134,34 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
-            command = error.ctx.info_name if error.ctx else None
-            hint = _OPTION_HINTS.get((command or "", error.option_name))
+            command = ""
+            if error.ctx is not None:
+                command = error.ctx.info_name or ""
+            hint = _OPTION_HINTS.get((command, error.option_name))
             if hint is None:
                 raise
             message = f"no option {error.option_name}; {hint}"
             raise click.UsageError(message, error.ctx) from error
 
-    def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
-        words = sys.argv[1:] if args is None else list(args)
+    def main(self, args: Sequence[str] | None = None, *arguments: Any, **options: Any) -> Any:
+        if args is None:
+            args = sys.argv[1:]
+        words = list(args)
         names = [word for word in words if not word.startswith("-")]
-        asks_for_help = not {"-h", "--help"}.isdisjoint(words)
-        queued = _QUEUED.get(names[0], ()) if names and not asks_for_help else ()
+        queued: tuple[StreamName, ...] = ()
+        if names and "-h" not in words and "--help" not in words:
+            queued = _QUEUED.get(names[0], ())
         with queued_output(*queued):
             try:
                 with checked_output():
-                    return super().main(words, *more, **options)
+                    return super().main(words, *arguments, **options)
             except TrtllmBlsError as error:
                 show_error(error)
             except OSError as error:
-                place = f"{error.filename}: " if error.filename else ""
-                show_error(SetupError(f"{place}{error.strerror or error}"))
+                problem = str(error.strerror or error)
+                if error.filename:
+                    problem = f"{error.filename}: {problem}"
+                show_error(SetupError(problem))
             except Exception:
                 if not queued:
                     raise

@@ -79,7 +79,7 @@ class InvalidRequest(TrtllmBlsError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt has ``tokens`` tokens, and the model takes ``most``.
+    """The prompt has ``tokens`` tokens, and the model takes ``max_tokens``.
 
     Both are ``None`` where an engine of others says so in its own words, which are ``problem``.
     """
@@ -88,23 +88,26 @@ class PromptTooLong(InvalidRequest):
         self,
         field: str,
         tokens: int | None = None,
-        most: int | None = None,
+        max_tokens: int | None = None,
         problem: str = "",
     ) -> None:
-        own_words = f"{tokens} tokens; at most {most} are allowed so that one new token fits"
-        super().__init__(field, problem or own_words)
+        if not problem:
+            problem = (
+                f"{tokens} tokens; at most {max_tokens} are allowed so that one new token fits"
+            )
+        super().__init__(field, problem)
         self.tokens = tokens
-        self.most = most
+        self.max_tokens = max_tokens
 
     @property
     def wire_attributes(self) -> dict[str, int]:
-        if self.tokens is None or self.most is None:
+        if self.tokens is None or self.max_tokens is None:
             return {"prompt_too_long": 1}
-        return {"tokens": self.tokens, "max_tokens": self.most}
+        return {"tokens": self.tokens, "max_tokens": self.max_tokens}
 
     def of_field(self, field: str) -> PromptTooLong:
         """Return the same error of a prompt that came in another field."""
-        return PromptTooLong(field, self.tokens, self.most, self.problem)
+        return PromptTooLong(field, self.tokens, self.max_tokens, self.problem)
 
 
 class Unsupported(InvalidRequest):
@@ -255,7 +258,7 @@ class DeadlineExceeded(ClientError):
 
 
 class CancelCause(str, Enum):
-    """Who cancelled a request: what is passed to ``Task.cancel`` of the task that runs it."""
+    """The cause of a request's end, as ``Task.cancel`` of the task that runs it gets it."""
 
     CALLER_LEFT = "caller_left"  # also where nobody says
     DEADLINE = "deadline"  # its own time was up; the caller has got what there was by then
@@ -264,9 +267,15 @@ class CancelCause(str, Enum):
 
 
 _STATUSES = frozenset(
-    kind.status for kind in (InvalidRequest, Unsupported, Overloaded, Stopped, EngineError)
+    {
+        InvalidRequest.status,
+        Unsupported.status,
+        Overloaded.status,
+        Stopped.status,
+        EngineError.status,
+    }
 )
-# Errors that another process tells by an attribute.
+# Errors that another process marks by an attribute.
 _MARKED: Mapping[str, type[Defect | EngineError]] = {
     "defect": Defect,
     "timeout": EngineTimeout,
@@ -274,10 +283,10 @@ _MARKED: Mapping[str, type[Defect | EngineError]] = {
     "cycle": CycleWithoutPlace,
 }
 PROMPT_FIELDS = ("text_input", "prompt_ids", "input_ids", "messages")
-# What Triton's scheduler and TensorRT-LLM's executor say of a full queue, and the executor of a
-# prompt that is too long. A stream loses their code, so their words are all there is.
+# The words of Triton's scheduler and TensorRT-LLM's executor for a full queue, and the executor's
+# for a prompt that is too long. A stream loses their code, so their words are all there is.
 _FULL_QUEUE = ("Maximum queue size of", "Exceeds maximum queue size", "exceeds maximum queue size")
-# What Triton's core says while it stops, and where a model is not served (yet, or any more).
+# The words of Triton's core while it stops, and where a model is not served (yet, or any more).
 _STOPPING = (
     "scheduler for model has stopped accepting new inference requests",
     "has no available versions",
@@ -287,42 +296,50 @@ _STOPPING = (
 _NOT_FOUND = " is not found"
 _FAILED = "Failed to process the request(s) for model instance"
 _TOO_LONG = ("exceeds maximum input length", "exceeds max_seq_len", "exceed max_seq_len")
-_MAX_DIGITS = 18  # of an attribute on the wire
+_MAX_DIGITS = 18  # in an attribute on the wire
 
 
 def unexpected(error: BaseException, request: str) -> Defect:
-    """A defect, as a client may see it: its text may hold paths, so that goes to the log alone."""
+    """Make the error for a defect that a client may see.
+
+    The defect's own text may hold paths, so it goes to the log alone.
+    """
     log.error("%s: unexpected error", request, exc_info=error)
     defects.append(type(error).__name__)
     return Defect(f"unexpected {type(error).__name__}; the server's log tells more under {request}")
 
 
-MAX_LINE = 2000  # characters of an error or of a log line
+MAX_LINE = 2000  # characters in an error or a log line
 
 
 def half_character(error: UnicodeEncodeError) -> str:
-    """Return what is wrong with a text that cannot be encoded, where, and what to do."""
+    """Describe the fault of a text that cannot be encoded, its place, and the remedy."""
     surrogate = f"{error.object[error.start]!a} at character {error.start}"
-    mend = "send both halves, or leave it out"
-    return f"{surrogate} is half of a character (a lone surrogate); {mend}"
+    return (
+        f"{surrogate} is half of a character (a lone surrogate); send both halves, or leave it out"
+    )
 
 
-def printable(text: str, most: int = MAX_LINE) -> str:
-    """``text`` as one line of at most ``most`` characters that moves no cursor.
+def printable(text: str, limit: int = MAX_LINE) -> str:
+    """Write ``text`` as a line of at most ``limit`` characters that moves no cursor.
 
-    What callers send ends up in error messages and logs: white space becomes blanks, every other
+    Callers' texts end up in error messages and logs: white space becomes blanks, every other
     character that does not print is escaped, and the middle of a long text is left out.
     """
-    if len(text) > most:
-        half = max(0, (most - 40) // 2)
-        left_out = len(text) - 2 * half
-        text = f"{text[:half]} [{left_out} characters left out] {text[len(text) - half :]}"
+    if len(text) > limit:
+        half = max(0, (limit - 40) // 2)
+        omitted = len(text) - 2 * half
+        text = f"{text[:half]} [{omitted} characters left out] {text[len(text) - half :]}"
     text = " ".join(text.split())
     if text.isprintable():
         return text
-    return "".join(
-        character if character.isprintable() else ascii(character)[1:-1] for character in text
-    )[:most]
+    return "".join(map(_escaped, text))[:limit]
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable():
+        return character
+    return ascii(character)[1:-1]
 
 
 def to_wire(error: TrtllmBlsError) -> str:
@@ -363,16 +380,16 @@ def says_too_long(text: str) -> bool:
 
 def _split_attributes(message: str) -> tuple[str, dict[str, int]]:
     """Return ``message`` without the attributes behind it, and those."""
-    before, opening, inside = message.rpartition(" [")
-    if not opening or not inside.endswith("]"):
+    text, bracket, pairs = message.rpartition(" [")
+    if not bracket or not pairs.endswith("]"):
         return message, {}
     attributes = {}
-    for pair in inside[:-1].split():
+    for pair in pairs[:-1].split():
         name, _, digits = pair.partition("=")
         if not (name and digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS):
             return message, {}
         attributes[name] = int(digits)
-    return before, attributes
+    return text, attributes
 
 
 def triton_status(text: str) -> str:
@@ -390,7 +407,7 @@ def triton_status(text: str) -> str:
 
 
 def from_wire(text: str) -> TrtllmBlsError:
-    """Return an engine's error text as an error; one of ours becomes what it was raised as."""
+    """Make an error of an engine's text; one of ours gets the class that it was raised as."""
     wire = WireText.parse(text)
     field, _, problem = wire.message.partition(": ")
     if wire.status == InvalidRequest.status and problem:

@@ -29,7 +29,7 @@ def brought(beams: list[list[int]], lengths: list[int], **more: Any) -> Event:
 
 def reply_of(*events: Event) -> ClientReply:
     reply = ClientReply(max_tokens=8)
-    reply.sent = 10.0
+    reply.sent_at = 10.0
     for event in events:
         reply.add(event)
     return reply
@@ -115,7 +115,7 @@ def test_several_answers_may_have_more_tokens_than_one_was_asked_for() -> None:
 
 def test_one_answer_is_shown_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
     """The text alone, the last line ended."""
-    display = TextDisplay(several=False, whole=False)
+    display = TextDisplay(shows_at_end=False, accumulates=False)
     display.event(said("Hel"), at_ms=1.0)
     assert capsys.readouterr().out == "Hel"
     assert shown(capsys, display, said("lo"), said(final=True)) == "lo\n"
@@ -123,20 +123,20 @@ def test_one_answer_is_shown_as_it_comes(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_ended_line_is_not_ended_again(capsys: pytest.CaptureFixture[str]) -> None:
     """Neither is a line that never began."""
-    assert shown(capsys, TextDisplay(several=False, whole=False), said("a\n")) == "a\n"
-    assert shown(capsys, TextDisplay(several=False, whole=False)) == ""
+    assert shown(capsys, TextDisplay(shows_at_end=False, accumulates=False), said("a\n")) == "a\n"
+    assert shown(capsys, TextDisplay(shows_at_end=False, accumulates=False)) == ""
 
 
 def test_several_answers_do_not_run_into_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     """They are shown whole, in the order of their indices."""
     events = [said("b", sequence_index=1), said("a"), said("c", sequence_index=1)]
-    out = shown(capsys, TextDisplay(several=True, whole=False), *events)
+    out = shown(capsys, TextDisplay(shows_at_end=True, accumulates=False), *events)
     assert out == "--- 0 ---\na\n--- 1 ---\nbc\n"
 
 
 def test_of_whole_texts_only_the_new_part_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """A server that takes back what it said is believed, on a new line."""
-    display = TextDisplay(several=False, whole=True)
+    display = TextDisplay(shows_at_end=False, accumulates=True)
     assert shown(capsys, display, said("a"), said("ab"), said("aé")) == "ab\naé\n"
 
 

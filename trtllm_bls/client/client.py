@@ -158,7 +158,7 @@ class Result:
 
 # numpy's kinds of values that convert to each type without loss; others are whole numbers.
 _NUMPY_KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu"}
-_MAX_CHARACTERS = 80  # of a value in an error
+_MAX_CHARACTERS = 80  # for a value in an error
 
 
 def infer_request(

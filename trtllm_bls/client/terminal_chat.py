@@ -63,8 +63,7 @@ _COMMANDS = """/help           this list
 /exit           leave, as Ctrl-D does
 Ctrl-C interrupts an answer and keeps its text. A pasted text may have several lines."""
 
-# Of a conversation, each with its role and content.
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, str]]  # those of a conversation, with role and content
 
 
 @program()
@@ -99,13 +98,15 @@ def main(**options: Any) -> None:
 
 
 class TerminalChat:
-    """What was said so far, and the loop that asks for more."""
+    """A conversation, and the loop that asks for the next message."""
 
     def __init__(self, server: Server, options: Mapping[str, Any]) -> None:
         self._server = server
         self._max_tokens = options["max_tokens"]
-        names = ("temperature", *_SAMPLING_FIELDS)
-        self._fields = {name: options[name] for name in names if options[name] is not None}
+        self._fields: dict[str, Any] = {}
+        for name in ("temperature", *_SAMPLING_FIELDS):
+            if options[name] is not None:
+                self._fields[name] = options[name]
         self._system: str | None = options["system"]
         self._turns: list[dict[str, str]] = []
         self._replies: list[ClientReply] = []
@@ -113,7 +114,7 @@ class TerminalChat:
         self._renders = self._console.is_terminal and not options["plain"]
 
     async def talk(self) -> Exit:
-        """Until the user leaves. Without a terminal, the first failure ends it."""
+        """Talk until the user leaves. Without a terminal, the first failure ends it."""
         tty = sys.stdin.isatty()
         if tty:
             _edit_lines()
@@ -126,15 +127,16 @@ class TerminalChat:
             if re.fullmatch(r"/\w+", command):
                 self._obey(command, argument.strip())
             elif text:
-                failed = await self._exchange(line)
-                if failed is not None and not tty:
-                    return failed
+                failure = await self._exchange(line)
+                if failure is not None and not tty:
+                    return failure
         return Exit.FINISHED
 
     async def _exchange(self, text: str) -> Exit | None:
-        """Ask, and keep what came; the exit code of a failure."""
+        """Ask, and keep the answer; return the exit code of a failure."""
         self._turns.append({"role": "user", "content": text})
-        reply, failure = ClientReply(self._max_tokens), None
+        reply = ClientReply(self._max_tokens)
+        failure: Exit | None = None
         reading = asyncio.create_task(self._read(reply))
         try:
             with (
@@ -167,7 +169,7 @@ class TerminalChat:
 
     @contextlib.contextmanager
     def _display(self, reply: ClientReply) -> Iterator[Callable[[str], None]]:
-        """Shows the answer as it grows: as Markdown in a terminal, else text as it comes."""
+        """Show the answer as it grows: as Markdown in a terminal, else text as it comes."""
         if not self._renders:
             yield lambda text: click.echo(_CONTROLS.sub("", text), nl=False)
             click.echo()
@@ -178,8 +180,9 @@ class TerminalChat:
 
     @property
     def _messages(self) -> tuple[dict[str, str], ...]:
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        return (*system, *self._turns)
+        if not self._system:
+            return tuple(self._turns)
+        return ({"role": "system", "content": self._system}, *self._turns)
 
     def _say(self, text: str) -> None:
         self._console.print(Text(text, style="dim"), soft_wrap=True)
@@ -190,12 +193,17 @@ class TerminalChat:
                 self._say(_COMMANDS)
             case "/system":
                 self._system = argument or None
-                self._say("the system prompt is set" if argument else "there is no system prompt")
+                if argument:
+                    self._say("the system prompt is set")
+                else:
+                    self._say("there is no system prompt")
             case "/stats":
+                lines = []
+                if self._replies:
+                    lines = self._replies[-1].lines()
                 total = sum(reply.completion_tokens or 0 for reply in self._replies)
-                conversation = f"conversation: {len(self._replies)} answers, {total} tokens"
-                last = self._replies[-1].lines() if self._replies else []
-                self._say("\n".join([*last, conversation]))
+                lines.append(f"conversation: {len(self._replies)} answers, {total} tokens")
+                self._say("\n".join(lines))
             case "/save" if not argument:
                 self._say("/save needs a file name")
             case "/save":
@@ -251,11 +259,12 @@ def _without_echo() -> Iterator[None]:
 
 
 def _lines(tty: bool) -> Iterator[str]:
-    """What the user types, message by message; Ctrl-C at the prompt drops the line."""
-    if isinstance(sys.stdin, io.TextIOWrapper):  # what is not text is refused as a message
+    """Yield the user's messages; Ctrl-C at the prompt drops the line."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text are refused as a message
         sys.stdin.reconfigure(errors="surrogateescape")
     if not tty:
-        yield from (line.rstrip("\n") for line in sys.stdin)
+        for line in sys.stdin:
+            yield line.rstrip("\n")
         return
     while True:
         try:
@@ -268,13 +277,13 @@ def _lines(tty: bool) -> Iterator[str]:
 
 
 def _markdown(text: str) -> Markdown:
-    """``text`` rendered, with its line ends: models seldom mean Markdown's long lines.
+    """Render ``text`` with its line ends: models seldom mean Markdown's long lines.
 
     A paragraph with indented lines is code without a fence, and shown as it is.
     """
-    shown = Markdown(text)
+    markdown = Markdown(text)
     tokens: list[Any] = []
-    for token in shown.parsed:
+    for token in markdown.parsed:
         if (
             token.type == "inline"
             and tokens[-1].type == "paragraph_open"
@@ -285,12 +294,12 @@ def _markdown(text: str) -> Markdown:
             tokens.append(token)
         for part in token.children or ():
             part.type = part.type.replace("softbreak", "hardbreak")
-    shown.parsed = tokens
-    return shown
+    markdown.parsed = tokens
+    return markdown
 
 
 def _tail(text: str, console: Console) -> Text:
-    """As much of the end as fits the screen: what has scrolled off cannot be drawn again."""
+    """Return as much of the end as fits the screen; scrolled lines cannot be drawn again."""
     height = max(1, console.height - 2)
     visible = Text(_CONTROLS.sub("", text[-console.width * height :]))
     return Text("\n").join(visible.wrap(console, console.width)[-height:])
@@ -303,8 +312,8 @@ def _tail(text: str, console: Console) -> Text:
 class TritonTextModel:
     """``tensorrt_llm_bls``, or another model with its tensors, over gRPC.
 
-    ``ask`` has the answer as it comes, and raises what went wrong; closing it ends the server's
-    work. ``fields`` have their names in OpenAI's API, which are the tensors' names too.
+    ``ask`` yields the answer as it comes, and raises an error of the server's; closing it ends the
+    server's work. ``fields`` have their names in OpenAI's API, which are the tensors' names too.
     """
 
     client: Client
@@ -336,7 +345,7 @@ class OpenAIModel:
     model: str
 
     async def first_model(self) -> str:
-        """The first model that the server names."""
+        """Return the first model that the server names."""
         async with self._response("GET", "models") as response:
             body = await response.aread()
         try:
@@ -350,7 +359,8 @@ class OpenAIModel:
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
         body["messages"] = messages
         body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
-        incomplete, ended = b"", False
+        incomplete = b""
+        has_finished = False
         async with self._response("POST", "chat/completions", json.dumps(body)) as response:
             # Not httpx's ``aiter_lines``: it also splits at U+2028, which JSON may hold as it is.
             async for part in response.aiter_bytes():
@@ -360,11 +370,11 @@ class OpenAIModel:
                         continue
                     data = block[5:]
                     if data.strip() == b"[DONE]":
-                        if ended:
+                        if has_finished:
                             return
                         raise ConnectionFailed(f"{self.url}: the answer has no finish_reason")
                     event = self._event(data)
-                    ended = ended or event.finish_reason is not None
+                    has_finished = has_finished or event.finish_reason is not None
                     yield event
         raise ConnectionFailed(f"{self.url}: the answer ended before its last event")
 
@@ -392,7 +402,7 @@ class OpenAIModel:
     async def _response(
         self, method: str, path: str, body: str | None = None
     ) -> AsyncIterator[httpx.Response]:
-        """The response, its body not yet read; leaving closes the connection."""
+        """Yield the response, its body not yet read; leaving closes the connection."""
         try:
             async with self.http.stream(method, path, content=body) as response:
                 if response.status_code == 200:
@@ -402,17 +412,20 @@ class OpenAIModel:
         except httpx.HTTPError as error:
             raise ConnectionFailed(f"{self.url}: {error}") from error
         if response.status_code == 404 and not self.url.rstrip("/").endswith("/v1"):
-            mend = "an OpenAI API's base usually ends in /v1"
-            raise SettingsError(f"--url {self.url}: {refusal}; {mend}")
+            raise SettingsError(
+                f"--url {self.url}: {refusal}; an OpenAI API's base usually ends in /v1"
+            )
         raise refusal
 
 
 def _refusal(status: int, body: bytes) -> TrtllmBlsError:
-    """What the server says, as one of our errors."""
-    message, field = f"the server answered {status}", "request"
+    """Make one of our errors of a server's answer."""
+    message = f"the server answered {status}"
+    field = "request"
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         error = json.loads(body)["error"]
-        message, field = str(error["message"]), str(error.get("param") or field)
+        message = str(error["message"])
+        field = str(error.get("param") or field)
     if status in (429, 503):
         return Overloaded(message)
     if 400 <= status < 500:
@@ -427,18 +440,18 @@ Server = TritonTextModel | OpenAIModel
 async def server_at(
     url: str, model: str | None, options: Mapping[str, Any]
 ) -> AsyncIterator[Server]:
-    """The server at ``url``, with the API key, the TLS and the retries that a command was given.
+    """Open the server at ``url``, with the API key, the TLS and the retries of the options.
 
     ``host:port`` is Triton's gRPC, ``http://HOST:PORT/v1`` an OpenAI API's base. The default of
     ``model`` is ``tensorrt_llm_bls``, or the first that an API names. Opening raises
-    ``TrtllmBlsError`` where that already shows what is wrong. For use in one event loop.
+    ``TrtllmBlsError`` where that already shows a problem. For use in one event loop.
     """
     if "://" not in url:
         async with open_client(url, options) as client:
-            served = TritonTextModel(client, model or BLS.name)
+            text_model = TritonTextModel(client, model or BLS.name)
             if not client.retries:  # else the first request may wait for the server
-                await client.model_ready(served.model, _READY_S)
-            yield served
+                await client.model_ready(text_model.model, _READY_S)
+            yield text_model
         return
     # A compressed stream would arrive in larger pieces.
     headers = {"accept-encoding": "identity", "content-type": "application/json"}

@@ -389,7 +389,7 @@ def _add_serving(
     """
     target_config = configs[target]
     batching = target_config.dynamic_batching
-    client_config = configs.get(BLS.name, target_config)  # of the model that clients call
+    client_config = configs.get(BLS.name, target_config)  # that of the model which clients call
     upstream.options |= {
         "max_batch_size": target_config.max_batch_size or None,
         "max_queue_delay_us": batching.max_queue_delay_microseconds,

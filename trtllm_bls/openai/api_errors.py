@@ -116,9 +116,9 @@ def api_error(
     text = " ".join(str(error).split())
     if is_too_long(error):
         sizes = None
-        if error.tokens is not None and error.most is not None:
-            sizes = (error.tokens, error.most)
-            longest = longest or error.most + 1
+        if error.tokens is not None and error.max_tokens is not None:
+            sizes = (error.tokens, error.max_tokens)
+            longest = longest or error.max_tokens + 1
         # litellm looks for this sentence, langchain for the code.
         limit = f"This model's maximum context length is {longest} tokens. " if longest else ""
         code = "context_length_exceeded"
