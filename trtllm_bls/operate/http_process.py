@@ -122,11 +122,12 @@ class HttpProcess:
     ) -> None:
         settings = server.settings
         self.url: str | None = None
-        self._probe_url = f"{server.public_http_url}/v2"
         if with_api:
             scheme = "https" if settings.tls_cert else "http"
             self.url = f"{scheme}://{server.host}:{settings.openai_port}"
             self._probe_url = f"{self.url}/health"
+        else:
+            self._probe_url = f"{server.public_http_url}/v2"
         self._context = None
         tls = own_tls(settings) or Tls()
         chain = tls.certificate_chain
