@@ -181,7 +181,7 @@ def test_memories_are_bounded_by_bytes() -> None:
     one = DraftMemory(TOKENS)
     one.add(range(TOKENS), 0.0)
     ((_, ids, index),) = one._generations
-    arrays = [ids, *index._heads.values(), *index._before.values()]
+    arrays = [ids, *index._heads.values(), *index._previous.values()]
     assert one.num_bytes == sum(4 * len(each) for each in arrays)
     memories = DraftMemories(4 * one.num_bytes)
     for number in range(50):
@@ -189,8 +189,8 @@ def test_memories_are_bounded_by_bytes() -> None:
             memory = memories.of(tenant, TOKENS)
             assert memory is not None
             memories.add(memory, range(TOKENS), float(number))
-            assert memories._bytes == sum(m.num_bytes for m in memories._memories.values())
-            assert memories._bytes <= 4 * one.num_bytes
+            assert memories._num_bytes == sum(m.num_bytes for m in memories._memories.values())
+            assert memories._num_bytes <= 4 * one.num_bytes
     assert 1 < len(memories) <= 4 and "used" in memories._memories
 
 
@@ -205,7 +205,7 @@ def test_the_memory_of_a_key_that_is_not_used_goes_with_time() -> None:
         assert memory is not None
         memories.add(memory, (1, 2, 3), 2 * TIME_TO_LIVE_S)
     assert [*memories._memories] == ["another"]
-    assert memories._bytes == sum(memory.num_bytes for memory in memories._memories.values())
+    assert memories._num_bytes == sum(memory.num_bytes for memory in memories._memories.values())
 
 
 def test_no_tensor_names_a_tenant() -> None:

@@ -79,10 +79,10 @@ def test_acceptance_counts_only_what_was_tried() -> None:
     """After a refused token the rest of the draft was never looked at."""
     rate = Acceptance()
     for _ in range(200):
-        rate.add(drafted=8, accepted=1)  # one right, one wrong, six unseen
+        rate.add(num_drafted=8, num_accepted=1)  # one right, one wrong, six unseen
     assert rate.rate == pytest.approx(0.5, abs=0.02)
     for _ in range(40):
-        rate.add(drafted=4, accepted=4)
+        rate.add(num_drafted=4, num_accepted=4)
     assert rate.rate > 0.95
 
 
@@ -110,8 +110,8 @@ def test_an_ngram_costs_no_drafting() -> None:
 def test_an_ngram_has_to_gain_more_than_the_draft_model() -> None:
     """By a tenth, as over plain decoding; here it gives two tokens a second at the most."""
     known = costs(9.0, 1.0)
-    assert known.best_length(repeat(0.5), 7, beside=1.7)[0] == 7
-    assert known.best_length(repeat(0.5), 7, beside=1.9)[0] == 0
+    assert known.best_length(repeat(0.5), 7, rival_speed=1.7)[0] == 7
+    assert known.best_length(repeat(0.5), 7, rival_speed=1.9)[0] == 0
 
 
 def test_each_token_of_a_draft_has_its_own_chance() -> None:
@@ -128,7 +128,7 @@ def test_the_load_table_is_read_upwards() -> None:
     shared, lengths = SpeculationShared(), []
     one = pacer(shared)
     for shared.in_flight in (1, 4, 5, 8, 9, 16, 17, 32, 33):
-        lengths.append(one.most())
+        lengths.append(one.limit())
     assert lengths == [32, 32, 4, 4, 2, 2, 1, 1, 0]
 
 
@@ -163,7 +163,7 @@ def test_drafts_shorten_with_load_and_come_back() -> None:
     one, lengths = pacer(shared), []
     for in_flight in (1, 6, 12, 20, 64, 6, 1):
         shared.in_flight = in_flight
-        lengths.append(one.most())
+        lengths.append(one.limit())
     assert lengths == [32, 4, 2, 1, 0, 4, 32]
 
 

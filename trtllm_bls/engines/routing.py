@@ -1,10 +1,10 @@
-"""One engine made of a target and of what may draft for it; each request is routed to either.
+"""One engine over a target and its source of drafts, which routes each request.
 
 A request that speculates runs in rounds over both engines: ``SpeculativeRun`` performs the actions
 that ``speculative.rounds`` decides on, and decides nothing itself. It owns the order of the calls
 and their ends: at every await either engine's work stops when the reader goes. Any other request
 goes straight to the target. A target that ends every request after one step, as older engines built
-for external drafts do, is asked for one token after the other.
+for external drafts do, gets a request for each token.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from trtllm_bls.types import (
     SpeculationStats,
 )
 
-_NOT_ASKED = SpeculationRequest()
+_NO_CHOICE = SpeculationRequest()
 _NO_DRAFTS = SpeculationOptions(num_draft_tokens=0)
-# A full queue in the middle of an answer is waited for: seconds, doubled each time.
+# Seconds between attempts to send a request of an answer that has begun to a target whose queue is
+# full; they double.
 _RETRY_S = Backoff(0.02, 1.0)
 _RETRIES = 40
 
@@ -56,9 +57,9 @@ log = logging.getLogger("trtllm_bls.speculation")
 class RoutingEngine:
     """An ``Engine`` over ``target``, with drafts from ``draft`` or from the text itself.
 
-    ``options`` are the deployment's; ``by_default``: requests that ask for nothing are speculated
-    too. ``on_end`` is given the figures of each request that was speculated. The engines stay the
-    caller's but for ``close``.
+    ``options`` are the deployment's. ``by_default``: requests that choose nothing are speculated,
+    too. ``on_end`` is called with the figures of each request that was speculated. The engines
+    belong to the caller, but ``close`` closes them.
     """
 
     def __init__(
@@ -80,13 +81,20 @@ class RoutingEngine:
         self._on_end = on_end
         self._probing = asyncio.Lock()
         self._probe_failed = False
-        self._unverifiable = ""  # why the target verifies no drafts, if it does not
+        self._unverifiable = ""  # the reason why the target verifies no drafts; empty if it does
 
     async def capacity(self) -> EngineCapacity:
-        """The target's. One that may end every request after one step is tried, once."""
-        capacity = self.shared.target_capacity = await self.target.capacity()
-        why = f"{self.name} verifies no drafts", capacity.speculates
-        self._unverifiable = "" if capacity.max_draft_tokens != 0 else "; ".join(filter(None, why))
+        """Return the target's capacity.
+
+        A target that may end every request after one step is tried, once.
+        """
+        capacity = await self.target.capacity()
+        self.shared.target_capacity = capacity
+        self._unverifiable = ""
+        if capacity.max_draft_tokens == 0:
+            self._unverifiable = f"{self.name} verifies no drafts"
+            if capacity.speculates:
+                self._unverifiable += f"; {capacity.speculates}"
         if capacity.one_step is not None:
             self.shared.one_step = capacity.one_step
         elif capacity.may_be_one_step and self.shared.one_step is None:
@@ -95,9 +103,13 @@ class RoutingEngine:
         return capacity
 
     def generate(self, request: EngineRequest) -> ChunkStream:
-        """See ``Engine.generate``; refuses by name what speculation was asked for but cannot do."""
-        options, on_end = None, self._on_end
-        if self._by_default or request.speculation != _NOT_ASKED:
+        """Generate as ``Engine.generate`` does.
+
+        Raises ``Unsupported`` for a field that the chosen speculation cannot keep.
+        """
+        options = None
+        on_end = self._on_end
+        if self._by_default or request.speculation != _NO_CHOICE:
             options = self._options.for_request(
                 request,
                 by_default=self._by_default,
@@ -110,9 +122,12 @@ class RoutingEngine:
             try:
                 check_speculative(request)
             except Unsupported as error:
-                why = "the deployed engine, built for external drafts, gives one token per request"
-                raise Unsupported(error.field, f"cannot be honoured: {why}") from None
-            options, on_end = _NO_DRAFTS, None
+                reason = (
+                    "the deployed engine, built for external drafts, gives one token per request"
+                )
+                raise Unsupported(error.field, f"cannot be honoured: {reason}") from None
+            options = _NO_DRAFTS
+            on_end = None
         run = SpeculativeRun(request, self.target, self._draft, options, self.shared, on_end)
         return TaskChunks(run.run)
 
@@ -127,8 +142,10 @@ class RoutingEngine:
             sampling=Sampling(top_k=1),
         )
         try:
+            num_tokens = 0
             async with aclosing(self.target.generate(two_tokens)) as stream:
-                tokens = sum([len(chunk.token_ids) async for chunk in stream])
+                async for chunk in stream:
+                    num_tokens += len(chunk.token_ids)
         except (EngineUnavailable, Overloaded):
             return  # the next request tries again
         except Exception as error:
@@ -136,30 +153,32 @@ class RoutingEngine:
             problem = "%s: whether it ends requests after one step is unknown: %s"
             log.warning(problem, self.name, error)
             return
-        self.shared.one_step = tokens < 2
+        self.shared.one_step = num_tokens < 2
         if self.shared.one_step:
             log.warning("%s ends every request after one token: asked token by token", self.name)
 
     def drain(self) -> None:
-        """Speculate no more: what runs in rounds goes on as one plain request to the target."""
+        """Speculate no more: a running answer goes on as one plain request to the target."""
         self.shared.draining = True
 
     @property
     def handed_over(self) -> bool:
-        """Whether no request that was speculated has another request to send."""
+        """True once no answer that was speculated has another engine request to send."""
         return self.shared.sending == 0
 
     async def close(self) -> None:
         """Close both engines."""
-        engines = [self.target] if self._draft is None else [self.target, self._draft]
+        engines = [self.target]
+        if self._draft is not None:
+            engines.append(self._draft)
         await asyncio.gather(*(engine.close() for engine in engines))
 
 
 class SpeculativeRun:
-    """One request over ``target`` and, if there is one, ``draft``, which drafts one at a time.
+    """One request over ``target`` and, if there is one, ``draft``, which makes one draft at a time.
 
-    Drafting only ever saves time, so nothing that goes wrong there reaches the caller, whatever the
-    draft engine does. ``on_end``, if any, is given the figures once, however the request ends.
+    Drafting only ever saves time, so no failure of the draft engine reaches the caller. ``on_end``,
+    if any, is called once with the figures, however the request ends.
     """
 
     def __init__(
@@ -173,7 +192,7 @@ class SpeculativeRun:
     ) -> None:
         self._prompt_tokens = len(request.input_ids)
         self._target = target
-        self._draft = draft or target  # without a draft engine no action ever asks for one
+        self._draft = draft or target  # without a draft engine no action ever needs one
         self._deadline_s = options.draft_deadline_s
         self._shared = shared
         self._on_end = on_end
@@ -181,8 +200,9 @@ class SpeculativeRun:
         self._rounds = SpeculativeRounds(request, options, shared, has_draft_model=has_draft)
 
     async def run(self, chunks: QueuedChunks) -> None:
-        """Fill ``chunks``. Raises what the target raises."""
-        rounds, shared = self._rounds, self._shared
+        """Fill ``chunks``. Raises the target's errors."""
+        rounds = self._rounds
+        shared = self._shared
         drafting: asyncio.Task[Draft | DraftFailure] | None = None
         shared.in_flight += 1
         shared.sending += 1
@@ -201,24 +221,33 @@ class SpeculativeRun:
                     if action.request is not None:
                         drafting = asyncio.create_task(self._propose(action.request))
                     assert drafting is not None
-                    await asyncio.wait({drafting}, timeout=self._deadline_s)
-                    outcome: Draft | DraftFailure
-                    outcome = DraftFailure("deadline", f"no draft within {self._deadline_s:g} s")
-                    if drafting.done():
-                        outcome = drafting.result()
-                    if isinstance(outcome, DraftFailure):
-                        problem = "no drafts (%s), decoding plainly: %s"
-                        log.warning(problem, outcome.why, outcome.problem)
+                    outcome = await self._draft_in_time(drafting)
                     rounds.drafted(outcome, _now())
         finally:
             shared.in_flight -= 1
             shared.sending -= 1
-            if (memory := rounds.memory) and (answer := rounds.answer):
-                # Once the answer has been sent: a thousand tokens take half a millisecond.
-                asyncio.get_running_loop().call_soon(shared.memories.add, memory, answer, _now())
+            if rounds.memory and (answer := rounds.answer):
+                # Indexing a thousand tokens takes half a millisecond, so the answer is sent first.
+                loop = asyncio.get_running_loop()
+                loop.call_soon(shared.memories.add, rounds.memory, answer, _now())
             if self._on_end is not None:
                 self._on_end(rounds.stats)
             await _cancel(drafting)
+
+    async def _draft_in_time(
+        self, drafting: asyncio.Task[Draft | DraftFailure]
+    ) -> Draft | DraftFailure:
+        """Wait for a draft until the deadline."""
+        await asyncio.wait({drafting}, timeout=self._deadline_s)
+        outcome: Draft | DraftFailure
+        if drafting.done():
+            outcome = drafting.result()
+        else:
+            outcome = DraftFailure("deadline", f"no draft within {self._deadline_s:g} s")
+        if isinstance(outcome, DraftFailure):
+            problem = "no drafts (%s), decoding plainly: %s"
+            log.warning(problem, outcome.reason, outcome.problem)
+        return outcome
 
     async def _verify(self, request: EngineRequest, chunks: QueuedChunks) -> None:
         try:
@@ -234,32 +263,32 @@ class SpeculativeRun:
 
     async def _decode(self, action: Decode, chunks: QueuedChunks) -> None:
         async with aclosing(await self._admitted(action.request)) as stream:
-            self._shared.sending -= action.rest
+            self._shared.sending -= action.to_end
             try:
                 await stream.wait()
-                while arrived := stream.take():
+                while target_chunks := stream.take():
                     now = _now()
-                    for chunk in arrived:
-                        entered = self._rounds.decoded(chunk, now)
-                        _put(entered, chunks)
-                        if entered.final:  # what the target says beyond it is not the answer's
+                    for chunk in target_chunks:
+                        answer_chunk = self._rounds.decoded(chunk, now)
+                        _put(answer_chunk, chunks)
+                        if answer_chunk.final:  # further chunks do not belong to the answer
                             break
                     if self._rounds.may_leave(now):
                         break
                     await stream.wait()
             finally:
-                self._shared.sending += action.rest
+                self._shared.sending += action.to_end
         self._rounds.stopped()
 
     async def _admitted(self, request: EngineRequest) -> ChunkStream:
-        """The stream of a request that the target has taken.
+        """Return the stream of a request that the target has admitted.
 
-        A target whose queue is full refuses a new request; where the answer has begun, that must
-        not end it.
+        A target whose queue is full refuses a new request. That must not end an answer which has
+        begun, so its next request is sent again.
         """
-        begun = len(request.input_ids) > self._prompt_tokens
+        has_begun = len(request.input_ids) > self._prompt_tokens
         pause = 0.0
-        for _ in range(_RETRIES if begun else 0):
+        for _ in range(_RETRIES if has_begun else 0):
             stream = self._target.generate(request)
             try:
                 await stream.wait()
@@ -275,19 +304,22 @@ class SpeculativeRun:
 
     async def _propose(self, request: EngineRequest) -> Draft | DraftFailure:
         try:
-            capacity = self._shared.draft_capacity = await self._draft.capacity()
-            target, own = self._shared.target_capacity, capacity.vocab_size
-            known = target.vocab_size if target else None
-            if None not in (own, known) and own != known:
-                problem = f"the draft knows {own} tokens, the target {known}"
+            capacity = await self._draft.capacity()
+            self._shared.draft_capacity = capacity
+            draft_size = capacity.vocab_size
+            target = self._shared.target_capacity
+            target_size = target.vocab_size if target else None
+            if None not in (draft_size, target_size) and draft_size != target_size:
+                problem = f"the draft knows {draft_size} tokens, the target {target_size}"
                 return DraftFailure("vocabulary", problem)
             async with aclosing(self._draft.generate(request)) as stream:
                 chunk = join_chunks([chunk async for chunk in stream])
-            ids, logits = chunk.token_ids, chunk.generation_logits
+            ids = chunk.token_ids
+            logits = chunk.generation_logits
             if logits is None or len(logits) < len(ids):
                 return Draft(token_ids=ids)  # verified by id, which is as lossless
             return Draft(token_ids=ids, logits=logits)
-        except InvalidRequest as error:  # of this request alone: others may draft on
+        except InvalidRequest as error:  # it concerns this request alone: others may draft on
             return DraftFailure("refused", str(error))
         except Exception as error:  # a draft engine may answer anything at all
             return DraftFailure("error", f"{type(error).__name__}: {error}")

@@ -1,5 +1,5 @@
-"""What requests learn from one another: times, acceptance, the health of the draft engine; and the
-best length of a draft, which follows from them.
+"""Figures that requests share (times, acceptance, the health of the draft engine), and the best
+length of a draft, which follows from them.
 
 If a draft's token i is accepted with probability a_i after those before it, a draft of k tokens
 yields E = 1 + a_1 + a_1 a_2 + ... tokens on average, in the time of k drafted tokens, one
@@ -28,18 +28,20 @@ from trtllm_bls.types import Backoff, EngineCapacity
 # a verified token costs a batch row that a waiting request could have used.
 LOAD_SCHEDULE = ((4, 32), (8, 4), (16, 2), (32, 1))
 DRAFT_COOL_DOWN_S = 5.0
-FIRST_LENGTH = 2  # of a draft, before any cost is known
-# Of a round over plain decoding, for n-grams, which nearly always match somewhere. Asking for less
-# makes twice as many rounds, each with CPU of its own, for 1 % in all.
+FIRST_LENGTH = 2  # length of a draft before any cost is known
+# Gain over plain decoding that makes a round with n-grams worth while. They nearly always match
+# somewhere: a smaller gain would make twice as many rounds, each with its CPU time, for 1 % in all.
 NGRAM_GAIN = 1.1
 # Plain tokens before drafting is tried again; more while it does not pay.
 PAUSE_TOKENS = Backoff(64, 256)
 # One pausing request in 8 drafts again after 16 tokens. Otherwise answers shorter than the pause
 # would never show that drafting has begun to pay.
-EARLY_INTERVAL, EARLY_PAUSE = 8, 16
+EARLY_INTERVAL = 8
+EARLY_PAUSE = 16
 # Measuring overlap takes rounds with and without it. Of the first 8 rounds every second one
 # overlaps; later, one round in 16 does the opposite of the better choice.
-TRIAL_ROUNDS, TRIAL_INTERVAL = 8, 16
+TRIAL_ROUNDS = 8
+TRIAL_INTERVAL = 16
 PROBE = 2  # tokens drafted to see whether acceptance has changed
 _WINDOW = 15  # samples per length; a median of these forgets a load within seconds
 
@@ -53,10 +55,13 @@ class RunningTimes:
     def __init__(self, *, proportional: bool = False) -> None:
         self._proportional = proportional
         self._samples: dict[int, deque[float]] = {}
-        # For the line of least squares through each length's median, weighing as much as that has
-        # samples: sums of the weights, of n and s (length, seconds), of n * n and n * s.
-        self._weight = self._n = self._nn = 0
-        self._s = self._ns = 0.0
+        # Sums for the line of least squares through each length's median, which weighs as much as
+        # it has samples: the weights, n (the length), s (the seconds), n * n and n * s.
+        self._weight = 0
+        self._n = 0
+        self._nn = 0
+        self._s = 0.0
+        self._ns = 0.0
 
     def add(self, length: int, seconds: float) -> None:
         samples = self._samples.setdefault(length, deque(maxlen=_WINDOW))
@@ -73,52 +78,60 @@ class RunningTimes:
         self._ns += weight * length * seconds
 
     def at(self, length: int) -> float | None:
-        """Expected seconds; ``None`` before the first sample. They never fall with the length."""
+        """Return the expected seconds, which never fall with the length.
+
+        ``None`` before the first sample.
+        """
         if not self._samples:
             return None
-        if spread := self._weight * self._nn - self._n * self._n:
+        spread = self._weight * self._nn - self._n * self._n
+        if spread:
             slope = max(0.0, (self._weight * self._ns - self._n * self._s) / spread)
+        elif self._proportional and self._n:
+            slope = self._s / self._n
         else:
-            slope = self._s / self._n if self._proportional and self._n else 0.0
+            slope = 0.0
         return max(0.0, (self._s - slope * self._n) / self._weight + slope * length)
 
 
 class Stopwatch:
-    """Seconds per token of a plain request. ``since``: when it began; ``None`` where it reads the
-    prompt, as its time then counts from its first chunk."""
+    """Seconds per token of a plain request.
+
+    ``since``: when it began; ``None`` where it reads the prompt, since its time then counts from
+    its first chunk.
+    """
 
     def __init__(self, since: float | None) -> None:
-        self.tokens = 0
+        self.num_tokens = 0
         self._since = since
-        self._timed = 0
-        self._last = 0.0
+        self._num_timed_tokens = 0
+        self._until = 0.0  # when the latest token came
 
     def add(self, tokens: int, now: float) -> None:
-        self.tokens += tokens
+        self.num_tokens += tokens
         if self._since is None:
             self._since = now
         else:
-            self._timed += tokens
-        self._last = now
+            self._num_timed_tokens += tokens
+        self._until = now
 
     def seconds_per_token(self) -> float | None:
-        if self._since is None or not self._timed:
+        if self._since is None or not self._num_timed_tokens:
             return None
-        return (self._last - self._since) / self._timed
+        return (self._until - self._since) / self._num_timed_tokens
 
 
 @dataclass
 class SpeculationShared:
-    """Measured seconds, acceptance of the draft model and of n-grams, and whether the draft model
-    may be asked.
+    """Figures that all requests share: seconds, acceptance, the state of the draft model.
 
-    ``one_step`` tells whether the target ends every request after one step, as engines built for
-    external drafts do; ``None`` until it is known. ``overlapped_times`` are of verifications beside
-    which the draft model worked, ``verify_times`` of the others; ``overlap_rounds`` counts both.
-    ``sending`` counts the requests of ``in_flight`` that will send further engine requests. Once
-    ``draining`` is set, each sends one more: a plain one, for all that is left of its answer.
+    ``one_step``: true if the target ends every request after one step, as engines built for
+    external drafts do; ``None`` until it is known. ``overlapped_times`` measure verifications
+    during which the draft model worked, ``verify_times`` all others; ``overlap_rounds`` counts
+    both. ``sending`` counts the requests of ``in_flight`` that will send further engine requests.
+    Once ``draining`` is set, each sends one more: a plain one, for the remainder of its answer.
     ``pauses`` counts the requests that have stopped drafting for a while. ``memories``: finished
-    answers of each tenant. Until ``draft_off_until`` the draft model is asked nothing.
+    answers of each tenant. The draft model gets no request before ``draft_off_until``.
     """
 
     in_flight: int = 0
@@ -140,55 +153,73 @@ class SpeculationShared:
     draft_off_until: float = 0.0
 
     def best_length(
-        self, rates: Iterable[float], most: int, *, by_model: bool = False, beside: float = 0.0
+        self,
+        rates: Iterable[float],
+        limit: int,
+        *,
+        by_model: bool = False,
+        rival_speed: float = 0.0,
     ) -> tuple[int, float]:
-        """The draft length in ``0 .. most`` with the most expected tokens per second, and these.
+        """Return the draft length up to ``limit`` with the most tokens per second, and that speed.
 
-        ``rates``: of each token, the chance that it is accepted after those before it. ``beside``:
-        tokens per second that drafts of another source give.
+        ``rates``: the chance of each token that it is accepted after those before it.
+        ``rival_speed``: tokens per second that drafts of another source give.
         """
-        work = [self.verify_times, self.draft_times] if by_model else [self.verify_times]
-        # Of no token and of one; more add the same each, since all times are lines.
-        none, one = ([times.at(length) for times in work] for length in (0, 1))
-        verify = none[0]
-        if verify is None or None in one:
-            return min(most, FIRST_LENGTH), inf
+        work = [self.verify_times]
+        if by_model:
+            work.append(self.draft_times)
+        # Since all times are lines, each further token adds as much as the first one.
+        without_draft = 0.0
+        with_one_token = 0.0
+        for times in work:
+            start = times.at(0)
+            step = times.at(1)
+            if start is None or step is None:
+                return min(limit, FIRST_LENGTH), inf
+            without_draft += start
+            with_one_token += step
+        seconds_per_token = with_one_token - without_draft
         plain = self.plain_times.at(0)
-        least = 1.0 if by_model else NGRAM_GAIN
-        fastest = least * max(beside, 1 / max(plain if plain is not None else verify, 1e-9))
+        if plain is None:
+            plain = self.verify_times.at(0)
+        gain = 1.0 if by_model else NGRAM_GAIN
+        fastest = gain * max(rival_speed, 1 / max(plain or 0.0, 1e-9))
         best = 0
-        seconds = sum(filter(None, none)) + (self.overhead_times.at(0) or 0.0)
-        each = sum(filter(None, one)) - sum(filter(None, none))
-        expected, all_accepted, last = 1.0, 1.0, 0.0
-        for length, rate in zip(range(1, most + 1), rates, strict=False):
+        seconds = without_draft + (self.overhead_times.at(0) or 0.0)
+        expected = 1.0
+        all_accepted = 1.0
+        shorter_speed = 0.0
+        for length, rate in zip(range(1, limit + 1), rates, strict=False):
             all_accepted *= rate
             expected += all_accepted
-            seconds += each
+            seconds += seconds_per_token
             speed = expected / max(seconds, 1e-9)
             if speed > fastest:
-                best, fastest = length, speed
-            elif speed < last:
+                best = length
+                fastest = speed
+            elif speed < shorter_speed:
                 break  # each further token adds less, and costs as much
-            last = speed
+            shorter_speed = speed
         return best, fastest
 
     def overlap_gains(self, rate: float, length: int) -> bool | None:
-        """Whether drafting on while ``length`` tokens are verified saves more than it slows.
+        """Return true if drafting while ``length`` tokens are verified saves more than it slows.
 
-        A draft begun early is of use where all ``length`` tokens and the next one are accepted:
-        then it saves its whole time. On a device of its own it slows nothing; on the target's,
+        A draft begun early is of use if all ``length`` tokens and the next one are accepted: then
+        it saves its whole time. It slows nothing on a device of its own; on the target's,
         ``overlapped_times`` tell how much. ``None`` before both kinds of verification have been
-        seen.
+        measured.
         """
         drafting = self.draft_times.at(length)
-        alone, beside = self.verify_times.at(length), self.overlapped_times.at(length)
-        if drafting is None or alone is None or beside is None:
+        verifying = self.verify_times.at(length)
+        overlapping = self.overlapped_times.at(length)
+        if drafting is None or verifying is None or overlapping is None:
             return None
-        return rate ** (length + 1) * drafting > beside - alone
+        return rate ** (length + 1) * drafting > overlapping - verifying
 
 
 class DraftLength:
-    """How many tokens to draft next, within what options and engine allow.
+    """The number of tokens to draft next, within the limits of options and engine.
 
     ``paused_until``: the number of generated tokens before which ``length`` stays 0. ``speed``:
     tokens per second by the length that was chosen last; infinite until that has been measured.
@@ -202,40 +233,44 @@ class DraftLength:
         self._pause = 0  # length of the current or last pause; 0: none since drafting paid off
         self.paused_until = 0
         self.speed = 0.0
+        self.ceiling = options.max_draft_tokens
+        if options.num_draft_tokens is not None:
+            self.ceiling = min(self.ceiling, options.num_draft_tokens)
         capacity = shared.target_capacity
-        engine_most = capacity.max_draft_tokens if capacity else None
-        limits = options.max_draft_tokens, options.num_draft_tokens, engine_most
-        self.ceiling = min(limit for limit in limits if limit is not None)
+        if capacity is not None and capacity.max_draft_tokens is not None:
+            self.ceiling = min(self.ceiling, capacity.max_draft_tokens)
 
-    def most(self) -> int:
-        """The longest draft allowed at this load, of any source, whatever it is worth."""
+    def limit(self) -> int:
+        """Return the longest draft allowed at this load, from any source, whatever it is worth."""
         if self._options.num_draft_tokens is not None:
             return self.ceiling
-        rows = (most for requests, most in LOAD_SCHEDULE if self._shared.in_flight <= requests)
-        return min(self.ceiling, next(rows, 0))
+        for num_requests, length in LOAD_SCHEDULE:
+            if self._shared.in_flight <= num_requests:
+                return min(self.ceiling, length)
+        return 0
 
     def length(self, generated: int, room: int) -> int:
-        """Tokens to draft after ``generated`` ones, at most ``room``; 0 = decode plainly."""
+        """Return the length of the draft after ``generated`` tokens, up to ``room``; 0 for none."""
         self.speed = 0.0
-        most = min(room, self.most())
-        if most < 1 or generated < self.paused_until:
+        limit = min(room, self.limit())
+        if limit < 1 or generated < self.paused_until:
             return 0
         if self._options.num_draft_tokens is not None:
-            return most
-        best = self._best(most)
+            return limit
+        best = self._best(limit)
         if best == 0 and self._pause == 0:
             early = self._shared.pauses % EARLY_INTERVAL == 0
             self._shared.pauses += 1
             self._begin_pause(generated, EARLY_PAUSE if early else PAUSE_TOKENS.first)
         elif best == 0:
-            return min(PROBE, most)
+            return min(PROBE, limit)
         return best
 
     def overlaps(self, length: int) -> bool:
-        """Whether the draft model should work on while the target verifies ``length`` tokens.
+        """Return true if the draft model should work while the target verifies ``length`` tokens.
 
         Where that is measured, some rounds do the opposite, so that both times stay known. With
-        many requests in flight there is no overlap: drafts in vain would take time from others.
+        many requests in flight there is no overlap: drafts in vain would slow other requests.
         """
         shared = self._shared
         if self._options.overlap is not None:
@@ -248,20 +283,20 @@ class DraftLength:
         gains = shared.overlap_gains(self._acceptance.rate, length)
         return bool(gains) != (shared.overlap_rounds % TRIAL_INTERVAL == 0)
 
-    def add_round(self, drafted: int, accepted: int, generated: int) -> None:
+    def add_round(self, num_drafted: int, num_accepted: int, generated: int) -> None:
         """Learn from a round that ended at ``generated`` tokens."""
-        self._acceptance.add(drafted, accepted)
-        self._shared.model_acceptance.add(drafted, accepted)
+        self._acceptance.add(num_drafted, num_accepted)
+        self._shared.model_acceptance.add(num_drafted, num_accepted)
         if self._pause == 0:
             return
-        if self._best(max(1, self.most())):
+        if self._best(max(1, self.limit())):
             self._pause = 0
         else:
             self._begin_pause(generated, PAUSE_TOKENS.after(self._pause))
 
-    def _best(self, most: int) -> int:
+    def _best(self, limit: int) -> int:
         rates = repeat(self._acceptance.rate)
-        best, self.speed = self._shared.best_length(rates, most, by_model=True)
+        best, self.speed = self._shared.best_length(rates, limit, by_model=True)
         return best
 
     def _begin_pause(self, generated: int, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""What a deployment and its callers choose about speculation, and what it cannot be chosen for."""
+"""Choices of a deployment and its callers about speculation, and the requests that exclude it."""
 
 from __future__ import annotations
 
@@ -9,38 +9,44 @@ from trtllm_bls.errors import InvalidRequest, Unsupported
 from trtllm_bls.types import GUIDE_KIND_INPUT, EngineRequest
 
 _STARTS_AFRESH = "starts afresh in every round of speculation; send it without num_draft_tokens"
-# Inputs that speculation cannot keep, by why.
+# Inputs that speculation cannot keep, by the reason.
 _REFUSED_EXTRAS = {
     _STARTS_AFRESH: ("context_phase_params",),
     "is another way to speculate": (
-        *("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
+        "lookahead_window_size",
+        "lookahead_ngram_size",
+        "lookahead_verification_set_size",
     ),
     "is laid out for one prompt, which grows in every round of speculation": (
-        *("decoder_input_ids", "encoder_input_features", "cross_attention_mask"),
-        *("prompt_table_extra_ids", "mrope_rotary_cos_sin", "mrope_position_deltas"),
+        "decoder_input_ids",
+        "encoder_input_features",
+        "cross_attention_mask",
+        "prompt_table_extra_ids",
+        "mrope_rotary_cos_sin",
+        "mrope_position_deltas",
     ),
 }
 
 
 class DraftSource(str, Enum):
-    """Where guesses come from; the value is what callers write."""
+    """The source of guesses; callers send its value."""
 
     MODEL = "model"
     NGRAM = "ngram"  # repeat what followed the same tokens in this text, or in earlier answers
     MIXED = "mixed"  # n-gram where it gains more than the model
-    PREDICTION = "prediction"  # the caller's own; drafted from whatever else is chosen
+    PREDICTION = "prediction"  # the caller's text; drafted from beside any other source
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """How one request is speculated; times are seconds.
+    """Choices for the speculation of one request; times are seconds.
 
-    ``num_draft_tokens`` absent means as many as pay off, none included; a number is kept whatever
-    the load. ``max_draft_tokens`` is a ceiling beside the engine's own. ``overlap`` lets the draft
-    model work while the target does: always, never, or (``None``) where that measures faster.
-    ``memory_tokens`` of each tenant's finished answers are drafted from as n-grams.
-    ``ignore_unverifiable``: a request that asks for drafts of an engine that verifies none is
-    decoded plainly, not refused.
+    ``num_draft_tokens``: an exact number of drafted tokens, at any load; ``None`` drafts as many
+    as pay off, possibly none. ``max_draft_tokens`` limits a draft, as the engine's limit does.
+    ``overlap`` lets the draft model work while the target does: always, never, or (``None``) where
+    that measures faster. ``memory_tokens``: tokens of each tenant's finished answers to draft from
+    as n-grams. ``ignore_unverifiable``: decode a request plainly that asks an engine for drafts
+    which the engine cannot verify; otherwise refuse it.
     """
 
     num_draft_tokens: int | None = None
@@ -60,12 +66,12 @@ class SpeculationOptions:
         has_draft_model: bool,
         unverifiable: str = "",
     ) -> SpeculationOptions | None:
-        """These defaults with what the request asks for; ``None`` for plain decoding.
+        """Return these defaults with the request's choices; ``None`` for plain decoding.
 
-        ``by_default``: requests that ask for nothing are speculated too, those excepted that
-        speculation cannot keep. One that asks for it is refused by name instead: raises
-        ``Unsupported``, and ``InvalidRequest`` for an unknown source. ``unverifiable``: why the
-        engine verifies no drafts, if it does not.
+        ``by_default``: speculate also requests that choose nothing, but for those with a field
+        that speculation cannot keep. ``unverifiable``: the reason why the engine verifies no
+        drafts; empty if it does. Raises ``Unsupported`` for a request that chooses speculation and
+        has such a field or such an engine, and ``InvalidRequest`` for an unknown source.
         """
         requested = request.speculation
         if requested.num_draft_tokens is not None and requested.num_draft_tokens < 0:
@@ -80,8 +86,8 @@ class SpeculationOptions:
             try:
                 source = DraftSource(requested.draft_source)
             except ValueError:
-                known = ", ".join(["off", *(source.value for source in DraftSource)])
-                problem = f"'{requested.draft_source}' is unknown; send one of: {known}"
+                sources = ", ".join(["off", *(source.value for source in DraftSource)])
+                problem = f"'{requested.draft_source}' is unknown; send one of: {sources}"
                 raise InvalidRequest("draft_source", problem) from None
         elif not by_default and requested.num_draft_tokens is None:
             source = DraftSource.PREDICTION
@@ -109,7 +115,7 @@ class SpeculationOptions:
 def check_speculative(request: EngineRequest) -> None:
     """Raise ``Unsupported``, with the wire name, for a field that speculation cannot keep."""
     sampling = request.sampling
-    refused = {
+    presence = {
         "beam_width": (sampling.beam_width or 1) > 1,
         "num_return_sequences": request.num_return_sequences > 1,
         "runtime_top_p_min": sampling.top_p_min is not None,
@@ -117,12 +123,12 @@ def check_speculative(request: EngineRequest) -> None:
         "runtime_top_p_reset_ids": sampling.top_p_reset_id is not None,
         "draft_input_ids": request.draft is not None,
     }
-    for field, present in refused.items():
-        if present:
+    for field, is_present in presence.items():
+        if is_present:
             raise Unsupported(field, "cannot be combined with speculation")
     if request.guide is not None:
         raise Unsupported(GUIDE_KIND_INPUT, _STARTS_AFRESH)
-    for why, fields in _REFUSED_EXTRAS.items():
+    for reason, fields in _REFUSED_EXTRAS.items():
         for field in fields:
             if field in request.extras:
-                raise Unsupported(field, why)
+                raise Unsupported(field, reason)
