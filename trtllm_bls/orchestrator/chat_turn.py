@@ -93,7 +93,7 @@ class AnswerSyntax:
     ``tools``: the format of its calls; ``None``: none may come. ``schemas``: the parameters of the
     tools that may be called, by name. ``reasoning``: the tags around reasoning, if the model has
     any; ``opened``: the prompt ended with the first; ``is_reasoning_over``: with the second.
-    ``most_calls``: calls beyond are left out.
+    ``max_calls``: calls beyond are left out.
     """
 
     tools: ToolFormat | None = None
@@ -101,7 +101,7 @@ class AnswerSyntax:
     reasoning: ReasoningTags | None = None
     opened: bool = False
     is_reasoning_over: bool = False
-    most_calls: int | None = None
+    max_calls: int | None = None
 
     @property
     def markup(self) -> AnswerMarkup:
@@ -128,7 +128,7 @@ class AnswerSyntax:
             self.reasoning,
             opened=self.opened,
             schemas=self.schemas,
-            most_calls=self.most_calls,
+            max_calls=self.max_calls,
             note_call=partial(count_call, self.tool_format_name),
         )
 
@@ -238,7 +238,7 @@ class ChatTurns:
                 reasoning=tags,
                 opened=opened,
                 is_reasoning_over=before is None and tags is not None,
-                most_calls=None if parallel else 1,
+                max_calls=None if parallel else 1,
             ),
         )
 

@@ -1,9 +1,9 @@
-"""What the readers of all languages share: the unread text of an answer, and one call in it.
+"""The unread text of an answer and one call in it, which the readers of all languages share.
 
 A reader is a generator that stops where it needs more text. It puts out JSON as soon as that is
-certain, and nothing that it has put out is taken back. It ends in one of three ways: it returns
-after a whole call, raises ``CutCall`` where the answer ended inside the call, and raises one of
-``NO_VALUE`` at the first character that no rule explains.
+certain, and never takes back any of it. It ends in one of three ways: it returns after a whole
+call, raises ``CutCall`` where the answer ended inside the call, and raises one of ``NO_VALUE`` at
+the first character that no rule explains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Reading: TypeAlias = Generator[None, None, None]
 ReadingText: TypeAlias = Generator[None, None, str]
 ReadingMatch: TypeAlias = Generator[None, None, Any]
 
-# A call of more tokens than that is unreadable, so that no call keeps the event loop for long.
+# A call of more tokens is unreadable, so that no call keeps the event loop for long.
 MAX_TOKENS = 25_000
 GAP = r"\s{0,64}+"  # white space
 _MAX_MATCH = 8192  # characters that a pattern matches at most
@@ -39,9 +39,10 @@ class CutCall(Exception):
 class Unread:
     """Text that nobody has read yet: ``text`` from ``at`` on.
 
-    What is read is dropped only when more text comes, since each drop copies the rest. ``dropped``
-    counts those characters. ``ended``: no more text comes. ``complete``: the model itself ended the
-    answer there; of any other answer the rest is unknown, so what may be a marker still is none.
+    Text that was read is dropped only when more text comes, since each drop copies the remainder.
+    ``dropped`` counts the dropped characters. ``ended``: no more text comes. ``complete``: the
+    model itself ended the answer there. Any other answer might have gone on, so the beginning of a
+    marker at its end is no marker.
     """
 
     text: str = ""
@@ -74,8 +75,9 @@ class Unread:
 
         ``partial``: there may be one; by default, unless the answer is complete.
         """
-        partial = not self.complete if partial is None else partial
-        # ``regex`` looks through all of the text for what a pattern has at its end.
+        if partial is None:
+            partial = not self.complete
+        # ``regex`` looks through all of the text for a literal that the pattern ends with.
         end = self.at + _MAX_MATCH
         match = compiled(pattern).match(self.text, self.at, end, partial=partial)
         if match is not None and match.partial and end < len(self.text):
@@ -84,7 +86,8 @@ class Unread:
 
     def find(self, pattern: str, begin: int | None = None) -> Any:
         """Find the first match of the pattern; a partial match is the beginning of one."""
-        begin = self.at if begin is None else begin
+        if begin is None:
+            begin = self.at
         return compiled(pattern).search(self.text, begin, partial=not self.complete)
 
 
@@ -98,19 +101,19 @@ def compiled(pattern: str) -> Any:
 class CallReader:
     """A call, from its arguments on; from its name on if ``name`` is ``None``.
 
-    ``begun``: this is a call, and its name is known. ``unread``: the text of the answer.
-    ``output``: JSON of the arguments that is not in ``arguments``, those of the events so far.
-    ``index``: the call's place in the answer, once there is an event of it. ``is_marked``: a
-    marker has shown that a call begins here. ``is_alone``: not even a bracket has. ``is_held``:
-    what follows the call has to show that it is one. ``is_amid_text``: text is before
-    it, so only a tool of the request is called.
+    ``has_begun``: this is a call, and its name is known. ``unread``: the text of the answer.
+    ``arguments``: JSON of the arguments in events so far. ``output``: JSON that is in none yet.
+    ``index``: the call's place in the answer, once it has an event. ``is_marked``: a marker
+    precedes the call. ``is_alone``: not even a bracket does. ``is_held``: only the text after the
+    call can show that it is one. ``is_amid_text``: text precedes it, so it can only call a tool of
+    the request.
     """
 
     tools: ToolFormat
     name: str | None
     id: str | None
     offered: OfferedTools
-    begun: bool
+    has_begun: bool
     unread: Unread
     output: list[str] = field(default_factory=list)
     strings: JsonStrings = field(default_factory=JsonStrings)
@@ -126,7 +129,7 @@ class CallReader:
     @property
     def is_certain(self) -> bool:
         """True once events of the call may leave."""
-        return self.begun and not self.is_held
+        return self.has_begun and not self.is_held
 
     def more(self) -> Reading:
         """Wait for more text. Raises ``CutCall`` if there is none."""
@@ -149,11 +152,13 @@ class CallReader:
         return self.unread.text[self.unread.at]
 
     def match(self, pattern: str) -> ReadingMatch:
-        """Read what matches the pattern; ``None`` if nothing does."""
+        """Read the text that matches the pattern, and return the match, if there is one."""
         while True:
             match = self.unread.match(pattern)
-            if match is None or not match.partial:
-                self.unread.at = match.end() if match else self.unread.at
+            if match is None:
+                return None
+            if not match.partial:
+                self.unread.at = match.end()
                 return match
             yield from self.more()
 
@@ -179,8 +184,9 @@ class CallReader:
         self.output.append(dumped(text)[1:-1])
 
     def captured(self, reading: Reading, parts: list[str] | None = None) -> ReadingText:
-        """Return what a reading puts out, in place of putting it out; ``parts`` gets it, too."""
-        parts = [] if parts is None else parts
+        """Return the output of a reading, which the call does not get; ``parts`` gets it, too."""
+        if parts is None:
+            parts = []
         while True:
             output = self.output
             self.output = parts

@@ -1,4 +1,4 @@
-"""What reads a call, by the language of its arguments."""
+"""The reader of a call, by the language of its arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READERS: dict[str, Callable[[CallReader], Reading]] = {
 
 
 def reading_of(call: CallReader) -> Reading:
-    """Return what reads the call."""
+    """Return the reading of a call."""
     reading = _READERS[call.tools.language](call)
     if call.is_marked or not call.tools.loose_end:
         return reading

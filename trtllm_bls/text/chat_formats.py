@@ -1,9 +1,9 @@
-"""How model families mark tool calls and reasoning in their text, as data; and the JSON schema with
+"""The marks of model families around tool calls and reasoning, as data; and the JSON schema with
 which guided decoding forces calls.
 
-Patterns are read by the package ``regex``, which tells the beginning of a match from no match. What
-a pattern matches in a text must not depend on what follows that match. Its length has a bound,
-since the beginning of a match is read again with every piece of text.
+The package ``regex`` reads the patterns, since it tells the beginning of a match from no match. A
+pattern's match must not depend on the text that follows it. Its length has a bound, since the
+beginning of a match is read again with every piece of text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trtllm_bls.types import AnswerMarkup
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model family writes calls.
+    """A model family's way to write calls.
 
-    ``mark``: pattern of what only chat templates of the family have.
+    ``mark``: pattern of a text that only chat templates of the family have.
     ``begin``: markers before calls; without any, the text consists of calls alone.
     ``noise``: text that may stand between and after calls. A marker that is also in ``begin`` is
     never content.
@@ -32,9 +32,10 @@ class ToolFormat:
     parser makes one, of at most ``id_length`` characters. ``id_form`` makes it of the name and the
     number of the call. A header with a group ``channel``, and without a name, begins a message.
     ``bare``: a text that begins with it may be a call without a marker.
-    ``loose``: pattern of what may begin a call without a marker, if it names a tool of the request;
-    ``loose_at``: where in a text. ``loose_end``: what has to follow such a call.
-    ``opening``: what an answer that calls a tool at once begins with, if not any of ``begin``.
+    ``loose``: pattern of text that may begin a call without a marker, if it names a tool of the
+    request. ``loose_at``: the places of a text where it may. ``loose_end``: text that has to follow
+    such a call.
+    ``opening``: the beginnings of an answer that calls a tool at once, if other than ``begin``.
     ``special``: the markers are special tokens, which the text has to keep.
     ``language``: of the arguments.
     ``may_be_empty``: no arguments behind a header mean an empty object.
@@ -76,10 +77,12 @@ class ToolFormat:
     @cached_property
     def texts(self) -> tuple[str, ...]:
         """Texts that hold all markers of the format."""
-        patterns = (self.header, self.key, self.closer)
-        written = (re.sub(r"\\(.)", r"\1", pattern) for pattern in patterns)
-        quotes = ('<|"|>',) if self.language == "gemma" else ()
-        return (*self.begin, *self.noise, *self.ends, *quotes, *written)
+        texts = [*self.begin, *self.noise, *self.ends]
+        if self.language == "gemma":
+            texts.append('<|"|>')
+        for pattern in (self.header, self.key, self.closer):
+            texts.append(re.sub(r"\\(.)", r"\1", pattern))
+        return tuple(texts)
 
     @cached_property
     def closers(self) -> tuple[str, ...]:
@@ -88,10 +91,10 @@ class ToolFormat:
 
 
 class ReasoningTags(NamedTuple):
-    """What stands around reasoning.
+    """The tags around reasoning.
 
-    ``mark``: what only chat templates of the family have, if that is not ``end``. ``special``: as
-    of ``ToolFormat``. ``messages``: where all text is in messages, their format.
+    ``mark``: text that only chat templates of the family have, if it is not ``end``. ``special``:
+    as in ``ToolFormat``. ``messages``: the format of messages, where all text is in messages.
     """
 
     begin: str
@@ -144,7 +147,10 @@ _PYTHON_CALL = r"(?P<name>[^\W\d][\w.-]{0,255})\("
 # Around the text of an answer, where a family marks it: no content.
 _K3_TEXT = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
 _COHERE_TEXT = (
-    *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    "<|START_RESPONSE|>",
+    "<|END_RESPONSE|>",
+    "<|START_TEXT|>",
+    "<|END_TEXT|>",
     "<|END_OF_TURN_TOKEN|>",
 )
 
@@ -227,8 +233,11 @@ TOOL_FORMATS = {
     "deepseek_v32": ToolFormat(
         mark="｜DSML｜",
         begin=(
-            *("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", "<｜DSML｜ calls>"),
-            *("<｜DSML｜invoke name=", "<｜DSML｜ invoke name="),
+            "<｜DSML｜function_calls>",
+            "<｜DSML｜tool_calls>",
+            "<｜DSML｜ calls>",
+            "<｜DSML｜invoke name=",
+            "<｜DSML｜ invoke name=",
         ),
         noise=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>", "</｜DSML｜ calls>"),
         header=rf"<｜DSML{_DSML_GAP}invoke name={_QUOTED_NAME}(?:>|(?=/>))",
@@ -269,12 +278,15 @@ TOOL_FORMATS = {
     "kimi_k2": ToolFormat(
         mark=r"<\|tool_call_argument_begin\|>",
         begin=(
-            *("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_section_begin|>",
             "<|tool_call_begin|>",
         ),
         noise=(
-            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-            *("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_section_begin|>",
+            "<|tool_call_section_end|>",
             "<|tool_call_end|>",
         ),
         header=rf"<\|tool_call_begin\|>{_GAP}(?P<id>(?P<name>[^<>\s]{{1,256}})){_GAP}"
@@ -343,7 +355,9 @@ REASONING_TAGS = {
     "mistral": ReasoningTags("[THINK]", "[/THINK]", special=True),
     "gemma4": ReasoningTags("<|channel>thought", "<channel|>", special=True),
     "harmony": ReasoningTags(
-        *("<|channel|>analysis<|message|>", "<|end|>", "<|channel|>analysis"),
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        "<|channel|>analysis",
         special=True,
         messages=_HARMONY_TEXT,
     ),
@@ -352,29 +366,40 @@ REASONING_TAGS = {
 
 @lru_cache(maxsize=8)
 def formats_of(chat_template: str | None) -> tuple[str | None, str | None]:
-    """The names of the tool format and the reasoning tags that a chat template has."""
+    """Return the names of the tool format and the reasoning tags that a chat template has."""
     template = chat_template or ""
-    formats, families = TOOL_FORMATS.items(), REASONING_TAGS.items()
-    tools = (name for name, format in formats if re.search(format.mark, template, re.S))
-    reasoning = (name for name, tags in families if (tags.mark or tags.end) in template)
-    return next(tools, None), next(reasoning, None)
+    tools = None
+    for name, tool_format in TOOL_FORMATS.items():
+        if re.search(tool_format.mark, template, re.S):
+            tools = name
+            break
+    reasoning = None
+    for name, tags in REASONING_TAGS.items():
+        if (tags.mark or tags.end) in template:
+            reasoning = name
+            break
+    return tools, reasoning
 
 
 def answer_markup(
     tools: ToolFormat | None, reasoning: ReasoningTags | None, *, opened: bool = False
 ) -> AnswerMarkup:
-    """Return how an answer in these formats is marked; ``opened``: the prompt began reasoning."""
-    texts = list(tools.texts) if tools is not None else []
+    """Return the markup of an answer in these formats; ``opened``: the prompt began reasoning."""
+    texts: list[str] = []
+    if tools is not None:
+        texts += tools.texts
     if reasoning is None:
         return AnswerMarkup(markers="\n".join(texts))
     texts += (reasoning.begin, reasoning.end)
+    header_end = ""
     if reasoning.messages is not None:
         texts += reasoning.messages.texts
+        header_end = "<|message|>"
     return AnswerMarkup(
         reasoning_begin=reasoning.begin,
         reasoning_end=reasoning.end,
         is_opened=opened,
-        header_end="<|message|>" if reasoning.messages is not None else "",
+        header_end=header_end,
         markers="\n".join(texts),
     )
 
@@ -382,19 +407,20 @@ def answer_markup(
 def forced_calls(
     tools: Sequence[Mapping[str, Any]], name: str | None = None, *, parallel: bool = True
 ) -> str:
-    """The JSON schema of what ``FORCED`` parses, for guided decoding: one or more calls of the tool
-    called ``name``, or of any tool.
+    """Return the JSON schema, for guided decoding, of calls that ``FORCED`` parses.
 
-    ``tools``: as in OpenAI's API, with one of that name. ``parallel``: several calls are allowed.
+    It is one or more calls of the tool called ``name``, or of any tool. ``tools``: as in OpenAI's
+    API, with one of that name. ``parallel``: several calls are allowed.
     """
-    calls, parameters = [], {}
+    calls = []
+    parameters = {}
     for tool in tools:
         function = tool["function"]
         if name not in (None, function["name"]):
             continue
         place = f"#/$defs/{function['name']}"
-        # Arguments are an object, also where the schema does not say so. References inside it start
-        # at its own root, which is moved.
+        # Arguments are an object even if the schema omits its type. References inside the schema
+        # start at its own root, which moves.
         arguments = {"type": "object", **(function.get("parameters") or {"properties": {}})}
         parameters[function["name"]] = _moved(arguments, place)
         call = {
@@ -411,7 +437,7 @@ def forced_calls(
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """The schema, its references to itself rewritten to start at ``root``."""
+    """Return the schema with its references to itself rewritten to start at ``root``."""
     if isinstance(schema, Mapping):
         moved = {key: _moved(value, root) for key, value in schema.items()}
         reference = moved.get("$ref")

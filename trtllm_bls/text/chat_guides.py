@@ -1,8 +1,8 @@
 """Guides of a chat's answers: a form, calls, or either, and reasoning before them.
 
-What one schema cannot say is a structural tag, as xgrammar describes them: JSON that TensorRT-LLM
-and the embedded engine know. A tag is put together as text, since the schema in it is a caller's
-and may be no JSON; the engine refuses it then.
+Where one schema is not enough, the guide is a structural tag, as xgrammar describes them: JSON that
+TensorRT-LLM and the embedded engine know. A tag is put together as text, since the schema in it is
+a caller's and may be no JSON; the engine then refuses it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from trtllm_bls.text.chat_formats import FORCED, ReasoningTags, ToolFormat, forced_calls
 from trtllm_bls.types import Guide, Message
 
-# Harmony writes all text in messages: the header of an answer's, of a call's, and what begins a
-# message behind another one.
+# Harmony writes all text in messages. These are the headers of an answer's and of a call's message,
+# and the beginning of a message behind another one.
 _ANSWER_HEADER = "<|channel|>final<|message|>"
 _CALL_HEADER = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
 _NEXT_MESSAGE = "<|start|>assistant"
@@ -74,7 +74,7 @@ def form_or_calls_guide(
 def calls_guide(
     tools: Sequence[Message],
     forced: str | None,
-    own: ToolFormat | None,
+    model_format: ToolFormat | None,
     reasoning: ReasoningTags | None,
     *,
     parallel: bool,
@@ -82,9 +82,9 @@ def calls_guide(
 ) -> tuple[Guide, ToolFormat]:
     """Return the guide of one or more calls, of the tool ``forced`` or of any, and their format.
 
-    ``own``: the format of the model's own calls.
+    ``model_format``: the format of the model's own calls.
     """
-    if own is not None and reasoning is not None and reasoning.messages is not None:
+    if model_format is not None and reasoning is not None and reasoning.messages is not None:
         calls = []
         for tool in tools:
             function = tool["function"]
@@ -92,7 +92,8 @@ def calls_guide(
                 header = _constant(_CALL_HEADER.format(function["name"]))
                 schema = json.dumps(_object_schema(function.get("parameters")))
                 calls.append(_sequence(header, _schema(schema)))
-        return _structural(_behind(_alternatives(*calls), reasoning, opened=opened)), own
+        text = _behind(_alternatives(*calls), reasoning, opened=opened)
+        return _structural(text), model_format
     guide = Guide("json_schema", forced_calls(tools, forced, parallel=parallel))
     if reasoning is not None:
         guide = _structural(_behind(_part(guide), reasoning, opened=opened))
@@ -100,7 +101,7 @@ def calls_guide(
 
 
 def _behind(text: str, reasoning: ReasoningTags | None, *, opened: bool) -> str:
-    """Put reasoning before a part: as much as the prompt has begun, else none or some."""
+    """Put reasoning before a part: the remainder of the prompt's, else none or some."""
     if reasoning is None:
         return text
     if opened:
@@ -113,7 +114,7 @@ def _behind(text: str, reasoning: ReasoningTags | None, *, opened: bool) -> str:
 
 
 def _object_schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the schema of arguments, which are an object even where the caller does not say so."""
+    """Return the schema of arguments, which are an object even if the caller omits the type."""
     return {"type": "object", **(parameters or {"properties": {}})}
 
 
@@ -133,7 +134,7 @@ def _constant(text: str) -> str:
 
 
 def _until(begin: str, end: str) -> str:
-    """Any text between two markers."""
+    """Return a part for any text between two markers."""
     begin = json.dumps(begin, ensure_ascii=False)
     end = json.dumps(end, ensure_ascii=False)
     return f'{{"type":"tag","begin":{begin},"content":{_ANY_TEXT},"end":{end}}}'

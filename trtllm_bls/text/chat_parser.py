@@ -1,4 +1,4 @@
-"""Text to events. How the text is cut makes no difference to what the events add up to.
+"""A parser from text to events. The events add up to the same however the text is cut.
 
 Text that turns out not to be a call is content, so nothing is lost. The exception is an answer that
 guided decoding holds to calls (``FORCED``): such text is the beginning of a call that was cut.
@@ -28,9 +28,12 @@ from trtllm_bls.types import FinishReason
 
 @dataclass(frozen=True)
 class Text:
-    """More of a text. ``span``: the characters of the answer that it is. ``begins``: what came
-    before it is another part, of whatever kind. ``separator``: what divides it from an earlier part
-    of its kind where all parts of a kind are one text."""
+    """More of a text.
+
+    ``span``: its place among the answer's characters. ``begins``: it begins a new part of the
+    answer. ``separator``: text between it and an earlier part of its kind, for clients to whom all
+    parts of a kind are one text.
+    """
 
     text: str
     span: tuple[int, int] = field(default=(0, 0), compare=False)
@@ -39,11 +42,11 @@ class Text:
 
 
 class Content(Text):
-    """Of the visible answer."""
+    """Text of the visible answer."""
 
 
 class Reasoning(Text):
-    """Of what the model thinks before it answers."""
+    """Text that the model thinks before it answers."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,17 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Arguments:
-    """More of a call's arguments, which add up to JSON text as the model wrote it, but for what
-    ``JsonStrings`` mends."""
+    """More of a call's arguments.
+
+    They add up to JSON text as the model wrote it, with the mends of ``JsonStrings``.
+    """
 
     index: int
     text: str
 
 
 class Refusal(Text):
-    """Of why the model does not answer."""
+    """Text of the reason why the model does not answer."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ _TEXT_EVENTS = {"text": Content, "reasoning": Reasoning, "refusal": Refusal}
 
 
 def check_event(event: Mapping[str, Any]) -> None:
-    """Raises ``TrtllmBlsError`` for what is no event of a pipeline's chat."""
+    """Raise ``TrtllmBlsError`` unless this is an event of a pipeline's chat."""
     if len(event) != 1:
         raise TrtllmBlsError(f"an event of chat has one kind, not {sorted(event)!r:.200}")
     ((kind, value),) = event.items()
@@ -93,9 +98,10 @@ def check_event(event: Mapping[str, Any]) -> None:
         raise TrtllmBlsError(f"{kind!r:.80} is no event of chat; there are {kinds}")
     if not isinstance(value, value_types[kind]):
         raise TrtllmBlsError(f"the event {kind} of chat is a {type(value).__name__}")
-    for name in ("id", "name", "arguments") if kind == "call" else ():
-        if not isinstance(value.get(name), str):
-            raise TrtllmBlsError(f"the event call of chat has no text called {name}")
+    if kind == "call":
+        for name in ("id", "name", "arguments"):
+            if not isinstance(value.get(name), str):
+                raise TrtllmBlsError(f"the event call of chat has no text called {name}")
     try:
         json.dumps(event, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
@@ -107,7 +113,11 @@ def check_event(event: Mapping[str, Any]) -> None:
 class EventParser:
     """Reads the parts of an answer that a pipeline has divided itself: lines of JSON lists."""
 
-    plain = has_calls = ended = is_cut = is_reasoning = False
+    plain = False
+    has_calls = False
+    ended = False
+    is_cut = False
+    is_reasoning = False
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -122,7 +132,8 @@ class EventParser:
             elif kind == "annotation":
                 events.append(Annotation(value))
             else:
-                self.has_calls, index = True, self._num_calls
+                self.has_calls = True
+                index = self._num_calls
                 self._num_calls += 1
                 events.append(ToolCall(index, value["id"], value["name"]))
                 events.append(Arguments(index, value["arguments"]))
@@ -133,7 +144,7 @@ _CLOSED = re.compile(r"[})\s]*")
 
 
 class CallOutcome(Enum):
-    """How a call ended: all of it was read, the answer ended inside it, or nobody can read it."""
+    """The end of a call: all of it was read, the answer ended inside it, or nobody can read it."""
 
     WHOLE = "whole"
     CUT = "cut"
@@ -148,8 +159,8 @@ class ChatParser:
     ``opened``: the prompt ended with the tag that begins reasoning.
     ``schemas``: the parameters of the tools that may be called, by name, where they are known.
     ``plain``: there is neither a format nor a tag, and all text is content as it comes. ``ended``:
-    the answer is over, and its last part was so before it.
-    Calls beyond ``most_calls`` are left out. ``outcomes`` has how each call ended, in their order.
+    the answer is over, and its last part had ended before it.
+    Calls beyond ``max_calls`` are left out. ``outcomes`` of the calls are in their order.
     ``note_call`` is called with ``begun`` for each call, and then with its outcome.
     """
 
@@ -160,7 +171,7 @@ class ChatParser:
         *,
         opened: bool = False,
         schemas: Mapping[str, Any] | None = None,
-        most_calls: int | None = None,
+        max_calls: int | None = None,
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
         note_call: Callable[[str], object] = lambda outcome: None,
     ) -> None:
@@ -169,7 +180,7 @@ class ChatParser:
         self._calls_in_thoughts = tools is not None and bool(tools.begin) and tools.bare != ""
         self._reasoning = reasoning
         self._offered = OfferedTools(schemas)
-        self._most_calls = sys.maxsize if most_calls is None else most_calls
+        self._max_calls = sys.maxsize if max_calls is None else max_calls
         self._new_id = new_id
         self._note_call = note_call
         self.ended = False
@@ -225,20 +236,23 @@ class ChatParser:
             return [Content(text, (begin, begin + len(text)))] if text else []
         while self._unread and self._step(self):
             pass
-        return self._drain_events() + (self.flush(end) if end is not None else [])
+        events = self._drain_events()
+        if end is not None:
+            events += self.flush(end)
+        return events
 
     def flush(self, end: FinishReason = FinishReason.LENGTH) -> list[ChatEvent]:
         """Return the remaining events of an answer that has ended, perhaps inside a call."""
         unread = self._unread
         is_between = self._step in (ChatParser._start, ChatParser._between)
-        begun = self._num_calls
+        num_calls = self._num_calls
         unread.ended = True
         unread.complete = end is FinishReason.END_ID
         while self._step(self) and (unread or self._call is not None):
             pass
-        rest = unread.read(len(unread.text))
+        text = unread.read(len(unread.text))
         if self._step in (ChatParser._reason, ChatParser._draft):
-            self._add_text(Reasoning, rest)
+            self._add_text(Reasoning, text)
         elif self._is_forced:
             # A cut call of the only tool: its name is known without the text.
             if not self.has_calls and self._offered.only is not None:
@@ -246,20 +260,21 @@ class ChatParser:
                 self._end_call(CallOutcome.CUT)
         else:
             if self._step in (ChatParser._start, ChatParser._read_content):
-                self._add_text(Content, rest)
+                self._add_text(Content, text)
             elif self._candidate or self._step != ChatParser._between:
-                self._add_text(Content, "".join([*self._candidate, rest]))
-            if (blank := "".join(self._blank)) and not self.has_calls:
+                self._add_text(Content, "".join([*self._candidate, text]))
+            blank = "".join(self._blank)
+            if blank and not self.has_calls:
                 self._events.append(self._text(Content, blank, 0))
         self._blank = []
         self._candidate = []
-        self.ended = is_between and not self._events and begun == self._num_calls
+        self.ended = is_between and not self._events and num_calls == self._num_calls
         return self._drain_events()
 
     # --- steps: each reads the text and returns false where it needs more ------------------------
 
     def _start(self) -> bool:
-        """Nothing but white space has come so far, of the answer or after its reasoning."""
+        """Read the beginning of the answer, or of its text after reasoning."""
         unread = self._unread
         tools = self._tools
         self._add_text(Content, unread.skip_blanks())
@@ -347,9 +362,9 @@ class ChatParser:
         if not unread.ended:
             self._draft_from = (end.start() if end is not None else len(unread.text)) - unread.at
             return False
-        drafted = ChatParser(self._tools, schemas=self._offered.schemas)
-        drafted.feed(unread.text[unread.at :], FinishReason.END_ID)
-        if not unread.complete or drafted.outcomes[:1] != [CallOutcome.WHOLE]:
+        draft = ChatParser(self._tools, schemas=self._offered.schemas)
+        draft.feed(unread.text[unread.at :], FinishReason.END_ID)
+        if not unread.complete or draft.outcomes[:1] != [CallOutcome.WHOLE]:
             return False
         self._strips = True
         self._begin_calls()
@@ -374,7 +389,7 @@ class ChatParser:
         return True
 
     def _between(self) -> bool:
-        """After a marker or a call: begin the next call or message, or return to content."""
+        """Begin the next call or message after a marker or a call, or return to content."""
         tools = self._tools
         unread = self._unread
         # Models write a brace too many behind a call.
@@ -384,11 +399,18 @@ class ChatParser:
             return False
         header = unread.match(tools.header, partial=True)
         if header is None or header.partial:
-            markers = (*tools.begin, *tools.noise, *(tools.inner if self._is_inside else ()))
+            markers = tools.begin + tools.noise
+            if self._is_inside:
+                markers += tools.inner
             text = unread.text[unread.at : unread.at + max(map(len, markers), default=0)]
-            if header is not None or any(m.startswith(text) and m != text for m in markers):
+            marker = ""
+            for candidate in markers:
+                if candidate.startswith(text) and candidate != text:
+                    return False
+                if text.startswith(candidate) and len(candidate) > len(marker):
+                    marker = candidate
+            if header is not None:
                 return False
-            marker = max((m for m in markers if text.startswith(m)), key=len, default="")
             if not marker:
                 self._give_up()
                 return True
@@ -413,26 +435,26 @@ class ChatParser:
         """Begin the call or the message of a header."""
         tools = self._tools
         groups = header.groupdict()
-        written = groups.get("name")
-        name = None if written is None else self._offered.named(written)
+        raw_name = groups.get("name")
+        name = None if raw_name is None else self._offered.named(raw_name)
         is_message = "channel" in groups and name is None
-        if is_message and written is not None:
-            is_message = not written.startswith("functions.")
+        if is_message and raw_name is not None:
+            is_message = not raw_name.startswith("functions.")
         self._drops = False
         self._hold(self._unread.read(header.end()))
         if is_message:
             channels = header.captures("channel")
-            thinks = channels[:1] == ["analysis"] or written is not None
+            thinks = channels[:1] == ["analysis"] or raw_name is not None
             is_reasoning = thinks and self._reasoning is not None
             self._step = ChatParser._reason if is_reasoning else ChatParser._read_content
             self._candidate = []
             self._strips = True
             return
-        if written is not None and name is None:
-            name = plain_name(tools, written)
-        # Arguments in Python are looked at as a whole first: they may be an answer's prose.
-        begun = name is not None and tools.language != "python"
-        call = CallReader(tools, name, groups.get("id"), self._offered, begun, self._unread)
+        if raw_name is not None and name is None:
+            name = plain_name(tools, raw_name)
+        # Arguments in Python are read as a whole first: they may be an answer's prose.
+        has_begun = name is not None and tools.language != "python"
+        call = CallReader(tools, name, groups.get("id"), self._offered, has_begun, self._unread)
         has_header = header.end() > header.start() and tools.language != "python"
         call.is_marked = self._is_marked or has_header
         call.is_amid_text = self._is_amid_text and not call.is_marked
@@ -521,34 +543,35 @@ class ChatParser:
             text = text.lstrip()
         solid = text.rstrip()
         if solid:
-            whole = "".join([*self._blank, solid])
-            self._events.append(self._text(kind, whole, len(text) - len(solid)))
+            part = "".join([*self._blank, solid])
+            self._events.append(self._text(kind, part, len(text) - len(solid)))
             self._strips = False
             self._blank = []
         if len(solid) < len(text):
             self._blank.append(text[len(solid) :])
 
     def _text(self, kind: type[Content | Reasoning], text: str, behind: int) -> ChatEvent:
-        """Make the event of text that ends so many characters before the one that is read next."""
+        """Make the event of text; ``behind`` counts the characters read after its end."""
         end = self._unread.dropped + self._unread.at - behind
         separator = "\n\n" if self._strips and kind in self._kinds else ""
         self._kinds.add(kind)
         return kind(text, (end - len(text), end), self._strips, separator)
 
     def _add_call(self, call: CallReader, over: bool = False) -> None:
-        """Add the events of what is certain of the call."""
+        """Add the events of the call's certain part."""
         if not call.is_certain:
             return
         if call.index is None:
             call.index = self._num_calls
             self._begin(call.id, str(call.name))
-        if text := call.strings.feed("".join(call.output), over):
+        text = call.strings.feed("".join(call.output), over)
+        if text:
             self._events.append(Arguments(call.index, text))
             call.arguments.append(text)
         call.output.clear()
 
     def _finish_call(self, call: CallReader, outcome: CallOutcome) -> None:
-        """Add what is left of a call, whose arguments are an object if it is whole."""
+        """Add the remainder of a call, whose arguments are an object if it is whole."""
         self._add_call(call, over=True)
         is_object = isinstance(json_value("".join(call.arguments)), dict)
         if outcome is CallOutcome.WHOLE and not is_object:
@@ -575,7 +598,7 @@ class ChatParser:
     def _drain_events(self) -> list[ChatEvent]:
         events = self._events
         self._events = []
-        return [event for event in events if getattr(event, "index", 0) < self._most_calls]
+        return [event for event in events if getattr(event, "index", 0) < self._max_calls]
 
 
 @cache
@@ -585,17 +608,19 @@ def _header_in_thoughts(tools: ToolFormat) -> str:
     return rf"(?:(?:{markers})\s{{0,64}}+){{0,3}}?(?:{tools.header})"
 
 
-def plain_name(tools: ToolFormat, written: str) -> str:
+def plain_name(tools: ToolFormat, raw_name: str) -> str:
     """Return the name of a tool that the request may not have."""
-    match = _WRITTEN_NAME.fullmatch(written)
+    match = _RAW_NAME.fullmatch(raw_name)
     is_id = tools.id_form or "channel" in tools.header
-    return match[1] if is_id and match is not None else written
+    return match[1] if is_id and match is not None else raw_name
 
 
-_WRITTEN_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d{1,9})?")
+_RAW_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d{1,9})?")
 
 
-def family_id(tools: ToolFormat, written: str | None, name: str, index: int) -> str:
+def family_id(tools: ToolFormat, raw_id: str | None, name: str, index: int) -> str:
     """Return a call's id in the form that the family's templates expect."""
-    number = re.search(r"\d{1,9}\Z", written or "")
-    return tools.id_form.format(name=name, index=int(number[0]) if number else index)
+    number = re.search(r"\d{1,9}\Z", raw_id or "")
+    if number is not None:
+        index = int(number[0])
+    return tools.id_form.format(name=name, index=index)

@@ -1,4 +1,4 @@
-"""JSON that models and clients wrote: what it says if it can be read, and how it is mended."""
+"""Reading JSON that models and clients wrote, within limits, and mending the strings in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-MAX_DEPTH = 100  # of lists and objects within each other, in all JSON that is walked
+MAX_DEPTH = 100  # lists and objects within each other, in all JSON that is walked
 MAX_CONTAINERS = 100_000
 _SCALARS = {bool, float, int, type(None)}
 _QUOTE = 2
@@ -17,7 +17,7 @@ _BACKSLASH = 3
 
 
 def _byte_meanings() -> bytes:
-    """Return what each byte of JSON means for its structure, for ``bytes.translate``.
+    """Return the meaning of each byte of JSON for its structure, for ``bytes.translate``.
 
     Read as int8, 1 begins a list or object, -1 ends one, and 0 means nothing.
     """
@@ -35,21 +35,22 @@ _MEANINGS = _byte_meanings()
 
 
 def structure_problem(text: bytes) -> str | None:
-    """Return why a parser or a walk would take too long for JSON; ``None`` if none would.
+    """Return the reason why JSON would take a parser or a walk too long; ``None`` without one.
 
-    Lists and objects are counted before any is made. What precedes a mistake in the text is counted
-    as a parser reads it, and no parser reads on after one.
+    Lists and objects are counted before any is made. The text before a mistake in it is counted as
+    a parser reads it, and no parser reads on after one.
     """
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return None
-    import numpy as np  # which most commands do not need
+    import numpy as np  # most commands do not need it
 
     kinds = np.frombuffer(text.translate(_MEANINGS), np.int8)
     places = np.flatnonzero(kinds != 0)
     kinds = kinds[places]
     # In a row of backslashes the first, the third and so on escape the character after them.
     follows = np.diff(places, prepend=-2) == 1
-    slashes, numbers = kinds == _BACKSLASH, np.arange(len(kinds))
+    slashes = kinds == _BACKSLASH
+    numbers = np.arange(len(kinds))
     in_row = slashes & follows & np.roll(slashes, 1)
     begins = np.maximum.accumulate(np.where(in_row, 0, numbers))
     escapes = slashes & ((numbers - begins) % 2 == 0)
@@ -64,13 +65,16 @@ def structure_problem(text: bytes) -> str | None:
 
 
 def json_value(text: str) -> Any:
-    """What a JSON text within a body or an answer says; ``None`` where it is none, is too deep, or
-    has a number or half a character that other readers of JSON refuse."""
-    with suppress(ValueError):  # also of what cannot be encoded
+    """Return the value of a JSON text within a body or an answer.
+
+    ``None`` if it is no JSON, is too deep, or has a number or half a character that other readers
+    of JSON refuse.
+    """
+    with suppress(ValueError):  # also from a text that cannot be encoded
         if structure_problem(text.encode()) is None:
             value = json.loads(text, parse_constant=_finite, parse_float=_finite)
             if _HALF.search(text):
-                dumped(value).encode()  # which half a character cannot be
+                dumped(value).encode()  # raises for half a character
             return value
     return None
 
@@ -141,33 +145,41 @@ def json_texts(value: object) -> list[str] | None:
 
 
 SURROGATES = re.compile("[\ud800-\udfff]")
-_HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-# What JSON text consists of, inside of strings and outside.
+_HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
+_LOW = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+# The parts of JSON text, inside of strings and outside.
 _INSIDE = re.compile(rf'[^"\\\x00-\x1f]+|{_HIGH}{_LOW}|({_HIGH}|{_LOW})|\\.|["\\\x00-\x1f]', re.S)
 _OUTSIDE = re.compile(r'[^"]+|"')
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-# The beginning of what ``_INSIDE`` may read in another way with more text.
+# A text that ``_INSIDE`` may read in another way once more text has come.
 _CUT = re.compile(rf"(?:{_HIGH})?\\(?:u[0-9a-fA-F]{{0,3}})?|{_HIGH}")
 
 
 class JsonStrings:
-    """Mends what models get wrong inside the strings of JSON: control characters become escapes,
-    half of a character U+FFFD. Everything else stays, and so does all that is valid."""
+    """Mends mistakes of models inside the strings of JSON.
+
+    Control characters become escapes, half of a character becomes U+FFFD. Everything else stays,
+    and so does all that is valid.
+    """
 
     def __init__(self) -> None:
-        self._cut, self._inside = "", False
+        self._cut = ""  # the end of the text so far, which more text may change
+        self._inside = False  # a string
 
     def feed(self, text: str, end: bool = False) -> str:
-        """The text, as far as it is certain; ``end``: there is no more."""
-        text, self._cut = self._cut + SURROGATES.sub("\ufffd", text), ""
-        parts, at = list[str](), 0
-        while at < len(text):
-            if self._inside and not end and _CUT.fullmatch(text, at):
-                self._cut = text[at:]
+        """Return the text as far as it is certain; ``end``: no more text comes."""
+        text = self._cut + SURROGATES.sub("\ufffd", text)
+        self._cut = ""
+        parts: list[str] = []
+        begin = 0
+        while begin < len(text):
+            if self._inside and not end and _CUT.fullmatch(text, begin):
+                self._cut = text[begin:]
                 break
-            match = (_INSIDE if self._inside else _OUTSIDE).match(text, at)
+            match = (_INSIDE if self._inside else _OUTSIDE).match(text, begin)
             assert match is not None
-            at, part = match.end(), match[0]
+            begin = match.end()
+            part = match[0]
             if part == '"':
                 self._inside = not self._inside
             elif self._inside and part < " ":

@@ -1,8 +1,8 @@
 """Calls in JSON and in Gemma's notation: objects and lists between brackets.
 
-JSON stays as it is. What models get wrong is mended: quotes and words of Python, a comma before a
-bracket that closes, and brackets that are missing before a marker or at the end of an answer which
-the model itself has ended. In Gemma's notation keys and texts may be bare words.
+JSON stays as it is, but for mistakes of models, which are mended: quotes and words of Python, a
+comma before a bracket that closes, and brackets that are missing before a marker or at the end of
+an answer which the model itself has ended. In Gemma's notation keys and texts may be bare words.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class _Next(Enum):
-    """What a notation expects next."""
+    """The next thing that a notation expects."""
 
     KEY = "key"
     COLON = "colon"
@@ -41,8 +41,8 @@ class _Next(Enum):
 class _Notation:
     """Reads an object or list to its end.
 
-    ``opened``: the brackets that close what is open. ``is_empty``: the innermost of them has just
-    been opened. ``held``: a comma and the white space behind it, which leave with what follows.
+    ``opened``: the closing bracket of each open one. ``is_empty``: the innermost of them has just
+    been opened. ``held``: a comma and the white space behind it, which leave with the next item.
     """
 
     def __init__(self, call: CallReader) -> None:
@@ -177,7 +177,9 @@ def _double_quoted(match: re.Match[str]) -> str:
         return '\\"'
     if char == "'":
         return "'"
-    return match[0] if char in '"\\/bfnrtu' else "\\" + match[0]
+    if char in '"\\/bfnrtu':
+        return match[0]
+    return "\\" + match[0]
 
 
 def _without_escape(match: re.Match[str]) -> str:
@@ -299,7 +301,7 @@ class _NamedCall:
         unread = call.unread
         while True:
             unread.skip_blanks()
-            has_all = call.begun and self.has_arguments
+            has_all = call.has_begun and self.has_arguments
             if has_all and not unread and unread.complete:
                 return
             char = yield from call.next_solid()
@@ -339,7 +341,7 @@ class _NamedCall:
             if self.has_arguments:
                 raise ValueError("arguments twice")
             self.has_arguments = True
-            call.begun = call.name is not None
+            call.has_begun = call.name is not None
             yield from _read_arguments(call, char)
         elif self.is_strict and key not in ("name", "type", "id"):
             raise ValueError(key)
@@ -354,14 +356,14 @@ class _NamedCall:
         if not isinstance(name, str) or not name or call.name is not None:
             raise ValueError("no name")
         name = SURROGATES.sub("\ufffd", name)
-        known = call.offered.named(name)
-        if call.is_amid_text and known is None and call.offered.are_known:
+        tool = call.offered.named(name)
+        if call.is_amid_text and tool is None and call.offered.are_known:
             raise ValueError("no tool")
-        call.name = known or name
-        call.begun = self.has_arguments or not self.is_strict
+        call.name = tool or name
+        call.has_begun = self.has_arguments or not self.is_strict
 
     def _end(self) -> None:
-        if not self.call.begun or (self.is_strict and not self.has_arguments):
+        if not self.call.has_begun or (self.is_strict and not self.has_arguments):
             raise ValueError("no call")
         if not self.has_arguments:
             self.call.output.append("{}")
@@ -387,7 +389,7 @@ def _read_arguments(call: CallReader, char: str) -> Reading:
 
 
 def _cut_string(text: str) -> str:
-    """Return what a string of JSON says that has no end."""
+    """Return the text of a string of JSON that has no end."""
     for end in range(len(text), max(len(text) - 12, 0), -1):  # without half an escape
         try:
             return str(json.loads(text[:end] + '"', strict=False))

@@ -21,9 +21,13 @@ def read_python(call: CallReader) -> Reading:
     if call.offered.are_known and not call.offered.has(str(call.name)):
         raise ValueError("no tool")
     node = parsed_python("f(" + (yield from _read_parentheses(call)))
-    if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
+    if not isinstance(node, ast.Call) or node.args:
         raise ValueError("arguments without names")
-    arguments = {k.arg: literal_value(k.value) for k in node.keywords}
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("arguments without names")
+        arguments[keyword.arg] = literal_value(keyword.value)
     if call.is_alone:
         # A name and parentheses are also prose. Only a line of nothing else is a call.
         while True:
@@ -34,7 +38,7 @@ def read_python(call: CallReader) -> Reading:
                 break
             yield from call.more()
     call.output.append(dumped(arguments))
-    call.begun = True
+    call.has_begun = True
 
 
 _PYTHON_TOKEN = re.compile(r"[^\"'()\[\]{}<]+|.", re.S)

@@ -1,6 +1,6 @@
-"""Where an answer reasons: a state of its sequence, known where tokens become text.
+"""Division of a sequence's text into reasoning and answer.
 
-Stops apply to the answer alone, so the matcher of stops reads this state, and the sequence's ending
+Stops apply to the answer alone, so the matcher of stops reads this state. The sequence's ending
 counts the tokens of the reasoning by it.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from trtllm_bls.types import AnswerMarkup
 
 _MAX_START = 256  # characters of white space in front of a tag
-# Where all text is in messages, a header is before each, and these end one or begin the next.
+# Where all text is in messages, a header is before each; these texts end one or begin the next.
 _HEADER_BEGINS = ("<|channel|>", "<|start|>", "to=")
 _MESSAGE_ENDS = ("<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>")
 _THOUGHTS = "<|channel|>analysis"
@@ -28,7 +28,7 @@ class TextPiece(NamedTuple):
 
 
 class _Stage(Enum):
-    """Where a sequence is."""
+    """The part of a sequence that its text has reached."""
 
     START = "start"  # of the answer, or of a message: reasoning or a header may begin
     HEADER = "header"
@@ -39,8 +39,8 @@ class _Stage(Enum):
 class ReasoningState:
     """Divides the text of one sequence into reasoning and answer.
 
-    Reasoning is begun by the prompt or by the model, and ended by its tag. Without tags all text is
-    the answer. ``held``: characters that have come and are in no piece yet.
+    The prompt or the model begins reasoning, and its tag ends it. Without tags all text is the
+    answer.
     """
 
     def __init__(self, markup: AnswerMarkup) -> None:
@@ -48,9 +48,9 @@ class ReasoningState:
         self._stage = _Stage.ANSWER
         if markup.reasoning_end:
             self._stage = _Stage.REASONING if markup.is_opened else _Stage.START
-        self._held = ""  # the beginning of a text, which may become a tag
-        self._tail = ""  # what came last, which may be the beginning of a tag
-        self._announces_thoughts = False  # the header, as far as it has come
+        self._held = ""  # text that is in no piece yet, since it may become a tag
+        self._tail = ""  # the end of the last piece, which may be the beginning of a tag
+        self._announces_thoughts = False  # the part of the header that has come
 
     @property
     def is_reasoning(self) -> bool:
@@ -64,11 +64,11 @@ class ReasoningState:
 
     @property
     def held(self) -> int:
-        """How many characters are held back."""
+        """Number of characters that have come and are in no piece yet."""
         return len(self._held)
 
     def feed(self, text: str) -> list[TextPiece]:
-        """Return the next text in pieces, as far as it is known what they are."""
+        """Return the text in pieces, as far as their kind is known."""
         if not self.may_change:
             return [TextPiece(text, True)] if text else []
         pieces = []
@@ -104,15 +104,16 @@ class ReasoningState:
         self._held += text
         solid = self._held.lstrip()
         is_short = len(self._held) < _MAX_START
-        headers = _HEADER_BEGINS if self._markup.header_end else ()
-        tag = self._markup.reasoning_begin
         if is_short and not solid:
             return TextPiece("", False), ""
-        if not headers and solid.startswith(tag):
-            self._stage = _Stage.REASONING
-        elif solid.startswith(headers or ("\0",)):
-            self._stage = _Stage.HEADER
-        elif is_short and any(begin.startswith(solid) for begin in headers or (tag,)):
+        begins: tuple[str, ...] = (self._markup.reasoning_begin,)
+        stage = _Stage.REASONING
+        if self._markup.header_end:
+            begins = _HEADER_BEGINS
+            stage = _Stage.HEADER
+        if solid.startswith(begins):
+            self._stage = stage
+        elif is_short and any(begin.startswith(solid) for begin in begins):
             return TextPiece("", False), ""
         else:
             self._stage = _Stage.ANSWER
@@ -121,11 +122,11 @@ class ReasoningState:
         return TextPiece("", False), held
 
     def _read_header(self, text: str) -> tuple[TextPiece, str]:
-        known = self._tail + text
-        header, mark, _ = known.partition(self._markup.header_end)
+        window = self._tail + text
+        header, mark, _ = window.partition(self._markup.header_end)
         self._announces_thoughts |= _THOUGHTS in header
         if not mark:
-            self._tail = known[1 - max(len(_THOUGHTS), len(self._markup.header_end)) :]
+            self._tail = window[1 - max(len(_THOUGHTS), len(self._markup.header_end)) :]
             return TextPiece(text, False), ""
         self._stage = _Stage.REASONING if self._announces_thoughts else _Stage.ANSWER
         end = len(header) + len(mark) - len(self._tail)
@@ -138,14 +139,16 @@ class ReasoningState:
     ) -> tuple[TextPiece, str]:
         """Read up to the first of these texts, which is part of the piece."""
         is_answer = self._stage is _Stage.ANSWER
-        known = self._tail + text
-        places = [(known.find(end), end) for end in ends if end in known]
+        window = self._tail + text
+        places = [(window.find(end), end) for end in ends if end in window]
         if not places:
-            self._tail = known[-max(map(len, ends)) + 1 :]
+            self._tail = window[-max(map(len, ends)) + 1 :]
             return TextPiece(text, is_answer), ""
-        begin, found = min(places)
-        begins_header = found in _HEADER_BEGINS and self._markup.header_end
-        self._stage = _Stage.HEADER if begins_header else following
-        end = begin + len(found) - len(self._tail)
-        self._tail = found if begins_header else ""
-        return TextPiece(text[:end], is_answer), text[end:]
+        begin, mark = min(places)
+        length = begin + len(mark) - len(self._tail)
+        self._stage = following
+        self._tail = ""
+        if mark in _HEADER_BEGINS and self._markup.header_end:
+            self._stage = _Stage.HEADER
+            self._tail = mark
+        return TextPiece(text[:length], is_answer), text[length:]

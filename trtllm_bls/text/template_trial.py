@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 def problem_of(render: Callable[[], object]) -> str | None:
-    """Return what is wrong with a template that ``render`` runs; ``None`` if nothing is.
+    """Return the problem of a template that ``render`` runs; ``None`` without one.
 
-    What ``render`` raises is no problem: a template may refuse a conversation. Where the trial
-    cannot be made, the log says so.
+    An error that ``render`` raises is no problem: a template may refuse a conversation. If the
+    trial cannot be made, the log says so.
     """
     try:
         with warnings.catch_warnings():

@@ -1,5 +1,5 @@
-"""Tools' JSON schemas, as far as reading a call needs them: the tools that may be called, and which
-kinds of value each argument takes.
+"""Tools' JSON schemas, as far as reading a call needs them: the tools that may be called, and the
+kinds of value that each argument takes.
 
 A client wrote the schemas, so they may hold anything. Each argument is resolved once a request.
 """
@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from trtllm_bls.text.json_values import dumped
 
-# What readers raise for a text that is no value, or no call.
+# The errors that readers raise for a text that is no value, or no call.
 NO_VALUE = (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError)
 _MAX_STEPS = 256  # schemas that one argument's kinds may be spread over
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -28,7 +28,7 @@ _MAX_INTEGER_DIGITS = 4000  # Python and other readers of JSON refuse longer int
 
 
 class ValueKinds:
-    """The JSON types that a schema allows, none where it does not say, and its ``enum``."""
+    """The JSON types that a schema allows, and its ``enum``; both are empty if it has neither."""
 
     def __init__(self, schema: object, root: object = None) -> None:
         self.types: set[str] = set()
@@ -45,7 +45,8 @@ class ValueKinds:
                 pending.append(_target(root, reference))
             for key in ("anyOf", "oneOf", "allOf"):
                 branches = branch.get(key)
-                pending += branches if isinstance(branches, list) else []
+                if isinstance(branches, list):
+                    pending += branches
             self._add(branch)
 
     @property
@@ -59,7 +60,9 @@ class ValueKinds:
         self.types.update(name for name in kinds if isinstance(name, str))
         if schema.get("nullable") is True:
             self.types.add("null")
-        values = list(schema["enum"]) if isinstance(schema.get("enum"), list) else []
+        values: list[Any] = []
+        if isinstance(schema.get("enum"), list):
+            values += schema["enum"]
         if "const" in schema:
             values.append(schema["const"])
         self.values += values
@@ -70,17 +73,20 @@ class ValueKinds:
         """Return the JSON of a value that is written without its type.
 
         The kinds are tried from null to string; the first that the schema allows and the text is
-        wins. A text that is none of them keeps what it says, an object or list without a schema
-        is read, and everything else is a string.
+        wins. A text of any other kind keeps its own value, an object or list without a schema is
+        read, and everything else is a string.
         """
         word = text.strip()
-        choices = [self._read(kind, text, word) for kind in _ORDER if kind in self.types]
-        found = [choice for choice in choices if choice is not None]
-        for choice in found:
+        choices: list[str] = []
+        for kind in _ORDER:
+            choice = self._read(kind, text, word) if kind in self.types else None
+            if choice is not None:
+                choices.append(choice)
+        for choice in choices:
             if not self.values or json.loads(choice) in self.values:
                 return choice
-        if found:
-            return found[0]
+        if choices:
+            return choices[0]
         if self.types or word[:1] in ("{", "["):
             for read in (json.loads, python_literal):
                 with suppress(*NO_VALUE):
@@ -120,7 +126,7 @@ _PYTHON_TYPES |= {dict: "object", list: "array", type(None): "null"}
 
 
 class OfferedTools:
-    """The tools of a request, by name. ``None`` in place of schemas: they are not known."""
+    """The tools of a request, by name; with ``None`` as schemas, the tools are not known."""
 
     def __init__(self, schemas: Mapping[str, Any] | None) -> None:
         self.schemas = schemas
@@ -140,7 +146,7 @@ class OfferedTools:
         names = list(self.schemas or ())
         return names[0] if len(names) == 1 else None
 
-    def named(self, written: str) -> str | None:
+    def named(self, raw_name: str) -> str | None:
         """Return the tool that a model means, or ``None`` where the request has no such tool.
 
         Models write the number of the call behind the name, and the namespace of functions before
@@ -148,8 +154,8 @@ class OfferedTools:
         """
         if self.schemas is None:
             return None
-        bare = re.sub(r"\Afunctions[.:_/]?", "", written)
-        for name in (written, bare):
+        bare_name = re.sub(r"\Afunctions[.:_/]?", "", raw_name)
+        for name in (raw_name, bare_name):
             for candidate in (name, re.sub(r"[.:_-]?\d{1,9}\Z", "", name)):
                 if candidate in self.schemas:
                     return candidate
@@ -161,7 +167,7 @@ class OfferedTools:
         return not properties or key in properties
 
     def kinds(self, tool: str, key: str) -> ValueKinds:
-        """Return what an argument of a tool may be."""
+        """Return the kinds of value that an argument of a tool may have."""
         if (tool, key) not in self._kinds:
             root = _mapping(self.schemas).get(tool)
             self._kinds[tool, key] = ValueKinds(self._properties(tool).get(key), root)
@@ -200,7 +206,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 TEXT_KINDS = ValueKinds({"type": "string"})
-WORD_KINDS = ValueKinds({"type": ["null", "number", "boolean"]})  # of a word without quotes
+WORD_KINDS = ValueKinds({"type": ["null", "number", "boolean"]})  # for a word without quotes
 
 
 # --- Python's literals ---------------------------------------------------------------------------
@@ -209,14 +215,14 @@ _JSON_LITERALS = {"true": True, "false": False, "null": None}
 
 
 def parsed_python(text: str) -> ast.expr:
-    """Parse an expression. Raises what ``NO_VALUE`` has."""
+    """Parse an expression. Raises one of ``NO_VALUE``."""
     with warnings.catch_warnings():  # about escapes that Python does not know
         warnings.simplefilter("ignore")
         return ast.parse(text, mode="eval").body
 
 
 def python_literal(text: str) -> Any:
-    """Return the value of a Python literal. Raises what ``NO_VALUE`` has."""
+    """Return the value of a Python literal. Raises one of ``NO_VALUE``."""
     if len(text) > _MAX_LITERAL:
         raise ValueError("too long to be read at once")
     return literal_value(parsed_python(text))
@@ -230,8 +236,10 @@ def literal_value(node: ast.AST | None) -> Any:
     if isinstance(node, (ast.List, ast.Tuple)):
         return [literal_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        pairs = zip(node.keys, node.values, strict=True)
-        return {_key(literal_value(key)): literal_value(value) for key, value in pairs}
+        literal = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            literal[_key(literal_value(key))] = literal_value(value)
+        return literal
     if isinstance(node, ast.Name):
         return _JSON_LITERALS[node.id]
     if isinstance(node, (ast.Constant, ast.UnaryOp)):

@@ -1,8 +1,8 @@
 """The orders of turns that a chat template accepts, and conversations fitted to them.
 
 A template is a program that may refuse turns, drop them or write them in another order. Agents send
-what it may never have seen: a call that was denied, a user who interrupts, two answers in a row. A
-conversation that is refused once is refused for ever, since every later request brings it again.
+turns that it may never have seen: a call that was denied, a user who interrupts, two answers in a
+row. A conversation that is refused once is refused for ever, since every later request holds it.
 
 ``TurnOrder.of`` tries short conversations, each with one order that templates are known to refuse.
 ``TurnOrder.fitted`` changes a conversation where, and only where, the template needs it: a change
@@ -21,7 +21,7 @@ from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import ChatOptions, Message
 
-# What stands in the place of a turn that the template demands and the conversation lacks.
+# Texts in place of turns that the template demands and the conversation lacks.
 _NO_RESULT = "There is no result: the call was not carried out."
 _ANSWER = "Understood."
 _QUESTION = "Hello."
@@ -107,8 +107,8 @@ class TurnOrder:
             return turns
         is_usual = len(systems) == 1 and turns[0]["role"] == "system"
         if not (self.systems or is_usual):
-            others = [turn for turn in turns if turn["role"] != "system"]
-            turns = [*_joined(systems), *others]
+            dialogue = [turn for turn in turns if turn["role"] != "system"]
+            turns = [*_joined(systems), *dialogue]
         if not self.system:
             turns[0] = {**turns[0], "role": "user"}
         return turns
@@ -220,7 +220,10 @@ def _text(texts: Iterable[Any]) -> Any:
         return "\n\n".join(parts)
     listed: list[Any] = []
     for part in parts:
-        listed += [{"type": "text", "text": part}] if isinstance(part, str) else part
+        if isinstance(part, str):
+            listed.append({"type": "text", "text": part})
+        else:
+            listed += part
     return listed
 
 
@@ -235,10 +238,11 @@ def _is_shown(tokenizer: Tokenizer, turns: str) -> bool:
             function = {"name": _PROBE_TOOL, "arguments": {"probe_key": text}}
             call_id = f"probecal{number}"
             call = {"id": call_id, "type": "function", "function": function}
-            beside = f"{text}beside" if kind == "t" else ""
-            messages.append({"role": "assistant", "content": beside, "tool_calls": [call]})
-            if beside:
-                texts.append(beside)
+            content = ""
+            if kind == "t":
+                content = f"{text}beside"
+                texts.append(content)
+            messages.append({"role": "assistant", "content": content, "tool_calls": [call]})
         elif kind == "r":
             result = {"role": "tool", "tool_call_id": call_id, "name": _PROBE_TOOL}
             messages.append({**result, "content": text})
@@ -249,7 +253,9 @@ def _is_shown(tokenizer: Tokenizer, turns: str) -> bool:
     has_calls = not {"c", "t", "r"}.isdisjoint(turns)
     parameters = {"type": "object", "properties": {"probe_key": {"type": "string"}}}
     function = {"name": _PROBE_TOOL, "description": "a", "parameters": parameters}
-    tools = ({"type": "function", "function": function},) if has_calls else None
+    tools = None
+    if has_calls:
+        tools = ({"type": "function", "function": function},)
     options = ChatOptions(add_generation_prompt=not turns.endswith("a"))
     try:
         prompt = tokenizer.render_chat(messages, options, tools)

@@ -30,9 +30,9 @@ class _Tags(NamedTuple):
     """Patterns of a format in XML.
 
     ``between`` arguments: the next key, the call's end, or a tag without a meaning. In a ``value``:
-    its closer, or what may show that the closer is missing; ``held``: the same, and another call.
-    ``after_value`` and ``after_call``: what follows a closer, and the end of a call, that is none
-    of a value's text.
+    its closer, or a tag that may show that the closer is missing; ``held``: the same, and another
+    call. ``after_value`` and ``after_call``: texts behind a closer, or behind the end of a call,
+    which show that it belongs to no value.
     """
 
     between: str
@@ -42,13 +42,17 @@ class _Tags(NamedTuple):
     after_call: str
 
 
+_NAMED_GROUP = regex.compile(r"\(\?P<\w+>")
+
+
 @cache
 def _tags(tools: ToolFormat, complete: bool) -> _Tags:
     """Return the patterns of a format in XML; ``complete``: for the end of an answer."""
     answer_end = r"|\Z" if complete else ""
     markers = any_of(tools.markers)
     ends = any_of(tools.ends)
-    key, header = (regex.sub(r"\(\?P<\w+>", "(?:", text) for text in (tools.key, tools.header))
+    key = _NAMED_GROUP.sub("(?:", tools.key)
+    header = _NAMED_GROUP.sub("(?:", tools.header)
     between = f"{tools.key}|(?P<end>{ends}|(?={markers}))|(?P<stray>{tools.stray})"
     missing = (
         f"(?P<next>{tools.line_key or tools.key})"
@@ -72,19 +76,19 @@ def read_xml(call: CallReader) -> Reading:
     """
     tools = call.tools
     unread = call.unread
-    before = "{"
+    separator = "{"
     while True:
         call.num_tokens += 1
         if call.num_tokens > MAX_TOKENS:
             raise ValueError("too many arguments")
         unread.skip_blanks()
         if not unread:
-            if unread.ended and unread.complete and before != "{":
+            if unread.ended and unread.complete and separator != "{":
                 break
             yield from call.more()
             continue
         match = yield from call.match(_tags(tools, unread.complete).between)
-        if match is None and before == "{" and unread.text[unread.at] == "{":
+        if match is None and separator == "{" and unread.text[unread.at] == "{":
             yield from read_notation(call)
             yield from _end_of_object(call)
             return
@@ -94,14 +98,14 @@ def read_xml(call: CallReader) -> Reading:
             continue
         if match["key"] is None:
             break
-        call.output.append(f"{before}{dumped(match['key'])}: ")
-        before = ", "
+        call.output.append(f"{separator}{dumped(match['key'])}: ")
+        separator = ", "
         yield from _read_argument(call, match)
-    call.output.append("{}" if before == "{" else "}")
+    call.output.append("{}" if separator == "{" else "}")
 
 
 def _end_of_object(call: CallReader) -> Reading:
-    """Read what follows arguments in JSON, up to the end of the call."""
+    """Read the text after arguments in JSON, up to the end of the call."""
     while True:
         call.unread.skip_blanks()
         if not call.unread and call.unread.complete:
@@ -123,8 +127,9 @@ _TYPED_KINDS = ValueKinds({"type": ["null", "integer", "number", "boolean", "obj
 def _read_argument(call: CallReader, key: Any) -> Reading:
     """Read a value, whose key has been matched."""
     kinds = call.offered.kinds(str(call.name), key["key"])
-    if (marked := key.groupdict().get("string")) is not None:
-        kinds = TEXT_KINDS if marked.lower() in _TEXT_MARKS else _TYPED_KINDS
+    mark = key.groupdict().get("string")
+    if mark is not None:
+        kinds = TEXT_KINDS if mark.lower() in _TEXT_MARKS else _TYPED_KINDS
     if kinds.is_text:
         call.output.append('"')
         yield from _read_tagged(call, call.give_text)
@@ -211,7 +216,7 @@ class _HeldValues:
         self.call.values.update(self.ends)
 
     def _next_tag(self) -> ReadingMatch:
-        """Return the next tag, and whether what follows it makes it certain; ``None``: no more."""
+        """Return the next tag, and true if later text makes it certain; ``None`` at the end."""
         unread = self.unread
         while True:
             tags = _tags(self.call.tools, unread.complete)
