@@ -244,7 +244,7 @@ async def test_the_grammars_that_were_used_last_are_kept(
     for text in ("a", "b", "a", "c"):
         assert await guides.of(guided("regex", text))
     guides.close()
-    assert [text for _, text in guides._known] == ["a", "c"]
+    assert [text for _, text in guides._cache] == ["a", "c"]
 
 
 def test_only_the_requests_end_tokens_end_a_text(tokenizer: Tokenizer) -> None:

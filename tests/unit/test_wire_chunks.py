@@ -257,14 +257,17 @@ def test_every_sequence_ends_although_the_wire_marks_one_end() -> None:
     request = replace(ASK, num_return_sequences=3)
     responses = ResponseReader(request, LAST_FORM)
     arrays, _ = sent(request, [EngineChunk(token_ids=(5,), sequence_index=1)])
-    chunks = [*responses.chunks(arrays[0], last=False), *responses.chunks(arrays[0], last=True)]
+    chunks = [
+        *responses.chunks(arrays[0], is_last=False),
+        *responses.chunks(arrays[0], is_last=True),
+    ]
     assert [(c.sequence_index, c.final) for c in chunks[2:]] == [(0, True), (1, True), (2, True)]
-    assert list(responses.chunks({}, last=True)) == []
+    assert list(responses.chunks({}, is_last=True)) == []
 
 
 def test_an_empty_last_response_ends_a_single_sequence() -> None:
     """As an engine sends it that marks its end with nothing."""
-    chunks = list(ResponseReader(ASK, LAST_FORM).chunks({}, last=True))
+    chunks = list(ResponseReader(ASK, LAST_FORM).chunks({}, is_last=True))
     assert [(c.token_ids, c.final) for c in chunks] == [((), True)]
 
 
@@ -274,7 +277,7 @@ def test_metrics_survive_a_wire_that_does_not_mark_the_last_response() -> None:
     metrics = EngineMetrics(total_draft_tokens=4)
     arrays, _ = sent(request, [replace(scored(5), metrics=metrics)])
     responses = ResponseReader(request, LAST_FORM)
-    chunks = [*responses.chunks(arrays[0], last=False), *responses.chunks({}, last=True)]
+    chunks = [*responses.chunks(arrays[0], is_last=False), *responses.chunks({}, is_last=True)]
     assert chunks[-1].final and chunks[-1].metrics == with_zeros(metrics)
 
 
@@ -290,7 +293,7 @@ def test_the_likeliest_ids_survive_the_wire(engine: str) -> None:
     assert inputs["return_top_log_probs"] == [[2]]
     best = (((7, -0.5), (5, -1.5)), ((6, -0.25), (9, -2.0)))
     arrays, _ = sent(request, [EngineChunk((5, 6), log_probs=(-1.5, -0.25), top_log_probs=best)])
-    (chunk,) = ResponseReader(request, model).chunks(arrays[0], last=True)
+    (chunk,) = ResponseReader(request, model).chunks(arrays[0], is_last=True)
     assert chunk.top_log_probs == best
 
 
@@ -335,7 +338,7 @@ def test_what_was_cached_is_asked_for_where_it_is_declared() -> None:
     assert "cached_tokens" in LAST_FORM.outputs_for(ASK)
     arrays, _ = sent(ASK, [EngineChunk((5,), cached_tokens=7), EngineChunk((6,))])
     responses = ResponseReader(ASK, LAST_FORM)
-    chunks = [chunk for each in arrays for chunk in responses.chunks(each, last=False)]
+    chunks = [chunk for each in arrays for chunk in responses.chunks(each, is_last=False)]
     assert [chunk.cached_tokens for chunk in chunks] == [7, None]
 
 

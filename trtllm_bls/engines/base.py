@@ -1,10 +1,10 @@
-"""What the orchestrator and the Triton models know of an engine, and all they know.
+"""The interface of an engine: all that the orchestrator and the Triton models know of one.
 
 The package's docstring lists the engines. Beside the package, ``doubles`` has scripted ones for
 tests and benchmarks.
 
 An engine produces chunks at its own pace; a reader takes all that have arrived at once. So a reader
-that is held up, by a send that takes long, say, catches up in one turn.
+that a long send has held up catches up in one turn.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from trtllm_bls.errors import EngineError, EngineStalled
-from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
+from trtllm_bls.types import Array, EngineCapacity, EngineChunk, EngineRequest, TopLogProbs
 from trtllm_bls.wire.grpc_client import Arrivals, Release, ResponseStream
 
-LOOKS_PER_STALL = 4  # how often silence is looked at within the time of a stall
+LOOKS_PER_STALL = 4  # checks for silence within the time of a stall
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Engine(Protocol):
     name: str
 
     async def capacity(self) -> EngineCapacity:
-        """What the engine can take. Raises ``EngineUnavailable`` if it cannot be asked."""
+        """Return the engine's limits. Raises ``EngineUnavailable`` if it cannot be reached."""
 
     def generate(self, request: EngineRequest) -> ChunkStream:
         """Start a request; call it on the event loop, once ``capacity`` has answered.
@@ -45,7 +45,7 @@ class Engine(Protocol):
         """
 
     async def close(self) -> None:
-        """End what runs and free what is held. The engine is not used again."""
+        """End running requests and free all resources. The engine is not used again."""
 
 
 class ChunkStream(ABC):
@@ -56,14 +56,14 @@ class ChunkStream(ABC):
 
     @abstractmethod
     async def wait(self) -> None:
-        """Return once ``take`` has something to give. Raises what the engine raises.
+        """Return once ``take`` has chunks, or at the end. Raises the engine's errors.
 
         A reader that is cancelled here may still ``take`` what has arrived.
         """
 
     @abstractmethod
     def take(self) -> list[EngineChunk]:
-        """All chunks that have arrived since the last call; after ``wait``, none means the end."""
+        """Return the chunks since the last call; none after ``wait`` means the end."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -82,7 +82,7 @@ class QueuedChunks(Arrivals[EngineChunk], ChunkStream):
 
 
 class TaskChunks(QueuedChunks):
-    """Chunks that a coroutine of its own makes: ``work`` fills the stream it is given."""
+    """Chunks of a coroutine of its own: ``work`` is called with the stream, and fills it."""
 
     def __init__(self, work: Callable[[QueuedChunks], Coroutine[Any, Any, None]]) -> None:
         super().__init__()
@@ -108,13 +108,11 @@ class CallChunks(ResponseStream[EngineChunk], ChunkStream):
     def __init__(self, calls: RunningCalls, release: Release) -> None:
         super().__init__(release)
         self._calls = calls
-        self._at_end.append(
-            lambda end, error: calls.fail(self, error) if error else calls.running.discard(self)
-        )
+        self._at_end.append(lambda end, error: calls.remove(self, error))
         calls.add(self)
 
     def on_messages(self, messages: list[bytes]) -> None:
-        """See ``ResponseStream``. The server is not silent."""
+        """Take messages as ``ResponseStream`` does, and note that the server is not silent."""
         self._calls.silent_looks = 0
         super().on_messages(messages)
 
@@ -123,12 +121,12 @@ class CallChunks(ResponseStream[EngineChunk], ChunkStream):
 
 
 class RunningCalls:
-    """The requests that run on one server, which is asked whether it lives when it is silent.
+    """The requests that run on one server, which is probed when it is silent.
 
     Once nothing has arrived for ``stall_seconds`` (0 = never) although requests run, ``probe`` is
-    asked, at most a quarter of that time later. It tells what is wrong with the server, with which
-    all requests then fail, or ``None``. So no answer ends for being long or queued. ``doubt`` is
-    told when a request fails by the server's fault. ``name`` is the engine's, for messages.
+    called, at most a quarter of that time later. It returns the server's problem, with which all
+    requests then fail, or ``None``. So no answer ends for being long or queued. ``doubt`` is called
+    when a request fails by the server's fault. ``name`` is the engine's, for messages.
     """
 
     def __init__(
@@ -141,7 +139,8 @@ class RunningCalls:
         self.name = name
         self.doubt = doubt
         self.running: set[CallChunks] = set()
-        self.silent_looks = 0  # since the last arrival, which resets it: that costs no clock
+        # Checks since the last arrival, which resets them: that costs less than reading a clock.
+        self.silent_looks = 0
         self._stall_seconds = stall_seconds
         self._probe = probe
         self._watching: asyncio.Task[None] | None = None
@@ -158,10 +157,10 @@ class RunningCalls:
         if self._watching is not None:
             self._watching.cancel()
 
-    def fail(self, chunks: CallChunks, error: Exception) -> None:
-        """Watch no longer over a request whose stream ended with an error."""
+    def remove(self, chunks: CallChunks, error: Exception | None) -> None:
+        """Watch no longer over a request whose stream ended, with ``error`` if there was one."""
         self.running.discard(chunks)
-        # The engine's state is doubted from now on, so that its next request asks for it.
+        # An engine's error puts its state in doubt, so that the next request asks for it.
         if isinstance(error, EngineError):
             self.doubt()
 
@@ -181,36 +180,41 @@ class RunningCalls:
 
 
 class AskedCapacity:
-    """What a server tells of its capacity, by ``ask``.
+    """A server's capacity, as ``ask`` returned it last.
 
-    An answer that is ``seconds`` old is renewed in the background. Only where the last one is in
-    doubt, which it is at first, a request waits for another.
+    A capacity that is ``seconds`` old is renewed in the background. A request waits for another
+    only if the last one is in doubt, as it is at first.
     """
 
     def __init__(
         self, ask: Callable[[], Coroutine[Any, Any, EngineCapacity]], seconds: float
     ) -> None:
         self.known: EngineCapacity | None = None
-        self._ask, self._seconds = ask, seconds
-        self._old_at, self._doubted = 0.0, True
+        self._ask = ask
+        self._seconds = seconds
+        self._old_at = 0.0
+        self._in_doubt = True
         self._asking: asyncio.Task[None] | None = None
 
     async def get(self) -> EngineCapacity:
-        """The capacity. Raises what ``ask`` raises."""
-        if self._doubted or asyncio.get_running_loop().time() > self._old_at:
+        """Return the capacity. Raises the errors of ``ask``."""
+        if self._in_doubt or asyncio.get_running_loop().time() > self._old_at:
             if self._asking is None:  # requests that come at once ask once
                 self._asking = asyncio.create_task(self._renew())
-                # Where nobody waits for it, its failure is known by the doubt.
+                # If nobody waits for the task, the doubt tells of its failure.
                 self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-            if self._doubted:
+            if self._in_doubt:
                 await asyncio.shield(self._asking)
         assert self.known is not None
         return self.known
 
     def doubt(self) -> None:
-        """The next request asks. One that has asked already goes on with what is known: another
-        request's failure must not be its own."""
-        self._doubted = True
+        """Have the next request ask.
+
+        A request that has asked already goes on with the capacity that it has: another request's
+        failure must not be its own.
+        """
+        self._in_doubt = True
 
     async def close(self) -> None:
         """Wait until nothing is being asked."""
@@ -218,42 +222,54 @@ class AskedCapacity:
             await asyncio.wait({self._asking})
 
     async def _renew(self) -> None:
-        # All is set before the task has ended: who asks in that moment does not wait for callbacks.
+        # All is set before the task has ended: a request in that moment needs no callbacks.
         try:
             self.known = await self._ask()
-            self._doubted = False
+            self._in_doubt = False
             self._old_at = asyncio.get_running_loop().time() + self._seconds
         except BaseException:
-            self._doubted = True
+            self._in_doubt = True
             raise
         finally:
             self._asking = None
 
 
 def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
-    """One sequence's chunks as a single one: all tokens, scores and logits in order.
+    """Join one sequence's chunks to a single one: all tokens, scores and logits in order.
 
-    The ending and the figures are the last chunk's. Raises ``EngineError`` where there is none.
+    The ending and the figures are the last chunk's. Raises ``EngineError`` without a chunk.
     """
     if not chunks:
         raise EngineError("the engine ended without a chunk")
     if len(chunks) == 1:
         return chunks[0]
-    log_probs = [chunk.log_probs for chunk in chunks if chunk.log_probs is not None]
-    totals = [chunk.cum_log_prob for chunk in chunks if chunk.cum_log_prob is not None]
-    best = [chunk.top_log_probs for chunk in chunks if chunk.top_log_probs is not None]
-    rows = [chunk.generation_logits for chunk in chunks if chunk.generation_logits is not None]
-    contexts = (chunk.context_logits for chunk in chunks if chunk.context_logits is not None)
-    return replace(
-        chunks[-1],
-        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-        log_probs=tuple(value for values in log_probs for value in values) if log_probs else None,
-        top_log_probs=tuple(likeliest for places in best for likeliest in places) if best else None,
-        cum_log_prob=totals[-1] if totals else None,
-        context_logits=next(contexts, None),
-        cached_tokens=chunks[0].cached_tokens,
-        generation_logits=np.concatenate(rows) if rows else None,
-    )
+    token_ids: list[int] = []
+    log_probs: list[float] = []
+    top_log_probs: list[TopLogProbs] = []
+    logits: list[Array] = []
+    joined = replace(chunks[-1], cached_tokens=chunks[0].cached_tokens)
+    joined.context_logits = None
+    for chunk in chunks:
+        token_ids += chunk.token_ids
+        if chunk.log_probs is not None:
+            log_probs += chunk.log_probs
+            joined.log_probs = ()
+        if chunk.top_log_probs is not None:
+            top_log_probs += chunk.top_log_probs
+            joined.top_log_probs = ()
+        if chunk.generation_logits is not None:
+            logits.append(chunk.generation_logits)
+        if chunk.cum_log_prob is not None:
+            joined.cum_log_prob = chunk.cum_log_prob
+        if joined.context_logits is None:
+            joined.context_logits = chunk.context_logits
+    joined.token_ids = tuple(token_ids)
+    if joined.log_probs is not None:
+        joined.log_probs = tuple(log_probs)
+    if joined.top_log_probs is not None:
+        joined.top_log_probs = tuple(top_log_probs)
+    joined.generation_logits = np.concatenate(logits) if logits else None
+    return joined
 
 
 def wire_id(request: EngineRequest) -> str:

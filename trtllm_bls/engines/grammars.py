@@ -2,11 +2,12 @@
 
 A grammar is a caller's. A chain of 4,000 rules overflows the compiler's stack and ends the process
 that compiles it; a grammar of 20,000 rules compiles for minutes. So a child process compiles every
-grammar first, on a smaller stack than the engine's and within limits on CPU time and memory. Only
-what passes there is compiled in the engine's process, where it takes no longer and goes no deeper.
+grammar first, on a smaller stack than the engine's and within limits on CPU time and memory. Only a
+grammar that passes is compiled in the engine's process, where it takes no longer and goes no
+deeper.
 
 ``tried`` is the engine's side of that. ``python -m trtllm_bls.engines.grammars`` is the child: its
-input is a grammar, its output a JSON string that says what is wrong with it, or null. It imports no
+input is a grammar, its output a JSON string with the grammar's problem, or null. It imports no
 torch.
 """
 
@@ -27,18 +28,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-ENGINE_STACK_BYTES = 32 * 2**20  # of the thread that compiles in the engine's process
+ENGINE_STACK_BYTES = 32 * 2**20  # for the thread that compiles in the engine's process
 _TRIAL_STACK_BYTES = 8 * 2**20
-_MEMORY_BYTES = 2 * 2**30  # of the child's address space, of which it needs a tenth
+_MEMORY_BYTES = 2 * 2**30  # limit of the child's address space, of which it needs a tenth
 _START_SECONDS = 10.0  # for the child to load the vocabulary, on a busy machine
 _CLOCK_FACTOR = 5  # on a busy machine, a second of CPU time takes longer than one by the clock
 # llguidance reads numbers as doubles: a larger integer may come out as another, and the smallest
 # of 64 bits ends the process.
-_MOST_NUMBER = 2**53 - 1
+_MAX_NUMBER = 2**53 - 1
 _SET_OPERATORS = ("[", "[^", "[]", "[^]", "&&", "--", "~~")
 # JSON on one line: a model may otherwise write white space for ever. No escapes by number: a key
 # could be written as "\u0061" beside "a", and would have a value that the schema does not allow for
-# it. A schema's own "x-guidance" could lift what is enforced, so all of it is set.
+# it. A schema's own "x-guidance" could lift these rules, so all of them are set.
 _JSON_RULES = {
     "json_allowed_escapes": 'nrbtf\\"',
     "whitespace_pattern": "[ ]?",
@@ -50,9 +51,9 @@ _JSON_RULES = {
 def tried(
     tokenizer_file: Path, vocab_size: int, seconds: float, kind: str, text: str
 ) -> str | None:
-    """What is wrong with a grammar; ``None``: it compiles within ``seconds`` of CPU time.
+    """Return a grammar's problem; ``None`` if it compiles within ``seconds`` of CPU time.
 
-    Raises ``TimeoutError`` where another trial may end otherwise, as the machine was too busy.
+    Raises ``TimeoutError`` if the machine was too busy, so that another trial may end otherwise.
     """
     arguments = [str(tokenizer_file), str(vocab_size), str(seconds), kind]
     command = [sys.executable, "-m", "trtllm_bls.engines.grammars", *arguments]
@@ -79,7 +80,7 @@ def tried(
 
 
 def compiled(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """A matcher at the beginning of a text. Raises ``ValueError`` saying what is wrong."""
+    """Return a matcher at the beginning of a text. Raises ``ValueError`` with the problem."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -94,20 +95,20 @@ def compiled(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
 
 
 def load_tokenizer(file: Path, vocab_size: int) -> LLTokenizer:
-    """The vocabulary that grammars are matched with. Raises whatever llguidance raises."""
+    """Load the vocabulary for matching grammars. Raises the errors of llguidance."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size)
 
 
 def first_line(text: str) -> str:
-    """As much of a library's error as a caller is told."""
+    """Return the part of a library's error that a caller gets."""
     lines = text.strip().splitlines() or ["no reason given"]
     return "no text fits it" if lines[0] == "NoExtensionBias" else lines[0][:300]
 
 
 def _grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:
-    """The guide in llguidance's form. Raises ``ValueError`` for one that is not of its kind."""
+    """Return the guide in llguidance's form. Raises ``ValueError`` if it is not of its kind."""
     from llguidance import LLMatcher
 
     if kind == "regex":
@@ -117,7 +118,7 @@ def _grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:
     if kind == "json":
         text = '{"type": "object"}'
     try:
-        read = json.loads(
+        document = json.loads(
             text,
             object_hook=_checked,
             parse_int=_number,
@@ -127,9 +128,9 @@ def _grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if kind == "structural_tag":
-        return _TagGrammar(tokenizer).grammar(read)
+        return _TagGrammar(tokenizer).grammar(document)
     return LLMatcher.grammar_from_json_schema(
-        json.dumps(_schema(read)),
+        json.dumps(_schema(document)),
         overrides=_JSON_RULES,  # type: ignore[arg-type]
     )
 
@@ -144,12 +145,12 @@ def _lark(text: str) -> str:
     return grammar
 
 
-def _schema(read: Any) -> dict[str, Any]:
-    if not isinstance(read, (dict, bool)):
+def _schema(document: Any) -> dict[str, Any]:
+    if not isinstance(document, (dict, bool)):
         raise ValueError("a schema is an object or a boolean")
-    if isinstance(read, bool):
-        return {} if read else {"enum": []}
-    return read
+    if isinstance(document, bool):
+        return {} if document else {"enum": []}
+    return document
 
 
 class _TagGrammar:
@@ -166,13 +167,13 @@ class _TagGrammar:
         self._rules: list[str] = []
 
     def grammar(self, tag: Any) -> str:
-        """Return the grammar. Raises ``ValueError`` for what it does not know."""
+        """Return the grammar. Raises ``ValueError`` for parts that it does not know."""
         if not isinstance(tag, dict):
             raise ValueError("a structural tag is an object")
-        start = self._written(tag.get("format"))
+        start = self._part(tag.get("format"))
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
 
-    def _written(self, part: Any) -> str:
+    def _part(self, part: Any) -> str:
         match part:
             case {"type": "json_schema", "json_schema": schema}:
                 rules = json.dumps({**_schema(schema), "x-guidance": _JSON_RULES})
@@ -196,9 +197,9 @@ class _TagGrammar:
                 return f"({opening} {self._until(end)})"
             case {"type": "or" | "sequence" as kind, "elements": list(parts)} if parts:
                 separator = " | " if kind == "or" else " "
-                return f"({separator.join(map(self._written, parts))})"
-        known = "or, sequence, json_schema, regex, grammar, const_string, any_text and a tag of it"
-        raise ValueError(f"only {known} are supported")
+                return f"({separator.join(map(self._part, parts))})"
+        kinds = "or, sequence, json_schema, regex, grammar, const_string, any_text and a tag of it"
+        raise ValueError(f"only {kinds} are supported")
 
     def _rule(self, body: str) -> str:
         name = f"part{len(self._rules)}"
@@ -210,7 +211,7 @@ class _TagGrammar:
         return f"({_literal(text)}{token})"
 
     def _until(self, end: str) -> str:
-        """Any text up to a marker, which is one token or spelled."""
+        """Match any text up to a marker, which is one token or spelled."""
         token = self._special.get(end)
         if token is not None:
             return f"<[^{token}]>* <[{token}]>"
@@ -222,22 +223,23 @@ def _literal(text: str) -> str:
 
 
 def _without_slashes(pattern: str) -> str:
-    """Escape what would end a regular expression in Lark."""
+    """Escape the slashes, which would end a regular expression in Lark."""
     return re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)
 
 
 def _portable(pattern: str) -> str:
-    """The regular expression, narrowed to what it means in every dialect.
+    """Narrow a regular expression to its meaning in every dialect.
 
     llguidance reads Rust's. There ``\\d`` takes digits of all alphabets, and ``.`` takes line ends
     that JavaScript's does not. Raises ``ValueError`` for sets that other dialects read otherwise.
     """
     over_lines = re.search(r"\(\?\w*s", pattern)  # the flag of ``.``
-    found, inside = [], ""
+    parts: list[str] = []
+    inside = ""  # the opening bracket of a set
     for part in re.findall(r"\\.|\[\^?\]?|&&|--|~~|.", pattern, re.DOTALL):
         if inside and part in _SET_OPERATORS:
-            mend = f"write it as \\{part[0]}"
-            raise ValueError(f"{part} inside [] has another meaning elsewhere; {mend}")
+            advice = f"write it as \\{part[0]}"
+            raise ValueError(f"{part} inside [] has another meaning elsewhere; {advice}")
         if part[0] == "[":
             inside = part
         elif part == "]":
@@ -246,23 +248,24 @@ def _portable(pattern: str) -> str:
             part = "0-9" if inside else "[0-9]"
         elif part == "." and not inside and not over_lines:
             part = r"[^\n\r\u2028\u2029]"
-        found.append(part)
-    return "".join(found)
+        parts.append(part)
+    return "".join(parts)
 
 
 def _checked(schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what llguidance does not keep: it counts a key that is written twice as two."""
-    least, required = schema.get("minProperties"), schema.get("required")
-    named = len(set(map(str, required))) if isinstance(required, list) else 0
-    if isinstance(least, int) and least > max(1, named):
+    """Refuse a minimum that llguidance does not keep: it counts a repeated key twice."""
+    minimum = schema.get("minProperties")
+    required = schema.get("required")
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(minimum, int) and minimum > max(1, num_required):
         raise ValueError("minProperties is beyond the required keys; name more keys as required")
     return schema
 
 
 def _number(text: str) -> float:
     number = int(text) if text.lstrip("-").isdecimal() else float(text)
-    if not abs(number) <= _MOST_NUMBER:  # NaN, too
-        raise ValueError(f"the number {text[:40]} in it is beyond {_MOST_NUMBER}")
+    if not abs(number) <= _MAX_NUMBER:  # NaN, too
+        raise ValueError(f"the number {text[:40]} in it is beyond {_MAX_NUMBER}")
     return number
 
 
@@ -275,8 +278,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = load_tokenizer(Path(file), int(vocab_size))
-    most = math.ceil(time.process_time() + float(seconds))
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+    cpu_seconds = math.ceil(time.process_time() + float(seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, resource.RLIM_INFINITY))
     threading.stack_size(_TRIAL_STACK_BYTES)
     problems: list[str | None] = []
     trial = threading.Thread(target=_try, args=(tokenizer, kind, json.load(sys.stdin), problems))

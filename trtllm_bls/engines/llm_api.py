@@ -1,4 +1,4 @@
-"""TensorRT-LLM's LLM API, in this process, as an engine: ``tensorrt_llm.LLM``.
+"""An engine of TensorRT-LLM's LLM API in this process: ``tensorrt_llm.LLM``.
 
 Written from the public sources of releases 1.0 to 1.4.0rc1 and tested against objects with the
 surface of three of them; not run on a TensorRT-LLM so far.
@@ -45,6 +45,7 @@ from trtllm_bls.types import (
     EngineMetrics,
     EngineRequest,
     FinishReason,
+    Guide,
     SpeculationStats,
     TopLogProbs,
     Wants,
@@ -60,10 +61,18 @@ _RETENTION = [tensor.name for tensor in ENGINE.inputs if tensor.name.startswith(
 _DECODE_PRIORITY = 35  # KvCacheRetentionConfig's own default
 _ADAPTER = ("lora_name", "lora_path", "lora_task_id")
 _LLM_INPUTS = {
-    *(GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, "logits_post_processor_name"),
-    *("lora_task_id", "lora_name", "lora_path", "lora_ckpt_source", "cache_salt", "priority"),
+    GUIDE_KIND_INPUT,
+    GUIDE_TEXT_INPUT,
+    "logits_post_processor_name",
+    "lora_task_id",
+    "lora_name",
+    "lora_path",
+    "lora_ckpt_source",
+    "cache_salt",
+    "priority",
     *_RETENTION,
-    *("embedding_bias", "return_perf_metrics"),
+    "embedding_bias",
+    "return_perf_metrics",
 }
 _LLM_REFUSALS = {
     "draft_input_ids": f"the LLM API takes no drafts; {_SPECULATES}",
@@ -72,17 +81,24 @@ _LLM_REFUSALS = {
 }
 _UNGUIDED = "the server's model.yaml sets no guided_decoding_backend; set it to xgrammar"
 _EDITED = "with drafts, the LLM API lets a processor edit the rows of other requests"
-# What the LLM API raises about a request, beside its own RequestError.
+# The errors that the LLM API raises about a request, beside its own RequestError.
 _REFUSALS = (TypeError, ValueError, NotImplementedError)
 IGNORED_MEND = (
     "set sampler_type: TRTLLMSampler in model.yaml (1.0: enable_trtllm_sampler: true), or take "
     "1.3.0rc29 or later"
 )
 _LLM_GUIDES = {"json_schema": "json", "ebnf_grammar": "grammar"}  # others have one name
-# Triton's own MPI job, where there is one, is not that of the workers which the LLM API starts.
+# Environment variables of Triton's own MPI job, if there is one. The workers that the LLM API
+# starts do not belong to it.
 _MPI_JOB = (
-    *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE", "OMPI_FIRST_RANKS", "OMPI_APP_CTX_NUM_PROCS"),
-    *("OMPI_MCA_orte_", "ORTE_", "PMIX_", "PMI_"),
+    "OMPI_COMM_WORLD_",
+    "OMPI_UNIVERSE_SIZE",
+    "OMPI_FIRST_RANKS",
+    "OMPI_APP_CTX_NUM_PROCS",
+    "OMPI_MCA_orte_",
+    "ORTE_",
+    "PMIX_",
+    "PMI_",
 )
 
 
@@ -95,32 +111,39 @@ def open_llm(
     """Load the model that ``parameters`` name. Raises ``SetupError``."""
     config = ModelYaml.read(parameters.model_yaml) if parameters.model_yaml else ModelYaml()
     gpus = gpus_of(parameters.gpu_device_ids, parameters.instance, parameters.instances)
-    # Before the import, which opens the GPUs' files: the workers inherit both.
+    # The import opens the GPUs' files, and the workers inherit them and the environment. So the
+    # environment has to be set before.
     for key in list(os.environ):
         if key.startswith(_MPI_JOB) and not key.startswith("PMIX_MCA_"):
             del os.environ[key]
     if gpus:
         os.environ |= {"CUDA_VISIBLE_DEVICES": gpus, "TRTLLM_VISIBLE_DEVICES": gpus}
-    if "telemetry_config" not in config.arguments:  # NVIDIA is told of the use where it says so
+    # NVIDIA gets statistics of the use only where the model.yaml configures it.
+    if "telemetry_config" not in config.arguments:
         os.environ.setdefault("TRTLLM_NO_USAGE_STATS", "1")
     try:
         api = importlib.import_module("tensorrt_llm")
         merge = importlib.import_module("tensorrt_llm.llmapi.llm_utils")
     except ImportError as error:
         raise SetupError(f"engine llm_api needs TensorRT-LLM in this Python: {error}") from error
-    names = {"max_batch": "max_batch_size", "max_sequence_tokens": "max_seq_len"}
-    given = {api: size for own, api in names.items() if (size := getattr(parameters, own))}
-    given["model"] = str(parameters.model_dir)
-    if parameters.model_yaml is None:  # beside some arguments the LLM API refuses it
-        given["guided_decoding_backend"] = "xgrammar"
-    given |= {"gpus_per_node": len(gpus.split(","))} if gpus else {}
+    defaults: dict[str, Any] = {"model": str(parameters.model_dir)}
+    if parameters.max_batch:
+        defaults["max_batch_size"] = parameters.max_batch
+    if parameters.max_sequence_tokens:
+        defaults["max_seq_len"] = parameters.max_sequence_tokens
+    if parameters.model_yaml is None:
+        # The LLM API refuses a backend together with some arguments that a model.yaml may have.
+        defaults["guided_decoding_backend"] = "xgrammar"
+    if gpus:
+        defaults["gpus_per_node"] = len(gpus.split(","))
     processors = config.load_processors()
     try:
-        arguments = merge.update_llm_args_with_extra_dict(given, dict(config.arguments))
+        arguments = merge.update_llm_args_with_extra_dict(defaults, dict(config.arguments))
         llm = api.LLM(**arguments)
     except (TypeError, ValueError) as error:  # pydantic's is a ValueError
         raise SetupError(f"engine llm_api: {printable(str(error))}") from error
-    if warning := ignored_fields(getattr(api, "__version__", ""), arguments):
+    warning = ignored_fields(getattr(api, "__version__", ""), arguments)
+    if warning:
         log.warning("%s: %s; %s", name, warning, IGNORED_MEND)
     capacity = EngineCapacity(
         vocab_size=vocab_size(),  # not before: a tokenizer that is loaded first hides torch
@@ -129,19 +152,22 @@ def open_llm(
         tells_top_log_probs=True,
         speculates=_SPECULATES if arguments.get("speculative_config") else "",
     )
-    refused = {}
+    refusals = {}
     if not arguments.get("guided_decoding_backend"):
-        refused[GUIDE_KIND_INPUT] = _UNGUIDED
+        refusals[GUIDE_KIND_INPUT] = _UNGUIDED
     if capacity.speculates:
-        refused["logits_post_processor_name"] = _EDITED
-    return LlmApiEngine(name, api, llm, capacity, config.adapters, processors, refused)
+        refusals["logits_post_processor_name"] = _EDITED
+    return LlmApiEngine(name, api, llm, capacity, config.adapters, processors, refusals)
 
 
 def ignored_fields(release: str, arguments: Mapping[str, Any]) -> str:
-    """A warning of what a release's LLM API may ignore with these arguments; else empty."""
+    """Return a warning of fields that a release's LLM API may ignore with these arguments.
+
+    Empty if it ignores none.
+    """
     # The sampler in C++, which releases before 1.3.0rc26 have beside the default one, honours all.
-    is_chosen = str(arguments.get("sampler_type")) == "TRTLLMSampler"
-    if is_chosen or arguments.get("enable_trtllm_sampler"):  # as 1.0 calls it
+    has_cpp_sampler = str(arguments.get("sampler_type")) == "TRTLLMSampler"
+    if has_cpp_sampler or arguments.get("enable_trtllm_sampler"):  # the option's name in 1.0
         return ""
     return trtllm.ignored_fields(release)
 
@@ -153,7 +179,7 @@ class LlmApiEngine:
     """``llm``, made by module ``api``. Implements ``trtllm_bls.engines.base.Engine``.
 
     ``adapters``: directories of LoRA adapters, by name. ``processors`` of logits, by name.
-    ``refused``: why a field is refused in this deployment, by wire name.
+    ``refusals``: the reason why this deployment refuses a field, by wire name.
     """
 
     def __init__(
@@ -164,30 +190,30 @@ class LlmApiEngine:
         capacity: EngineCapacity,
         adapters: Mapping[str, str] = {},
         processors: Mapping[str, Any] = {},
-        refused: Mapping[str, str] = {},
+        refusals: Mapping[str, str] = {},
     ) -> None:
         self.name = name
         self._api = api
         self._llm = llm
         self._capacity = capacity
-        self._adapters = {
-            adapter: (i, path) for i, (adapter, path) in enumerate(adapters.items(), 1)
-        }
+        self._adapters: dict[str, tuple[int, str]] = {}
+        for number, (adapter, path) in enumerate(adapters.items(), 1):
+            self._adapters[adapter] = number, path
         self._processors = processors
-        self._refused = {**_LLM_REFUSALS, **refused}
-        self._takes = inspect.signature(llm.generate_async).parameters.keys()
+        self._refusals = {**_LLM_REFUSALS, **refusals}
+        self._options_taken = inspect.signature(llm.generate_async).parameters.keys()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llm-api")
         self._closed = False
 
     async def capacity(self) -> EngineCapacity:
-        """What the parameters tell."""
+        """Return the capacity that the parameters state."""
         if self._closed:
             raise EngineUnavailable(f"{self.name}: the engine is closed")
         return self._capacity
 
     def generate(self, request: EngineRequest) -> ChunkStream:
-        """See ``Engine.generate``."""
-        trtllm.check(request, self._capacity, _LLM_INPUTS, self._refused, _NOT_PASSED_ON)
+        """Generate as ``Engine.generate`` does."""
+        trtllm.check(request, self._capacity, _LLM_INPUTS, self._refusals, _NOT_PASSED_ON)
         try:
             submit = partial(
                 self._llm.generate_async,
@@ -210,8 +236,8 @@ class LlmApiEngine:
     def _sampling_params(self, request: EngineRequest) -> Any:
         single, _ = trtllm.stop_ids(request)
         fields: dict[str, Any] = trtllm.sampling_fields(request.sampling)
-        if least := request.sampling.min_tokens:
-            fields["min_tokens"] = least
+        if request.sampling.min_tokens:
+            fields["min_tokens"] = request.sampling.min_tokens
         if single:
             fields |= {"stop_token_ids": single, "include_stop_str_in_output": True}
         if request.bad_sequences:
@@ -224,85 +250,102 @@ class LlmApiEngine:
             fields["logprobs"] = max(1, request.wants.top_log_probs)
         if request.wants.perf_metrics or self._capacity.speculates:
             fields["return_perf_metrics"] = True
-        if guide := request.guide:
-            kind = guide.kind
-            text = trtllm.guide_text(guide)
-            how = {"json_object": True} if kind == "json" else {_LLM_GUIDES.get(kind, kind): text}
-            fields["guided_decoding"] = self._class("GuidedDecodingParams")(**how)
-        if name := trtllm.text_of(request.extras, "logits_post_processor_name"):
+        if request.guide:
+            fields["guided_decoding"] = self._guide(request.guide)
+        processor = trtllm.text_of(request.extras, "logits_post_processor_name")
+        if processor:
             field = "logits_post_processor_name"
-            fields["logits_processor"] = _known(field, name, self._processors)
-        end = -1 if request.end_id is None else request.end_id
-        known = getattr(self._api.SamplingParams, "__dataclass_fields__", fields)
-        for name in fields.keys() - known.keys():
+            fields["logits_processor"] = _configured(field, processor, self._processors)
+        api_fields = getattr(self._api.SamplingParams, "__dataclass_fields__", fields)
+        for name in fields.keys() - api_fields.keys():
             raise Unsupported(name, "the LLM API of this TensorRT-LLM has no such parameter")
+        end_id = -1 if request.end_id is None else request.end_id
         return self._api.SamplingParams(
             max_tokens=request.max_tokens,
             n=len(trtllm.sequence_ends(request)),
-            end_id=end,
-            pad_id=end if request.pad_id is None else request.pad_id,
+            end_id=end_id,
+            pad_id=end_id if request.pad_id is None else request.pad_id,
             detokenize=False,
             **fields,
         )
+
+    def _guide(self, guide: Guide) -> Any:
+        make = self._class("GuidedDecodingParams")
+        text = trtllm.guide_text(guide)  # also checks the guide of a kind without text
+        if guide.kind == "json":
+            return make(json_object=True)
+        return make(**{_LLM_GUIDES.get(guide.kind, guide.kind): text})
 
     def _class(self, name: str) -> Any:
         return getattr(importlib.import_module("tensorrt_llm.llmapi"), name)
 
     def _options(self, request: EngineRequest) -> dict[str, Any]:
-        """What ``generate_async`` is given beside ids and sampling."""
+        """Return the arguments of ``generate_async`` beside ids and sampling."""
         extras = request.extras
-        options: dict[str, Any] = {"lora_request": self._adapter(request.adapter)}
-        options["kv_cache_retention_config"] = self._retention(extras)
+        options: dict[str, Any] = {}
+        adapter = self._adapter(request.adapter)
+        if adapter is not None:
+            options["lora_request"] = adapter
+        retention = self._retention(extras)
+        if retention is not None:
+            options["kv_cache_retention_config"] = retention
         salt = request.cache_salt
-        if salt is not None and (salt.required or "cache_salt" in self._takes):
+        if salt is not None and (salt.required or "cache_salt" in self._options_taken):
             options["cache_salt"] = str(salt)
         if "priority" in extras:
             options["priority"] = float(extras["priority"].reshape(-1)[0])
-        if request.traceparent and "trace_headers" in self._takes:
+        if request.traceparent and "trace_headers" in self._options_taken:
             options["trace_headers"] = {"traceparent": request.traceparent}
-        options = {name: value for name, value in options.items() if value is not None}
-        for name in options.keys() - self._takes:
+        for name in options.keys() - self._options_taken:
             raise Unsupported(name, "the LLM API of this TensorRT-LLM does not take it")
         return options
 
     def _adapter(self, adapter: Adapter | None) -> Any:
         if adapter is None:
             return None
-        name, path, number = adapter.name, adapter.path, adapter.task_id
+        name = adapter.name
+        path = adapter.path
+        number = adapter.task_id
         if name and path is None and number is None:
-            number, path = _known("lora_name", name, self._adapters)
+            number, path = _configured("lora_name", name, self._adapters)
         if name is None or path is None or number is None:
             problem = "send it alone, for an adapter of the server's model.yaml, or all of"
             raise InvalidRequest("lora_name", f"{problem} {', '.join(_ADAPTER)}")
-        source = adapter.checkpoint_source
+        fields = {"lora_name": name, "lora_int_id": number, "lora_path": path}
+        if adapter.checkpoint_source:
+            fields["lora_ckpt_source"] = adapter.checkpoint_source
         make = importlib.import_module("tensorrt_llm.executor.request").LoRARequest
-        more = {"lora_ckpt_source": source} if source else {}
-        return make(lora_name=name, lora_int_id=number, lora_path=path, **more)
+        return make(**fields)
 
     def _retention(self, extras: Mapping[str, Array]) -> Any:
-        values = {name: extras[name].reshape(-1).tolist() for name in _RETENTION if name in extras}
-        if not values:
+        if not any(name in extras for name in _RETENTION):
             return None
-        *ranges, lasting, decode, decode_lasting = (values.get(name, []) for name in _RETENTION)
-        lasting = lasting or [-1] * len(ranges[0])
-        if len({len(column) for column in (*ranges, lasting)}) > 1:
+        columns: list[list[Any]] = []
+        for name in _RETENTION:
+            columns.append(extras[name].reshape(-1).tolist() if name in extras else [])
+        starts, ends, priorities, durations, decode_priority, decode_duration = columns
+        durations = durations or [-1] * len(starts)
+        if not len(starts) == len(ends) == len(priorities) == len(durations):
             raise InvalidRequest("retention_token_range_ends", "each range needs all its values")
         make = self._class("KvCacheRetentionConfig")
-        kept = [
-            make.TokenRangeRetentionConfig(first, None if last < 0 else last, rank, _ms(lasts))
-            for first, last, rank, lasts in zip(*ranges, lasting, strict=True)
-        ]
-        return make(kept, *(decode or [_DECODE_PRIORITY]), *map(_ms, decode_lasting))
+        ranges = []
+        for start, end, priority, duration in zip(starts, ends, priorities, durations, strict=True):
+            range_end = None if end < 0 else end
+            ranges.append(make.TokenRangeRetentionConfig(start, range_end, priority, _ms(duration)))
+        decode_priority = decode_priority or [_DECODE_PRIORITY]
+        return make(ranges, *decode_priority, *map(_ms, decode_duration))
 
     async def _run(
         self, request: EngineRequest, submit: Callable[[], Any], chunks: QueuedChunks
     ) -> None:
-        sequences, begun, result = trtllm.sequence_ends(request), False, None
-        submitted = self._thread.submit(_on_loop, asyncio.get_running_loop(), submit)
+        sequences = trtllm.sequence_ends(request)
+        has_begun = False
+        result = None
+        submission = self._thread.submit(_on_loop, asyncio.get_running_loop(), submit)
         try:
-            result = await asyncio.wrap_future(submitted)
+            result = await asyncio.wrap_future(submission)
             async for step in result:
-                begun = True
+                has_begun = True
                 for output in step.outputs:
                     sequence = sequences[output.index]
                     if not sequence.received:
@@ -313,20 +356,20 @@ class LlmApiEngine:
             raise EngineError(f"{self.name} ended its stream before its last token")
         except TrtllmBlsError:
             raise
-        except Exception as error:  # of an API that is not ours
-            what = printable(str(error)) or type(error).__name__
-            refused = isinstance(error, _REFUSALS)
-            if not refused and not isinstance(error, self._class("RequestError")):
-                # The engine's own: its worker is dead, or it shuts down.
-                log.error("%s: %s: %s", self.name, type(error).__name__, what)
-                raise EngineUnavailable(f"{self.name}: {what}") from error
-            if begun:
-                raise EngineError(what) from error
-            raise _refusal(what) from error
+        except Exception as error:  # the API is not ours: it may raise anything
+            problem = printable(str(error)) or type(error).__name__
+            is_refusal = isinstance(error, _REFUSALS)
+            if not is_refusal and not isinstance(error, self._class("RequestError")):
+                # The engine itself failed: its worker is dead, or it shuts down.
+                log.error("%s: %s: %s", self.name, type(error).__name__, problem)
+                raise EngineUnavailable(f"{self.name}: {problem}") from error
+            if has_begun:
+                raise EngineError(problem) from error
+            raise _refusal(problem) from error
         finally:
-            # A closed engine takes no more work, and its LLM ends by itself what still runs.
+            # A closed engine takes no more work, and its LLM ends running requests by itself.
             if not self._closed and (result is None or not result.finished):
-                self._thread.submit(_abort, submitted)
+                self._thread.submit(_abort, submission)
 
 
 def _refusal(text: str) -> InvalidRequest:
@@ -337,7 +380,10 @@ def _refusal(text: str) -> InvalidRequest:
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, submit: Callable[[], Any]) -> Any:
-    """In the submitting thread. ``LLM`` binds the answer to the loop that it finds running."""
+    """Submit on the submitting thread, as if ``loop`` ran there.
+
+    ``LLM`` binds the answer to the running loop.
+    """
     asyncio._set_running_loop(loop)
     try:
         return submit()
@@ -345,21 +391,20 @@ def _on_loop(loop: asyncio.AbstractEventLoop, submit: Callable[[], Any]) -> Any:
         asyncio._set_running_loop(None)
 
 
-def _abort(submitted: Future[Any]) -> None:
-    """In the submitting thread, after the submission. What has ended must not be aborted."""
-    if (
-        not submitted.cancelled()
-        and submitted.exception() is None
-        and not submitted.result().finished
-    ):
-        submitted.result().abort()
+def _abort(submission: Future[Any]) -> None:
+    """Abort a submitted request, on the submitting thread; one that has ended must stay alone."""
+    if submission.cancelled() or submission.exception() is not None:
+        return
+    result = submission.result()
+    if not result.finished:
+        result.abort()
 
 
-def _known(field: str, name: str, known: Mapping[str, Any]) -> Any:
-    if name not in known:
-        names = ", ".join(known) or "none"
+def _configured(field: str, name: str, choices: Mapping[str, Any]) -> Any:
+    if name not in choices:
+        names = ", ".join(choices) or "none"
         raise InvalidRequest(field, f"{name!r} is not in the server's model.yaml: {names}")
-    return known[name]
+    return choices[name]
 
 
 def _ms(value: int) -> timedelta | None:
@@ -372,64 +417,77 @@ def _ms(value: int) -> timedelta | None:
 def _read(
     output: Any, sequence: trtllm.SequenceEnds, wants: Wants, finished: bool
 ) -> list[EngineChunk]:
-    """The chunks of what is new in an output, which the LLM API repeats as it grows.
+    """Return the chunks of the new tokens in an output, which the LLM API repeats as it grows.
 
-    ``finished``: all sequences have ended. The LLM API may tell only the last one why.
+    ``finished``: all sequences have ended. The LLM API may give a reason for the last one alone.
     """
     if sequence.done:
         return []
     num_read = sequence.received
     ids = tuple(output.token_ids[num_read:])
-    values = best = None
+    log_probs = None
+    top_log_probs = None
     if wants.log_probs:
-        values, best = _scores(ids, output.logprobs[num_read:], wants.top_log_probs)
+        entries = output.logprobs[num_read:]
+        log_probs, top_log_probs = _scores(ids, entries, wants.top_log_probs)
     reason = trtllm.REASONS.get(output.finish_reason)
-    ended = output.finish_reason is not None or finished
+    has_ended = output.finish_reason is not None or finished
     if reason is FinishReason.END_ID and output.stop_reason in sequence.stop_ids:
         reason = FinishReason.STOP
-    chunks = sequence.feed(ids, values, best, ended=ended, reason=reason)
+    chunks = sequence.feed(ids, log_probs, top_log_probs, ended=has_ended, reason=reason)
     figures = getattr(output, "request_perf_metrics", None)
     if sequence.done and figures is not None:
         metrics = _metrics(figures)
-        drafted, accepted = metrics.total_draft_tokens, metrics.total_accepted_draft_tokens or 0
+        num_drafted = metrics.total_draft_tokens
+        num_accepted = metrics.total_accepted_draft_tokens or 0
         for chunk in chunks:
             chunk.metrics = metrics if wants.perf_metrics else None
-            if drafted:
-                chunk.speculation = SpeculationStats(drafted=drafted, accepted=accepted)
+            if num_drafted:
+                chunk.speculation = SpeculationStats(drafted=num_drafted, accepted=num_accepted)
     return chunks
 
 
 def _metrics(figures: Any) -> EngineMetrics:
-    """Of ``RequestPerfMetrics``. The clock is the worker's, which is of this machine."""
-    blocks, drafts = figures.kv_cache_metrics, figures.speculative_decoding
-    at = ("arrival_time", "first_scheduled_time", "first_token_time", "last_token_time")
-    times = {f"{name}_ns": getattr(figures.timing_metrics, name) for name in at}
+    """Read ``RequestPerfMetrics``. The clock is the worker's, which runs on this machine."""
+    times = figures.timing_metrics
+    blocks = figures.kv_cache_metrics
+    drafts = figures.speculative_decoding
     return EngineMetrics(
         kv_cache_alloc_new_blocks=blocks.num_new_allocated_blocks,
         kv_cache_reused_blocks=blocks.num_reused_blocks,
         kv_cache_alloc_total_blocks=blocks.num_total_allocated_blocks,
         total_accepted_draft_tokens=drafts.total_accepted_draft_tokens,
         total_draft_tokens=drafts.total_draft_tokens,
-        **{name: round(time / timedelta(microseconds=1) * 1000) for name, time in times.items()},
+        arrival_time_ns=_nanoseconds(times.arrival_time),
+        first_scheduled_time_ns=_nanoseconds(times.first_scheduled_time),
+        first_token_time_ns=_nanoseconds(times.first_token_time),
+        last_token_time_ns=_nanoseconds(times.last_token_time),
     )
+
+
+def _nanoseconds(time: timedelta) -> int:
+    return round(time / timedelta(microseconds=1) * 1000)
 
 
 def _scores(
     ids: tuple[int, ...], entries: Iterable[Any], top: int
 ) -> tuple[list[float], list[TopLogProbs] | None]:
-    """Log-probabilities, and those of the ``top`` likeliest ids of each place.
+    """Return the log-probabilities of ids, and those of the ``top`` likeliest ids of each place.
 
     An entry is the chosen id's number, or those of several ids by id.
     """
-    values, best = [], []
+    log_probs: list[float] = []
+    top_log_probs: list[TopLogProbs] = []
     for token, entry in zip(ids, entries, strict=False):
-        listed: Mapping[int, Any] = entry if isinstance(entry, Mapping) else {token: entry}
-        found = {each: float(getattr(value, "logprob", value)) for each, value in listed.items()}
-        if len(found) < top:
-            problem = f"{top}; this TensorRT-LLM reports {len(found)} at each place"
+        by_id: Mapping[int, Any] = entry if isinstance(entry, Mapping) else {token: entry}
+        numbers = {}
+        for token_id, value in by_id.items():
+            numbers[token_id] = float(getattr(value, "logprob", value))
+        if len(numbers) < top:
+            problem = f"{top}; this TensorRT-LLM reports {len(numbers)} at each place"
             raise Unsupported("return_top_log_probs", problem)
-        values.append(found[token])
-        best.append(trtllm.likeliest(found.items(), top))
-    if len(values) != len(ids):
+        log_probs.append(numbers[token])
+        top_log_probs.append(trtllm.likeliest(numbers.items(), top))
+    if len(log_probs) != len(ids):
         raise EngineError("the engine's log-probabilities are not those of its tokens")
-    return values, best if top else None
+    return log_probs, top_log_probs if top else None

@@ -1,4 +1,4 @@
-"""From parameters to an engine.
+"""Opening the engines that parameters name.
 
 ``open_engine`` opens the engines of a text model, ``open_local_engine`` the one behind the Python
 model ``tensorrt_llm``.
@@ -48,7 +48,7 @@ def open_engine(
 ) -> RoutingEngine:
     """Open the engines that ``parameters`` name, as one. Raises ``SetupError``.
 
-    ``in_triton``: this process is one of a Triton server. ``on_end``: that of ``RoutingEngine``.
+    ``in_triton``: this process is one of a Triton server. ``on_end``: as in ``RoutingEngine``.
     """
     tls = engine_tls(parameters)
 
@@ -134,7 +134,7 @@ def _trtllm_service(
 
 
 def _draft_tokenizer_fits(parameters: BlsParameters, tokenizer: Tokenizer) -> bool:
-    """Return true if the draft model's ids mean what the target's do; else say so in the log."""
+    """Return true if the draft model's ids have the target's meaning; else the log says so."""
     directory = parameters.draft_tokenizer_dir
     if directory is None or load_tokenizer(directory).fingerprint == tokenizer.fingerprint:
         return True

@@ -1,4 +1,4 @@
-"""Whether a gRPC port is that of the server to which this process belongs, and what that tells."""
+"""Questions about a gRPC port that may be the port of the server to which this process belongs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
 def listening_processes(url: str) -> set[int]:
-    """The processes that listen at ``url`` (host:port); none where the host is another machine.
+    """Return the processes that listen at ``url`` (host:port); none if it is another machine.
 
     Processes of other users cannot be seen.
     """
@@ -22,29 +22,29 @@ def listening_processes(url: str) -> set[int]:
         return set()
     import psutil
 
-    return {
-        connection.pid
-        for connection in psutil.net_connections(kind="tcp")
-        if connection.status == psutil.CONN_LISTEN
-        and tuple(connection.laddr)[1:] == (int(port),)
-        and connection.pid is not None
-    }
+    processes = set()
+    for connection in psutil.net_connections(kind="tcp"):
+        is_listening = connection.status == psutil.CONN_LISTEN
+        is_at_port = is_listening and tuple(connection.laddr)[1:] == (int(port),)
+        if is_at_port and connection.pid is not None:
+            processes.add(connection.pid)
+    return processes
 
 
 def is_own(url: str) -> bool | None:
-    """Whether the port belongs to a process that this one descends from.
+    """Return true if the port belongs to a process that this one descends from.
 
     With host networking another Triton may own the default port. ``None``: nobody listens at the
     port, or its owner cannot be seen.
     """
-    known = listening_processes(url)
-    if not known:
+    listening = listening_processes(url)
+    if not listening:
         return None
     import psutil
 
-    return not known.isdisjoint(
-        (os.getpid(), *(process.pid for process in psutil.Process().parents()))
-    )
+    ancestry = {os.getpid()}
+    ancestry.update(process.pid for process in psutil.Process().parents())
+    return not listening.isdisjoint(ancestry)
 
 
 async def stream_thread_has_returned(url: str, tls: ssl.SSLContext | None = None) -> None:

@@ -1,13 +1,13 @@
 """Several engines of one model as one: requests go by load and, with ``affinity``, by prompt.
 
 Every engine has a circuit breaker, which is closed while the engine serves. An engine that cannot
-be reached or asked for its capacity, or that stalls, opens it: no request is sent there. Every
-engine is asked for its capacity in the background, once a second, or after a pause that doubles
-while it does not answer. The answer closes the breaker.
+be reached or does not state its capacity, or that stalls, opens it: no request is sent there. Each
+breaker asks its engine for the capacity in the background, once a second, or after a pause that
+doubles while the engine does not answer. The answer closes the breaker.
 
 A request that has produced nothing is tried on the other engines, also when its engine's queue is
 full. One that has produced tokens ends with its engine's error, unless ``resume`` is on and the
-request can be continued elsewhere, or already has all of its tokens.
+request can go on at another engine, or already has all of its tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from trtllm_bls.errors import EngineError, EngineStalled, EngineUnavailable, Ove
 from trtllm_bls.text.stopping import StoppingCriteria
 from trtllm_bls.types import Backoff, EngineCapacity, EngineChunk, EngineRequest, PromptIds, Wants
 
-_ASK_AGAIN_S = Backoff(1.0, 30.0)  # The pause grows while an engine does not answer.
-_LOST = (EngineUnavailable, EngineStalled)
-# Engines keep the KV cache in blocks of this many tokens or more.
-_BLOCK_TOKENS, _REMEMBERED_BLOCKS = 32, 200_000
-# How much more than the least busy engine may run where a prompt's beginning is known: so many
-# sequences, or this share.
-_MORE_SEQUENCES, _MORE_SHARE = 2, 0.25
+_ASK_AGAIN_S = Backoff(1.0, 30.0)  # the pause grows while an engine does not answer
+_ENGINE_LOSSES = (EngineUnavailable, EngineStalled)
+_BLOCK_TOKENS = 32  # engines keep the KV cache in blocks of this many tokens or more
+_REMEMBERED_BLOCKS = 200_000
+# The load that an engine which has a prompt's beginning may have beyond the least busy engine: so
+# many sequences, or this share.
+_EXTRA_SEQUENCES = 2
+_EXTRA_SHARE = 0.25
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +38,13 @@ log = logging.getLogger(__name__)
 class _Replica:
     """One engine, its load, and its circuit breaker.
 
-    The breaker is closed while ``capacity`` is known; ``error`` says why it is open. Before the
-    engine is first asked it is open, too.
+    The breaker is closed while ``capacity`` is known; ``error`` is the reason why it is open. It
+    starts open.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.sequences = 0  # that run there
+        self.num_sequences = 0  # that run there
         self.capacity: EngineCapacity | None = None
         self.error: EngineError = EngineUnavailable(
             f"{engine.name}: not asked for its capacity yet"
@@ -52,7 +53,7 @@ class _Replica:
         self._watching: asyncio.Task[None] | None = None
 
     def ask(self) -> asyncio.Task[None]:
-        """Ask the engine for its capacity, unless that is under way; from then on it is watched."""
+        """Ask the engine for its capacity, unless that is under way, and watch it from then on."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         if self._watching is None:
@@ -63,13 +64,14 @@ class _Replica:
         """Send no more requests there until the engine answers again."""
         if self.capacity is not None or str(error) != str(self.error):
             log.warning("%s; no request goes there until it answers again", error)
-        self.capacity, self.error = None, error
+        self.capacity = None
+        self.error = error
 
     async def _ask(self) -> None:
         try:
             capacity = await self.engine.capacity()
         except Exception as error:
-            if not isinstance(error, EngineError):  # bytes that are no message, say
+            if not isinstance(error, EngineError):  # for example, bytes that are no message
                 problem = f"{self.engine.name}: asking for its capacity failed: {error!r}"
                 error = EngineUnavailable(problem)
             self.open_breaker(error)
@@ -83,8 +85,9 @@ class _Replica:
         while True:
             await asyncio.sleep(pause)
             await asyncio.wait({self.ask()})
-            closed = self.capacity is not None
-            pause = _ASK_AGAIN_S.first if closed else _ASK_AGAIN_S.after(pause)
+            pause = _ASK_AGAIN_S.after(pause)
+            if self.capacity is not None:
+                pause = _ASK_AGAIN_S.first
 
     async def close(self) -> None:
         for pending in (self._asking, self._watching):
@@ -96,10 +99,10 @@ class _Replica:
 class ReplicatedEngine:
     """``engines`` as one ``Engine``, which closes them.
 
-    ``resume``: a greedy or seeded request that has produced tokens is continued on another engine,
-    whose prompt is the request's own and these tokens. A seeded one then has other draws than it
-    would have had. ``affinity``: a request goes to the engine that was last sent the longest
-    beginning of its prompt, unless that engine is much busier than another.
+    ``resume``: a greedy or seeded request that has produced tokens goes on at another engine, whose
+    prompt is the request's own and these tokens. A seeded one then has other draws than it would
+    have had. ``affinity``: a request goes to the engine that last got the longest beginning of its
+    prompt, unless that engine is much busier than another.
     """
 
     def __init__(
@@ -108,31 +111,44 @@ class ReplicatedEngine:
         self.name = ",".join(engine.name for engine in engines)
         self.resume = resume
         self._affinity = affinity
-        self._sent_to: dict[int, _Replica] = {}  # by a prompt's beginning
+        self._by_beginning: dict[int, _Replica] = {}  # the engine that last got a beginning
         self._replicas = [_Replica(engine) for engine in engines]
 
     async def capacity(self) -> EngineCapacity:
-        """What every engine that can be reached can take. Raises ``EngineUnavailable`` if none
-        can."""
+        """Return the limits that all reachable engines share.
+
+        Raises ``EngineUnavailable`` if no engine can be reached.
+        """
         if not any(replica.capacity for replica in self._replicas):
             await asyncio.wait([replica.ask() for replica in self._replicas])
-        known = [each.capacity for each in self._replicas if each.capacity is not None]
-        if not known:
+        capacities: list[EngineCapacity] = []
+        for replica in self._replicas:
+            if replica.capacity is not None:
+                capacities.append(replica.capacity)
+        if not capacities:
             raise self._replicas[0].error
-        smallest: dict[str, int | None] = {}
+        limits: dict[str, int | None] = {}
         for name in ("vocab_size", "max_sequence_tokens", "max_prompt_tokens", "max_draft_tokens"):
-            given = [value for each in known if (value := getattr(each, name)) is not None]
-            smallest[name] = min(given, default=None)
+            values: list[int] = []
+            for capacity in capacities:
+                value = getattr(capacity, name)
+                if value is not None:
+                    values.append(value)
+            limits[name] = min(values, default=None)
+        one_step = None
+        for capacity in capacities:
+            if one_step is None:
+                one_step = capacity.one_step
         return EngineCapacity(
-            **smallest,
-            one_step=next((each.one_step for each in known if each.one_step is not None), None),
-            may_be_one_step=any(each.may_be_one_step for each in known),
-            tells_top_log_probs=all(each.tells_top_log_probs for each in known),
-            speculates=known[0].speculates,
+            **limits,
+            one_step=one_step,
+            may_be_one_step=any(capacity.may_be_one_step for capacity in capacities),
+            tells_top_log_probs=all(capacity.tells_top_log_probs for capacity in capacities),
+            speculates=capacities[0].speculates,
         )
 
     def generate(self, request: EngineRequest) -> ChunkStream:
-        """See ``Engine.generate``."""
+        """Generate as ``Engine.generate`` does."""
         return _ReplicaChunks(self, request)
 
     async def close(self) -> None:
@@ -140,38 +156,46 @@ class ReplicatedEngine:
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
     async def problems(self) -> dict[str, str]:
-        """Why each engine takes no requests, by its name; an empty text if it does."""
+        """Return each engine's reason to take no requests, by its name; empty if it takes them."""
         with suppress(EngineError):
             await self.capacity()
-        states = [
-            (replica.engine.name, replica.capacity, replica.error) for replica in self._replicas
-        ]
-        return {name: "" if capacity else str(error) for name, capacity, error in states}
+        problems = {}
+        for replica in self._replicas:
+            problems[replica.engine.name] = "" if replica.capacity else str(replica.error)
+        return problems
 
     def sequences(self) -> dict[str, int]:
-        """How many sequences each engine has been given that are not over, by its name."""
-        return {replica.engine.name: replica.sequences for replica in self._replicas}
+        """Return the number of sequences that run on each engine, by its name."""
+        return {replica.engine.name: replica.num_sequences for replica in self._replicas}
 
-    def choose(self, tried: Sequence[_Replica], prompt: PromptIds) -> _Replica | None:
-        """An engine whose breaker is closed and which was not ``tried``."""
-        closed = [
-            each for each in self._replicas if each.capacity is not None and each not in tried
-        ]
-        least = min(closed, key=lambda replica: replica.sequences, default=None)
-        if least is None or not self._affinity:
-            return least
-        most = least.sequences + max(_MORE_SEQUENCES, _MORE_SHARE * least.sequences)
+    def choose(self, excluded: Sequence[_Replica], prompt: PromptIds) -> _Replica | None:
+        """Return an engine for a prompt, with a closed breaker and none of those ``excluded``."""
+        available: list[_Replica] = []
+        for replica in self._replicas:
+            if replica.capacity is not None and replica not in excluded:
+                available.append(replica)
+        least_busy = min(available, key=lambda replica: replica.num_sequences, default=None)
+        if least_busy is None or not self._affinity:
+            return least_busy
+        sequences = least_busy.num_sequences
+        limit = sequences + max(_EXTRA_SEQUENCES, _EXTRA_SHARE * sequences)
         # A number for the first block of the prompt, for the first two, and so on.
-        chosen, beginning, beginnings = least, 0, []
+        chosen = least_busy
+        beginning = 0
+        beginnings: list[int] = []
         for end in range(_BLOCK_TOKENS, len(prompt) + 1, _BLOCK_TOKENS):
             beginning = hash((beginning, tuple(prompt[end - _BLOCK_TOKENS : end])))
             beginnings.append(beginning)
-            known = self._sent_to.get(beginning)
-            if known in closed and known.sequences <= most:
-                chosen = known
-        self._sent_to.update(dict.fromkeys(beginnings, chosen))
-        while len(self._sent_to) > _REMEMBERED_BLOCKS:
-            del self._sent_to[next(iter(self._sent_to))]  # the oldest
+            replica_with_beginning = self._by_beginning.get(beginning)
+            if (
+                replica_with_beginning in available
+                and replica_with_beginning.num_sequences <= limit
+            ):
+                chosen = replica_with_beginning
+        self._by_beginning.update(dict.fromkeys(beginnings, chosen))
+        while len(self._by_beginning) > _REMEMBERED_BLOCKS:
+            oldest = next(iter(self._by_beginning))
+            del self._by_beginning[oldest]
         return chosen
 
 
@@ -183,19 +207,19 @@ class _ReplicaChunks(ChunkStream):
         self._request = request
         self._remembers = engine.resume and _can_resume(request)
         self._ids: list[int] = []
-        self._begun = False
-        self._tried: list[_Replica] = []
+        self._has_begun = False
+        self._past_replicas: list[_Replica] = []
         self._replica: _Replica | None = None
-        first = engine.choose((), request.input_ids)
-        if first is None:
+        replica = engine.choose((), request.input_ids)
+        if replica is None:
             raise EngineUnavailable(f"{engine.name}: none of them can be reached")
-        self._begin(first)
+        self._begin(replica)
 
     async def wait(self) -> None:
         while True:
             try:
                 await self._stream.wait()
-            except (*_LOST, Overloaded) as error:
+            except (*_ENGINE_LOSSES, Overloaded) as error:
                 await self._move(error)
             else:
                 return
@@ -203,7 +227,7 @@ class _ReplicaChunks(ChunkStream):
     def take(self) -> list[EngineChunk]:
         chunks = self._stream.take()
         if chunks:
-            self._begun = True
+            self._has_begun = True
             if self._remembers:
                 for chunk in chunks:
                     self._ids += chunk.token_ids
@@ -214,27 +238,30 @@ class _ReplicaChunks(ChunkStream):
         await self._stream.aclose()
 
     def _begin(self, replica: _Replica) -> None:
-        self._tried.append(replica)
+        self._past_replicas.append(replica)
         request = self._request
-        if generated := len(self._ids):
-            least, seed = request.sampling.min_tokens or 0, request.sampling.seed
-            sampling = replace(
-                request.sampling,
-                # Said aloud also where it is 0: an engine may take its absence for 1.
-                min_tokens=max(0, least - generated),
-                # Numbers that were drawn before are not drawn again.
-                seed=None if seed is None else (seed + generated) % (1 << 64),
+        generated = len(self._ids)
+        if generated:
+            # A minimum of 0 is sent, too: an engine may take its absence for 1.
+            min_tokens = max(0, (request.sampling.min_tokens or 0) - generated)
+            seed = request.sampling.seed
+            if seed is not None:
+                # Another seed, so that no number is drawn twice.
+                seed = (seed + generated) % (1 << 64)
+            request = replace(
+                request,
+                input_ids=(*request.input_ids, *self._ids),
+                max_tokens=request.max_tokens - generated,
+                sampling=replace(request.sampling, min_tokens=min_tokens, seed=seed),
             )
-            prompt, remaining = (*request.input_ids, *self._ids), request.max_tokens - generated
-            request = replace(request, input_ids=prompt, max_tokens=remaining, sampling=sampling)
         self._stream = replica.engine.generate(request)
         self._replica = replica
-        replica.sequences += request.num_return_sequences
+        replica.num_sequences += request.num_return_sequences
 
     async def _move(self, error: EngineError | Overloaded) -> None:
         """Begin the request on another engine, or end it here if only its final flag is missing.
 
-        Raises ``error`` where there is no other engine or the request cannot move.
+        Raises ``error`` if there is no other engine or the request cannot move.
         """
         replica = self._replica
         self._release()
@@ -243,13 +270,14 @@ class _ReplicaChunks(ChunkStream):
         await self._stream.aclose()
         _, reason = StoppingCriteria.of(self._request).feed(tuple(self._ids))
         if reason is not None:
-            self._stream = last = QueuedChunks()
-            end = EngineChunk(token_ids=(), final=True, finish_reason=reason)
-            last.put([end])  # all that is missing
-            last.end()
+            ending = QueuedChunks()
+            ending.put([EngineChunk(token_ids=(), final=True, finish_reason=reason)])
+            ending.end()
+            self._stream = ending
             return
-        stays = self._begun and not self._remembers
-        replacement = None if stays else self._engine.choose(self._tried, self._request.input_ids)
+        if self._has_begun and not self._remembers:
+            raise error
+        replacement = self._engine.choose(self._past_replicas, self._request.input_ids)
         if replacement is None:
             raise error
         log.info("%s goes on at %s", self._request.request_id, replacement.engine.name)
@@ -257,12 +285,12 @@ class _ReplicaChunks(ChunkStream):
 
     def _release(self) -> None:
         if self._replica is not None:
-            self._replica.sequences -= self._request.num_return_sequences
+            self._replica.num_sequences -= self._request.num_return_sequences
             self._replica = None
 
 
 def _can_resume(request: EngineRequest) -> bool:
-    """Whether prompt and tokens so far are all that the rest of the answer depends on."""
+    """Return true if the remaining answer depends on prompt and tokens so far alone."""
     sampling = request.sampling
     return (
         request.num_return_sequences == 1

@@ -1,10 +1,11 @@
-"""Whether an engine can run a request: the bounds of the contract table, and the engine's capacity.
+"""Checks that an engine can run a request: the contract's bounds, and the engine's capacity.
 
 Values from the wire and requests made in Python meet the same rules and the same error texts.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from array import array
@@ -21,21 +22,35 @@ from trtllm_bls.wire.contract import ENGINE
 # without it, and more than one beam is refused.
 HONOURED = frozenset(
     (
-        *("temperature", "top_k", "top_p", "top_p_min", "top_p_decay", "top_p_reset_id", "min_p"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
-        *("min_tokens", "seed"),
-        *("beam_width", "length_penalty", "early_stopping", "beam_search_diversity_rate"),
+        "temperature",
+        "top_k",
+        "top_p",
+        "top_p_min",
+        "top_p_decay",
+        "top_p_reset_id",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "no_repeat_ngram_size",
+        "min_tokens",
+        "seed",
+        "beam_width",
+        "length_penalty",
+        "early_stopping",
+        "beam_search_diversity_rate",
     )
 )
 
 
 def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
-    """Raises ``InvalidRequest`` by wire name for anything that no engine of this capacity runs,
-    and ``Unsupported`` for what none of this package's own engines honours, such as beam search.
+    """Raise ``InvalidRequest`` by wire name for anything that no engine of this capacity runs.
 
-    What the capacity does not tell is not checked.
+    ``Unsupported`` is raised for fields that none of this package's own engines honours, such as
+    beam search. A limit that the capacity does not have is not checked.
     """
-    draft, sampling = request.draft or Draft(token_ids=()), request.sampling
+    draft = request.draft or Draft(token_ids=())
+    sampling = request.sampling
     values: dict[str, Any] = vars(request) | vars(sampling)
     values["draft_acceptance_threshold"] = draft.acceptance_threshold
     for tensor in ENGINE.inputs:
@@ -57,7 +72,8 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
     _check_tokens(request, draft, capacity)
     if any(math.isnan(bias) or bias == math.inf for _, bias in request.embedding_bias):
         raise InvalidRequest("embedding_bias", "holds NaN or infinity")
-    if (logits := draft.logits) is not None:
+    logits = draft.logits
+    if logits is not None:
         shape = len(draft.token_ids), capacity.vocab_size or logits.shape[-1]
         if logits.shape != shape:
             raise InvalidRequest("draft_logits", f"shape {logits.shape} is not {shape}")
@@ -66,28 +82,35 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
 
 
 def _check_tokens(request: EngineRequest, draft: Draft, capacity: EngineCapacity) -> None:
-    longest, vocab_size = capacity.max_sequence_tokens, capacity.vocab_size or sys.maxsize
-    most = {"input_ids": longest and longest - 1, "draft_input_ids": capacity.max_draft_tokens}
+    """Check the number of tokens in each field, and that the vocabulary has them."""
+    vocab_size = capacity.vocab_size or sys.maxsize
+    limits = {"draft_input_ids": capacity.max_draft_tokens}
+    if capacity.max_sequence_tokens:
+        limits["input_ids"] = capacity.max_sequence_tokens - 1
     words = {"stop_words_list": request.stop_sequences, "bad_words_list": request.bad_sequences}
-    given: dict[str, Collection[Any]] = {
+    fields: dict[str, Collection[Any]] = {
         "input_ids": request.input_ids,
         "draft_input_ids": draft.token_ids,
         "end_id": {request.end_id} - {-1, None},  # -1: no token ends the text
-        **{name: [token for word in listed for token in word] for name, listed in words.items()},
-        "embedding_bias": [token for token, _ in request.embedding_bias],
-        "runtime_top_p_reset_ids": {request.sampling.top_p_reset_id} - {None},
     }
-    for name, ids in given.items():
-        limit = most.get(name)
+    for name, sequences in words.items():
+        fields[name] = list(itertools.chain.from_iterable(sequences))
+    fields["embedding_bias"] = [token for token, _ in request.embedding_bias]
+    fields["runtime_top_p_reset_ids"] = {request.sampling.top_p_reset_id} - {None}
+    for name, ids in fields.items():
+        limit = limits.get(name)
         if limit is not None and len(ids) > limit:
             if name == "input_ids":
                 raise PromptTooLong(name, len(ids), limit)
             raise InvalidRequest(name, f"{len(ids)} tokens; at most {limit} are allowed")
         if not all(words.get(name, ())):
             raise InvalidRequest(name, "holds an empty sequence")
+        if not ids:
+            continue
         # numpy makes no object of each id in the array of a long prompt.
-        ends: Any = (np.min, np.max) if isinstance(ids, array) else (min, max)
-        for token in [end(ids) for end in ends] if ids else ():
+        lowest: Any = np.min if isinstance(ids, array) else min
+        highest: Any = np.max if isinstance(ids, array) else max
+        for token in (lowest(ids), highest(ids)):
             if token >= vocab_size and "prompt_embedding_table" in request.extras:
                 raise Unsupported("prompt_embedding_table", "this engine reads no such table")
             if not 0 <= token < vocab_size:

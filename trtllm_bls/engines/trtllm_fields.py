@@ -1,11 +1,11 @@
-"""What TensorRT-LLM's gRPC service and its LLM API share: our requests in their words, and where
-sequences end.
+"""The common part of TensorRT-LLM's gRPC service and its LLM API: requests in their words, and the
+ends of sequences.
 
-Owns what both take and do not take. What is greedy is said aloud, since a request that says nothing
-samples there. Both end at one end id and at single stop ids, give the end id as a token of the
-answer, and give a stop of several ids up to its last one. ``SequenceEnds`` watches for every end
-that a request names, so the chunks are those that ``engines.base`` promises: without the end id, up
-to and including a stop, and never more than ``max_tokens``.
+Owns the lists of fields that both take and do not take. Greedy requests state ``top_k`` 1, since a
+request without it samples there. Both end at one end id and at single stop ids, give the end id as
+a token of the answer, and give a stop of several ids up to its last one. ``SequenceEnds`` watches
+for every end that a request names, so the chunks are those that ``engines.base`` promises: without
+the end id, up to and including a stop, and never more than ``max_tokens``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trtllm_bls.wire.request_fields import required_inputs
 # The first release whose source was read and honours every field. The sampler of earlier ones took
 # some fields and did nothing (NVIDIA/TensorRT-LLM#9442, mended by #16485, #16594, #17172).
 _HONOURS_ALL = Version("1.3.0rc29")
-# Why a sequence ended; a stop of the request's own is seen in the ids.
+# The reasons why a sequence ended; a stop of the request's own shows in the ids.
 REASONS = {
     "length": FinishReason.LENGTH,
     "stop": FinishReason.END_ID,
@@ -46,11 +46,11 @@ REASONS = {
     "cancelled": FinishReason.CANCELLED,
 }
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
-# What an engine of this kind takes in place of drafts.
+# The setting of an engine of this kind in place of drafts.
 SPECULATES = "it speculates by speculative_config in its own --extra_llm_api_options"
-# The fields of ``Sampling`` that both have, and what they call them.
+# The fields of ``Sampling`` that both have, with their names there.
 _SAMPLING_NAMES = {name: name for name in HONOURED} | {"top_p_reset_id": "top_p_reset_ids"}
-# Not sent: what they say is the default, and an engine that speculates refuses their fields.
+# Values that are not sent: they are the defaults, and an engine that speculates refuses the fields.
 _NEUTRAL = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
@@ -62,8 +62,10 @@ _NEUTRAL = {
 
 
 def ignored_fields(release: str) -> str:
-    """A warning of what a release of TensorRT-LLM may ignore without a word; empty where it honours
-    every field."""
+    """Return a warning of fields that a release of TensorRT-LLM may ignore in silence.
+
+    Empty if it honours every field.
+    """
     try:
         if Version(release) >= _HONOURS_ALL:
             return ""
@@ -75,13 +77,16 @@ def ignored_fields(release: str) -> str:
 def check(
     request: EngineRequest,
     capacity: EngineCapacity,
-    taken: Collection[str],
-    refused: Mapping[str, str],
-    otherwise: str,
+    supported: Collection[str],
+    refusals: Mapping[str, str],
+    default_refusal: str,
 ) -> None:
-    """Raises ``InvalidRequest``, or ``Unsupported`` for what neither takes, is ``refused`` (why, by
-    wire name), or is not ``taken`` (``otherwise`` says why)."""
-    present = {
+    """Raise ``InvalidRequest`` for a bad request, and ``Unsupported`` for a field not taken.
+
+    ``refusals``: the reason why a field is refused, by wire name. Any other field that is not
+    ``supported`` is refused for ``default_refusal``.
+    """
+    presence = {
         "draft_input_ids": request.draft is not None,
         "embedding_bias": bool(request.embedding_bias),
         "return_context_logits": request.wants.context_logits,
@@ -89,15 +94,16 @@ def check(
         "return_perf_metrics": request.wants.perf_metrics,
         "bad_words_list": any(len(words) > 1 for words in request.bad_sequences),
     }
-    present |= dict.fromkeys((*required_inputs(request), *request.extras), True)
-    for name, is_there in present.items():
-        if is_there and (name in refused or name not in taken):
-            raise Unsupported(name, f"cannot be honoured: {refused.get(name, otherwise)}")
+    presence |= dict.fromkeys((*required_inputs(request), *request.extras), True)
+    for name, is_present in presence.items():
+        if is_present and (name in refusals or name not in supported):
+            reason = refusals.get(name, default_refusal)
+            raise Unsupported(name, f"cannot be honoured: {reason}")
     check_request(request, capacity)
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """What is sent of it, under TensorRT-LLM's names; ``min_tokens`` and beams are not."""
+    """Return the fields to send, under TensorRT-LLM's names; ``min_tokens`` and beams are not."""
     fields = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
     fields |= {"beam_width": None, "min_tokens": None}
     greedy = sampling.is_greedy
@@ -106,26 +112,27 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     fields["top_k"] = 1 if greedy else sampling.top_k or None
     if sampling.early_stopping is not None:
         fields["early_stopping"] = int(sampling.early_stopping)
-    return {
-        _SAMPLING_NAMES[name]: value
-        for name, value in fields.items()
-        if value is not None and value != _NEUTRAL.get(name)
-    }
+    sent_fields = {}
+    for name, value in fields.items():
+        if value is not None and value != _NEUTRAL.get(name):
+            sent_fields[_SAMPLING_NAMES[name]] = value
+    return sent_fields
 
 
 def stop_ids(request: EngineRequest) -> tuple[list[int], bool]:
-    """The stops that are sent, which are those of one id, and whether these are all there are.
+    """Return the stops to send, which are those of one id, and true if these are all stops.
 
-    None are sent with ``min_tokens``, from which on they count: the engine would not wait for it.
+    None are sent with ``min_tokens``, since the engine would stop at them before that minimum.
     """
     stops = request.stop_sequences
-    waits = (request.sampling.min_tokens or 0) > 1
-    single = [] if waits else [stop[0] for stop in stops if len(stop) == 1]
+    single: list[int] = []
+    if (request.sampling.min_tokens or 0) <= 1:
+        single = [stop[0] for stop in stops if len(stop) == 1]
     return single, len(single) == len(stops)
 
 
 def likeliest(pairs: Iterable[tuple[int, float]], count: int) -> TopLogProbs:
-    """The first ``count`` of the alternatives at one place, which list the chosen id, too."""
+    """Return the ``count`` likeliest alternatives at one place, of which the chosen id is one."""
     return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
 
 
@@ -135,8 +142,8 @@ def guide_text(guide: Guide, *, may_be_empty: bool = False) -> str:
     ``may_be_empty``: it may be so for other kinds. Raises ``InvalidRequest``.
     """
     if guide.kind not in GUIDE_TYPES:
-        known = ", ".join(GUIDE_TYPES)
-        problem = f"{guide.kind!r} is unknown; send one of: {known}"
+        kinds = ", ".join(GUIDE_TYPES)
+        problem = f"{guide.kind!r} is unknown; send one of: {kinds}"
         raise InvalidRequest(GUIDE_KIND_INPUT, problem)
     if guide.kind == "json":
         return ""
@@ -146,29 +153,30 @@ def guide_text(guide: Guide, *, may_be_empty: bool = False) -> str:
 
 
 def text_of(extras: Mapping[str, Array], name: str) -> str | None:
-    """The text of an engine's input; ``None`` where it was not sent."""
+    """Return the text of an engine's input; ``None`` if the request does not have it."""
     values = np.asarray(extras.get(name, ())).reshape(-1)
     if not values.size:
         return None
-    first = values[0]
-    return first.decode("utf-8", "replace") if isinstance(first, bytes) else str(first)
+    value = values[0]
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 # --- where sequences end ------------------------------------------------------------------------
 
 
 def sequence_ends(request: EngineRequest) -> list[SequenceEnds]:
-    """One for each sequence that the engine is asked for; greedy ones of a prompt are all equal."""
-    count = 1 if request.sampling.is_greedy else request.num_return_sequences
-    copies = request.num_return_sequences // count
-    return [SequenceEnds(request, range(i, i + copies)) for i in range(count)]
+    """Return one for each sequence to request; greedy ones of a prompt are all equal."""
+    sequences = request.num_return_sequences
+    if request.sampling.is_greedy:
+        return [SequenceEnds(request, range(sequences))]
+    return [SequenceEnds(request, (index,)) for index in range(sequences)]
 
 
 class SequenceEnds:
     """One sequence of the engine: ids in as they come, chunks out, the last of them ``final``.
 
-    ``indices``: the sequences of ``request`` that it is. ``received`` counts the ids that came in.
-    ``cached_tokens``: set before the first ids are fed, it is on the first chunk.
+    ``indices``: the sequences of ``request`` that get its chunks. ``received`` counts the ids so
+    far. ``cached_tokens``, set before the first ids are fed, is on the first chunk.
     """
 
     def __init__(self, request: EngineRequest, indices: Sequence[int]) -> None:
@@ -188,26 +196,29 @@ class SequenceEnds:
         ended: bool = False,
         reason: FinishReason | None = None,
     ) -> list[EngineChunk]:
-        """The chunks of the next ids. Not to be called once ``done``.
+        """Return the chunks of the next ids. Not to be called once ``done``.
 
-        Log-probabilities are those of the ids, and maybe more. ``ended``: nothing follows, for
-        ``reason`` where no end of the request's own is in ``ids``.
+        Log-probabilities are those of the ids, and maybe more. ``ended``: nothing follows. The
+        finish reason is then ``reason``, unless an end of the request's own is in ``ids``.
         """
         self.received += len(ids)
-        kept, found = self._criteria.feed(ids)
-        self.done = ended or found is not None
-        chunk = EngineChunk(token_ids=kept, sequence_index=self._indices[0])
+        answer_ids, own_reason = self._criteria.feed(ids)
+        num_ids = len(answer_ids)
+        self.done = ended or own_reason is not None
+        chunk = EngineChunk(token_ids=answer_ids, sequence_index=self._indices[0])
         if self.done:
-            chunk.final, chunk.finish_reason = True, found or reason
+            chunk.final = True
+            chunk.finish_reason = own_reason or reason
         if log_probs is not None:
-            chunk.log_probs = tuple(log_probs[: len(kept)])
+            chunk.log_probs = tuple(log_probs[:num_ids])
             self._cum_log_prob += sum(chunk.log_probs)
             chunk.cum_log_prob = self._cum_log_prob
         if top_log_probs is not None:
-            chunk.top_log_probs = tuple(top_log_probs[: len(kept)])
-        if not kept and not self.done:
+            chunk.top_log_probs = tuple(top_log_probs[:num_ids])
+        if not answer_ids and not self.done:
             return []
-        chunk.cached_tokens, self.cached_tokens = self.cached_tokens, None
+        chunk.cached_tokens = self.cached_tokens
+        self.cached_tokens = None
         if len(self._indices) == 1:  # nearly always
             return [chunk]
         return [replace(chunk, sequence_index=index) for index in self._indices]

@@ -27,12 +27,12 @@ class Segment(NamedTuple):
 
     @property
     def end(self) -> int:
-        """How many tokens the slot holds after this step."""
+        """Number of tokens that the slot holds after this step."""
         return self.start + len(self.tokens)
 
 
 class AttentionKind(NamedTuple):
-    """What a layer's attention has beside plain causal attention; ``sinks`` is [heads]."""
+    """A layer's additions to plain causal attention; ``sinks`` is [heads]."""
 
     scale: float | None = None
     window: int | None = None
@@ -81,10 +81,10 @@ class RowGroup:
         key = (kind.window, shared)
         if key not in self._masks:
             places = torch.arange(self._length, device=query.device)
-            own = self._positions[:, :, None]
-            hidden = places > own
+            positions = self._positions[:, :, None]
+            hidden = places > positions
             if kind.window is not None:
-                hidden |= places <= own - kind.window
+                hidden |= places <= positions - kind.window
             mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
             mask.masked_fill_(hidden, -torch.inf)
             self._masks[key] = mask[:, None].repeat(1, 1, shared, 1)
@@ -111,7 +111,7 @@ class StepAttention:
         values[slots, :, positions] = value
         if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
             return self._groups[0].attend(query, keys, values, kind)
-        # One row more, for what a padded group computes without need.
+        # One row more takes the results of rows that only pad a group.
         out = query.new_empty(len(query) + 1, query.shape[1], value.shape[-1])
         for group in self._groups:
             out[group.rows] = group.attend(query, keys, values, kind)
@@ -136,44 +136,49 @@ def flat_step(
 
 def _grouped(segments: Sequence[Segment], device: torch.device) -> list[RowGroup]:
     """One group for all one-row segments where that pays, and one for each other segment."""
-    singles: list[tuple[int, Segment]] = []  # each with its first row in the step
-    others: list[tuple[int, Segment]] = []
-    first = 0
+    # Segments of one row, and longer ones, each with the number of its first row in the step.
+    singles: list[tuple[int, Segment]] = []
+    longer: list[tuple[int, Segment]] = []
+    row = 0
     for segment in segments:
-        kin = singles if len(segment.tokens) == 1 else others
-        kin.append((first, segment))
-        first += len(segment.tokens)
-    together = [[part] for part in (*singles, *others)]
+        if len(segment.tokens) == 1:
+            singles.append((row, segment))
+        else:
+            longer.append((row, segment))
+        row += len(segment.tokens)
     slots = [segment.slot for _, segment in singles]
     ends = [segment.end for _, segment in singles]
-    # One padded view of the slots, unless it reads several times what the rows need.
+    # One padded view of the slots, unless it reads several times as much as the rows need.
     if len(singles) > 1 and (max(slots) + 1 - min(slots)) * max(ends) <= 4 * sum(ends):
-        together = [singles, *([part] for part in others)]
-    return [_group(parts, device) for parts in together]
+        groups = [_group(singles, device)]
+    else:
+        groups = [_group([single], device) for single in singles]
+    groups += [_group([part], device) for part in longer]
+    return groups
 
 
 def _group(parts: list[tuple[int, Segment]], device: torch.device) -> RowGroup:
-    """Segments of equally many tokens, each with its first row, as one group."""
+    """Make a group of segments with equally many tokens, each with its first row."""
     low = min(segment.slot for _, segment in parts)
     high = max(segment.slot for _, segment in parts) + 1
     count = len(parts[0][1].tokens)
     rows = np.full((high - low, count), -1)
     positions = np.zeros((high - low, count), np.int64)
-    for first, segment in parts:
-        rows[segment.slot - low] = np.arange(first, first + count)
+    for row, segment in parts:
+        rows[segment.slot - low] = np.arange(row, row + count)
         positions[segment.slot - low] = np.arange(segment.start, segment.end)
     flat = rows.ravel()
-    where: slice | Tensor = torch.from_numpy(flat).to(device)
-    if bool((np.diff(flat) == 1).all()):  # then a view does, instead of a copy
-        where = slice(int(flat[0]), int(flat[-1]) + 1)
+    places: slice | Tensor = torch.from_numpy(flat).to(device)
+    if bool((np.diff(flat) == 1).all()):  # a view is enough, instead of a copy
+        places = slice(int(flat[0]), int(flat[-1]) + 1)
     length = max(segment.end for _, segment in parts)
-    return RowGroup(where, slice(low, high), length, torch.from_numpy(positions).to(device))
+    return RowGroup(places, slice(low, high), length, torch.from_numpy(positions).to(device))
 
 
 def _attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: AttentionKind
 ) -> Tensor:
-    """Attention of [slots, kv heads, rows, size] over [slots, kv heads, places, size]."""
+    """Attend with [slots, kv heads, rows, size] to [slots, kv heads, places, size]."""
     if kind.softcap is None and kind.sinks is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=kind.scale)
     scores = torch.matmul(query, keys.transpose(2, 3)) * (kind.scale or query.shape[-1] ** -0.5)

@@ -1,8 +1,8 @@
 """The embedded engine: sequences, the steps that compute them, and the thread that runs steps.
 
-``Sequence`` decides when a sequence ends and what its chunks hold; ``Batcher`` which sequences run,
-and what each step computes for them; ``EmbeddedEngine`` owns the thread, the queue limit and
-delivery (one wake-up per step and event loop, however many tokens the step made).
+``Sequence`` decides when a sequence ends, and makes its chunks. ``Batcher`` chooses the sequences
+that run, and plans each step. ``EmbeddedEngine`` owns the thread, the queue limit and delivery (one
+wake-up per step and event loop, however many tokens the step made).
 
 One step is one forward pass over all running sequences: the next token of each, drafts to be
 verified, and as much of waiting prompts as fits. Sequences join and leave between any two steps.
@@ -51,7 +51,7 @@ from trtllm_bls.types import (
 from trtllm_bls.wire.request_fields import required_inputs
 
 _QUEUE_SIZE = 1024  # where the parameter leaves it to the engine
-_SHORT_ROWS = 64  # rows; a draft round or a chat's next turn: cheap enough to pass a long prompt
+_SHORT_ROWS = 64  # rows of a draft round or a chat's next turn, which may pass a long prompt
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +73,9 @@ class Submission:
 
 
 class Sequence:
-    """Number ``index`` of its request; ``owner`` gets its chunks. ``capacity``: the engine's own.
+    """One sequence of a request, by its ``index``; ``owner`` gets its chunks.
 
-    ``guide`` is this sequence's alone.
+    ``capacity``: the engine's own. ``guide`` belongs to this sequence alone.
     """
 
     def __init__(
@@ -87,19 +87,21 @@ class Sequence:
         guide: GrammarMatcher | None = None,
     ) -> None:
         assert capacity.vocab_size is not None and capacity.max_sequence_tokens is not None
-        self.request, self.index, self.owner = request, index, owner
+        self.request = request
+        self.index = index
+        self.owner = owner
         self.tokens = list(request.input_ids)
         self.slot: int | None = None
-        self.computed = 0  # tokens whose keys and values the slot holds
+        self.num_computed = 0  # tokens whose keys and values the slot holds
         self.finish: FinishReason | None = None
-        self._vocab_size, length = capacity.vocab_size, capacity.max_sequence_tokens
+        self._vocab_size = capacity.vocab_size
         self._rules = TokenRules(request, index, self._vocab_size, guide)
-        room = length - len(self.tokens)
+        room = capacity.max_sequence_tokens - len(self.tokens)
         self._criteria = StoppingCriteria.of(request, min(request.max_tokens, room))
         self._draft = request.draft.token_ids[:room] if request.draft else ()
         wants = request.wants
         self.wants_logits = wants.generation_logits or wants.context_logits
-        self._reported = len(self.tokens)
+        self._num_reported = len(self.tokens)
         self._cum_log_prob = 0.0
         self._log_probs: list[float] = []
         self._logits: list[Array] = []
@@ -112,79 +114,85 @@ class Sequence:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether prompt tokens are still to be computed."""
-        return self.computed < len(self.request.input_ids)
+        """True while prompt tokens are still to be computed."""
+        return self.num_computed < len(self.request.input_ids)
 
     @property
     def num_rows(self) -> int:
-        """Tokens to be computed before the next one can be chosen, and the draft after them."""
-        return len(self.tokens) - self.computed + len(self._draft)
+        """Number of tokens to compute before the next one can be chosen, with the draft."""
+        return len(self.tokens) - self.num_computed + len(self._draft)
 
-    def start(self, slot: int, reused: int) -> None:
-        """It has a slot, which holds its first ``reused`` tokens already."""
-        self.slot, self.computed = slot, reused
+    def start(self, slot: int, num_reused: int) -> None:
+        """Take a slot, which holds the first ``num_reused`` tokens already."""
+        self.slot = slot
+        self.num_computed = num_reused
         self._metrics["first_scheduled_time_ns"] = time.monotonic_ns()
-        self._metrics["kv_cache_reused_blocks"] = reused
+        self._metrics["kv_cache_reused_blocks"] = num_reused
 
-    def segment(self, most: int) -> Segment:
-        """Its next rows: all that is left, draft included, or a piece of ``most`` tokens."""
+    def segment(self, limit: int) -> Segment:
+        """Return the next rows: all that remain, draft included, or a piece of ``limit`` tokens."""
         assert self.slot is not None
-        tokens, keep = [*self.tokens[self.computed :], *self._draft], 1 + len(self._draft)
-        if len(tokens) > most:
+        tokens = [*self.tokens[self.num_computed :], *self._draft]
+        keep = 1 + len(self._draft)
+        if len(tokens) > limit:
             # A draft is verified in one piece. One row at least is kept, to see NaN early.
-            tokens, keep = tokens[: min(most, len(tokens) - keep)], 1
+            tokens = tokens[: min(limit, len(tokens) - keep)]
+            keep = 1
         if self.request.wants.context_logits and self.reads_prompt:
             keep = len(tokens)
-        return Segment(self.slot, self.computed, tokens, keep)
+        return Segment(self.slot, self.num_computed, tokens, keep)
 
     def token_rows(self, segment: Segment) -> list[TokenRow | None]:
-        """What holds for the tokens that follow the kept rows of its segment."""
+        """Return the rules for the tokens that follow the kept rows of the segment."""
         if segment.end < len(self.tokens):
             return [None] * segment.keep  # a piece of the prompt, after which none is chosen
         rows = self._rules.rows(self._draft)
         return [None] * (segment.keep - len(rows)) + rows
 
     def computed_to(self, end: int, choices: list[Choice], logits: Array | None) -> None:
-        """Its tokens up to ``end`` are computed, and perhaps its draft: take what comes next.
+        """Take the next tokens, after those up to ``end`` and perhaps the draft were computed.
 
-        ``choices`` and ``logits`` [kept, vocab] are of the last rows of what was computed; logits
-        only where ``wants_logits``. Raises ``EngineError`` where no token can be chosen.
+        ``choices`` and ``logits`` [kept, vocab] belong to the last rows that were computed; logits
+        are there only if ``wants_logits``. Raises ``EngineError`` if no token can be chosen.
         """
         if self.request.wants.context_logits and logits is not None and self.reads_prompt:
-            self._context.append(logits[: len(self.request.input_ids) - self.computed].copy())
-        self.computed = end
+            self._context.append(logits[: len(self.request.input_ids) - self.num_computed].copy())
+        self.num_computed = end
         if end < len(self.tokens):
             return
         if self._rules.complete:
             self.finish = FinishReason.END_ID  # nothing may follow the prompt
             return
-        for position, drafted in enumerate([*self._draft, None]):
+        for position, draft_token in enumerate([*self._draft, None]):
             row = position - len(self._draft) - 1
             choice = choices[row].checked()
-            self._metrics["total_accepted_draft_tokens"] += choice.token == drafted
+            self._metrics["total_accepted_draft_tokens"] += choice.token == draft_token
             self._take(choice.token, choice.log_prob, None if logits is None else logits[row])
-            if self.finish or choice.token != drafted:
+            if self.finish or choice.token != draft_token:
                 break
-        if self._draft:  # verified, and so finished, whatever it asked for
+        if self._draft:  # a request with a draft ends with its verification
             self.finish = self.finish or FinishReason.LENGTH
 
     def chunk(self) -> EngineChunk | None:
-        """What is new and may leave now; of a non-streaming sequence all of it, at its end."""
-        new = tuple(self.tokens[self._reported :])
-        if not self.finish and not (new and self.request.streaming):
+        """Return the new tokens that may leave now; without streaming all of them, at the end."""
+        token_ids = tuple(self.tokens[self._num_reported :])
+        if not self.finish and not (token_ids and self.request.streaming):
             return None
-        wants, logits, metrics = self.request.wants, None, None
-        reused = self._metrics.get("kv_cache_reused_blocks", 0)
+        wants = self.request.wants
+        num_reused = self._metrics.get("kv_cache_reused_blocks", 0)
+        logits = None
         if wants.generation_logits:
             logits = np.array(self._logits, dtype=np.float32).reshape(-1, self._vocab_size)
+        metrics = None
         if wants.perf_metrics:  # on every response, as TensorRT-LLM sends them
             metrics = EngineMetrics(  # a block is one token here
-                kv_cache_alloc_new_blocks=self.computed - reused,
-                kv_cache_alloc_total_blocks=self.computed,
+                kv_cache_alloc_new_blocks=self.num_computed - num_reused,
+                kv_cache_alloc_total_blocks=self.num_computed,
                 **self._metrics,
             )
+        is_first = self._num_reported == len(self.request.input_ids)
         chunk = EngineChunk(
-            token_ids=new,
+            token_ids=token_ids,
             sequence_index=self.index,
             final=self.finish is not None,
             finish_reason=self.finish,
@@ -193,18 +201,20 @@ class Sequence:
             context_logits=np.concatenate(self._context) if self._context else None,
             generation_logits=logits,
             metrics=metrics,
-            cached_tokens=reused if self._reported == len(self.request.input_ids) else None,
+            cached_tokens=num_reused if is_first else None,
         )
-        self._reported = len(self.tokens)
-        self._log_probs, self._logits, self._context = [], [], []
+        self._num_reported = len(self.tokens)
+        self._log_probs = []
+        self._logits = []
+        self._context = []
         return chunk
 
     def _take(self, token: int, log_prob: float, logits: Array | None = None) -> None:
-        """Make the token part of the text, unless it is the end token, and see whether it ends."""
+        """Make the token part of the text, unless it is the end token, and end if it is due."""
         self._metrics["last_token_time_ns"] = time.monotonic_ns()
         self._metrics.setdefault("first_token_time_ns", self._metrics["last_token_time_ns"])
-        kept, self.finish = self._criteria.feed((token,))
-        if not kept:
+        text_ids, self.finish = self._criteria.feed((token,))
+        if not text_ids:
             return
         self.tokens.append(token)
         self._rules.push(token)
@@ -218,7 +228,7 @@ class Sequence:
 
 
 class Batcher:
-    """``events``: what happened since they were last taken. ``max_rows`` is of one step.
+    """Plans steps, runs them, and collects their ``events``, up to ``max_rows`` rows a step.
 
     Only the engine's thread may call it; ``add`` and ``num_present`` may be called from any.
     """
@@ -226,13 +236,15 @@ class Batcher:
     def __init__(self, runner: Runner, max_rows: int) -> None:
         self.events: list[tuple[Submission, EngineEvent]] = []
         self.num_computed_tokens = 0  # rows of all forward passes so far
-        self._runner, self._slots, self._max_rows = runner, runner.slots, max_rows
+        self._runner = runner
+        self._slots = runner.slots
+        self._max_rows = max_rows
         self._waiting: list[Sequence] = []  # in order of arrival, like those that run
         self._running: list[Sequence] = []
 
     @property
     def num_present(self) -> int:
-        """Sequences that wait or run."""
+        """Number of sequences that wait or run."""
         return len(self._waiting) + len(self._running)
 
     def add(self, sequences: list[Sequence]) -> None:
@@ -240,49 +252,59 @@ class Batcher:
         self._waiting.extend(sequences)
 
     def step(self) -> None:
-        """One forward pass. Never raises for what a request or the model did wrong."""
-        for sequence in [s for s in (*self._running, *self._waiting) if s.owner.cancelled]:
-            sequence.finish = FinishReason.CANCELLED
-            self._report(sequence)
+        """Run one forward pass. Never raises for a mistake of a request or of the model."""
+        for sequence in [*self._running, *self._waiting]:
+            if sequence.owner.cancelled:
+                sequence.finish = FinishReason.CANCELLED
+                self._report(sequence)
         self._admit()
         # Single tokens come first, in the order of their slots. Rows and slots then line up, and
         # attention needs no gather.
-        planned = sorted(self._plan(), key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
-        if not planned:
+        plan = sorted(self._plan(), key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
+        if not plan:
             return
-        segments = [segment for _, segment in planned]
+        segments = [segment for _, segment in plan]
         num_rows = sum(len(segment.tokens) for segment in segments)
         try:
             logits = self._runner.forward(segments)
-            # On a GPU the rows are written down while it computes.
-            rows = [row for s, segment in planned for row in s.token_rows(segment)]
-            log_probs = any(sequence.request.wants.log_probs for sequence, _ in planned)
+            # A GPU computes while this thread writes down the rules of the rows.
+            rows: list[TokenRow | None] = []
+            for sequence, segment in plan:
+                rows += sequence.token_rows(segment)
+            log_probs = any(sequence.request.wants.log_probs for sequence, _ in plan)
             choices = choose(logits, rows, log_probs)
         except Exception as error:
             _log.exception("a step of %d rows failed", num_rows)
-            for sequence, _ in planned:
+            for sequence, _ in plan:
                 problem = f"the engine's step failed: {type(error).__name__}"
                 self._fail(sequence, EngineError(problem))
             return
         self.num_computed_tokens += num_rows
-        kept = slice(0, 0)
-        for sequence, segment in planned:
-            kept = slice(kept.stop, kept.stop + segment.keep)
-            if not all(math.isfinite(choice.highest) for choice in choices[kept]):
-                self._slots.scrub(segment.slot)  # its keys and values are no better
-                self._fail(sequence, EngineError("the model gave logits that are not finite"))
-                continue
-            wanted = logits[kept].cpu().numpy() if sequence.wants_logits else None
-            try:
-                sequence.computed_to(segment.end, choices[kept], wanted)
-            except (EngineError, InvalidRequest) as error:
-                self._fail(sequence, error)
-            except Exception as error:
-                _log.exception("taking a token failed")
-                problem = f"taking a token failed: {type(error).__name__}"
-                self._fail(sequence, EngineError(problem))
-            else:
-                self._report(sequence)
+        end = 0
+        for sequence, segment in plan:
+            begin = end
+            end += segment.keep
+            values = logits[begin:end].cpu().numpy() if sequence.wants_logits else None
+            self._take(sequence, segment, choices[begin:end], values)
+
+    def _take(
+        self, sequence: Sequence, segment: Segment, choices: list[Choice], logits: Array | None
+    ) -> None:
+        """Give a sequence the choices and logits of its segment's kept rows, and report."""
+        if not all(math.isfinite(choice.highest) for choice in choices):
+            self._slots.scrub(segment.slot)  # its keys and values are no better
+            self._fail(sequence, EngineError("the model gave logits that are not finite"))
+            return
+        try:
+            sequence.computed_to(segment.end, choices, logits)
+        except (EngineError, InvalidRequest) as error:
+            self._fail(sequence, error)
+        except Exception as error:
+            _log.exception("taking a token failed")
+            problem = f"taking a token failed: {type(error).__name__}"
+            self._fail(sequence, EngineError(problem))
+        else:
+            self._report(sequence)
 
     def fail_all(self, problem: str) -> None:
         """End everything with an ``EngineError``."""
@@ -291,38 +313,53 @@ class Batcher:
 
     def _admit(self) -> None:
         # The sequences of one request share its prompt: the first computes it, the others wait.
-        read = {id(s.request) for s in self._running if s.reads_prompt}
+        # A request is identified by its object.
+        reading = {id(sequence.request) for sequence in self._running if sequence.reads_prompt}
         for sequence in self._waiting.copy():
             reuse = not sequence.request.wants.context_logits
             if not self._slots.free:
                 break
-            if reuse and id(sequence.request) in read:
+            if reuse and id(sequence.request) in reading:
                 continue
-            slot, reused = self._slots.claim(sequence.tokens, reuse=reuse)
-            sequence.start(slot, reused)
+            slot, num_reused = self._slots.claim(sequence.tokens, reuse=reuse)
+            sequence.start(slot, num_reused)
             self._running.append(sequence)
             self._waiting.remove(sequence)
-            if reused < len(sequence.tokens) - 1:
-                read.add(id(sequence.request))
+            if num_reused < len(sequence.tokens) - 1:
+                reading.add(id(sequence.request))
 
     def _plan(self) -> list[tuple[Sequence, Segment]]:
-        """This step's segment of each sequence that gets one.
+        """Return this step's segments, with their sequences.
 
         Sequences that decode a single token always get it. Then those with few rows pass those with
-        many, but half of the rows that are left stays for the latter. The oldest sequence may take
-        all rows that are left, so that nobody starves.
+        many, but half of the remaining rows stays for the latter. The oldest sequence may take all
+        remaining rows, so that nobody starves.
         """
-        planned = [(s, s.segment(1)) for s in self._running if s.num_rows == 1]
-        several = [s for s in self._running if s.num_rows > 1]
-        room = self._max_rows - len(planned)
-        reserved = room // 2 if any(s.num_rows > _SHORT_ROWS for s in several) else 0
-        for sequence in sorted(several, key=lambda s: s.num_rows > _SHORT_ROWS):
-            passes = sequence.num_rows <= _SHORT_ROWS and sequence is not several[0]
+        plan: list[tuple[Sequence, Segment]] = []
+        short: list[Sequence] = []
+        long: list[Sequence] = []
+        oldest: Sequence | None = None  # of those with several rows
+        for sequence in self._running:
+            num_rows = sequence.num_rows
+            if num_rows == 1:
+                plan.append((sequence, sequence.segment(1)))
+                continue
+            if num_rows < 1:
+                continue
+            oldest = oldest or sequence
+            if num_rows <= _SHORT_ROWS:
+                short.append(sequence)
+            else:
+                long.append(sequence)
+        room = self._max_rows - len(plan)
+        reserved = room // 2 if long else 0
+        for sequence in [*short, *long]:
+            passes = sequence.num_rows <= _SHORT_ROWS and sequence is not oldest
             segment = sequence.segment(max(room - reserved, 0) if passes else room)
             if segment.tokens:
-                planned.append((sequence, segment))
+                plan.append((sequence, segment))
                 room -= len(segment.tokens)
-        return planned
+        return plan
 
     def _fail(self, sequence: Sequence, error: EngineError | InvalidRequest) -> None:
         self.events.append((sequence.owner, error))
@@ -356,7 +393,7 @@ class EmbeddedEngine:
     ) -> None:
         self.name = name
         self._queue_size = parameters.max_queue_size or _QUEUE_SIZE
-        self._most = parameters.max_batch + self._queue_size
+        self._max_present = parameters.max_batch + self._queue_size
         self._runner = load(parameters, device)
         self._capacity = EngineCapacity(
             vocab_size=self._runner.vocab_size,
@@ -368,16 +405,16 @@ class EmbeddedEngine:
         )
         self._batcher = Batcher(self._runner, parameters.max_tokens_per_step)
         self._closing = False
-        self._changed = threading.Condition()  # of closing, or of what the batcher has to do
+        self._changed = threading.Condition()  # notified of closing, and of new sequences
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
 
     async def capacity(self) -> EngineCapacity:
-        """Known since the load."""
+        """Return the capacity, which is known since the load."""
         return self._capacity
 
     def generate(self, request: EngineRequest) -> ChunkStream:
-        """See ``Engine.generate``. May be called on several event loops."""
+        """Generate as ``Engine.generate`` does. May be called on several event loops."""
         return TaskChunks(partial(self._answer, request))
 
     async def _answer(self, request: EngineRequest, chunks: QueuedChunks) -> None:
@@ -386,16 +423,17 @@ class EmbeddedEngine:
         for name, value in {**required_inputs(request), **request.extras}.items():
             if np.size(value) and name not in (GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT):
                 raise Unsupported(name, "this engine cannot honour it")
-        needed, length = len(request.input_ids) + request.max_tokens, self._runner.slots.length
-        if needed > length:
+        num_tokens = len(request.input_ids) + request.max_tokens
+        limit = self._runner.slots.length
+        if num_tokens > limit:
             note = "%s: prompt and completion of %d tokens are cut to %d"
-            _log.warning(note, request.request_id, needed, length)
+            _log.warning(note, request.request_id, num_tokens, limit)
         guide = await self._guides.of(request)
         submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
-        sequences = [
-            Sequence(request, index, self._capacity, submission, guide and guide.copy())
-            for index in range(request.num_return_sequences)
-        ]
+        sequences = []
+        for index in range(request.num_return_sequences):
+            sequence_guide = guide.copy() if guide is not None else None
+            sequences.append(Sequence(request, index, self._capacity, submission, sequence_guide))
         self._add(sequences)
         try:
             await submission.ended.wait()
@@ -406,18 +444,18 @@ class EmbeddedEngine:
         with self._changed:
             if self._closing:
                 raise EngineUnavailable("the engine is closed")
-            if self._batcher.num_present + len(sequences) > self._most:
+            if self._batcher.num_present + len(sequences) > self._max_present:
                 problem = f"Maximum queue size of {self._queue_size} is reached"
                 raise Overloaded.for_now(problem, 1)
             self._batcher.add(sequences)
             self._changed.notify()
 
     async def close(self) -> None:
-        """``shutdown`` without blocking the loop."""
+        """Shut down without blocking the loop."""
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
-        """End what runs with an ``EngineError`` and free the model. May be called twice."""
+        """End running requests with an ``EngineError`` and free the model. May be called twice."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -431,7 +469,7 @@ class EmbeddedEngine:
         self.shutdown()
 
     def _run(self) -> None:
-        """The engine's thread: a step after the other while there is work."""
+        """Run steps, on the engine's thread, while there is work."""
         torch.set_num_threads(self._runner.threads)  # torch keeps it per thread
         while True:
             with self._changed:
@@ -450,7 +488,8 @@ class EmbeddedEngine:
 
     def _deliver(self) -> None:
         """Hand the step's events over, one wake-up per event loop."""
-        events, self._batcher.events = self._batcher.events, []
+        events = self._batcher.events
+        self._batcher.events = []
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Submission, EngineEvent]]] = {}
         for owner, event in events:
             loops.setdefault(owner.loop, []).append((owner, event))

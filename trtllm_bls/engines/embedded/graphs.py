@@ -25,13 +25,13 @@ from trtllm_bls.engines.embedded.attention import (
 from trtllm_bls.engines.embedded.llama import Llama
 from trtllm_bls.engines.embedded.slots import Slots
 
-_LONGEST_ROWS = 64  # of a segment in a graph
-_MOST_ROWS = 512  # of a graph
+_MAX_SEGMENT_ROWS = 64  # in a graph
+_MAX_GRAPH_ROWS = 512
 _SHORTEST_LENGTH = 256  # places
 
 
 class Shape(NamedTuple):
-    """What a graph was recorded for: sequences, rows of each, places seen in each slot."""
+    """The shape of a graph: sequences, rows of each, places seen in each slot."""
 
     sequences: int
     rows: int
@@ -62,7 +62,7 @@ class Graphs:
         self._recordings: dict[Shape, _Recording] = {}
 
     def logits(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits [sum of ``keep``, vocab] of the last rows of each segment, in order."""
+        """Compute logits [sum of ``keep``, vocab] of the last rows of each segment, in order."""
         batches = self._batches(segments)
         if len(batches) == 1 and batches[0] == list(range(len(segments))):
             return self._run(segments)
@@ -86,7 +86,7 @@ class Graphs:
             rows = _power(len(segments[index].tokens))
             if batches:
                 first = _power(len(segments[batches[-1][0]].tokens))
-                room = _power(len(batches[-1]) + 1) * rows <= _MOST_ROWS
+                room = _power(len(batches[-1]) + 1) * rows <= _MAX_GRAPH_ROWS
                 if (first == 1) == (rows == 1) and room:
                     batches[-1].append(index)
                     continue
@@ -94,45 +94,45 @@ class Graphs:
         return batches
 
     def _run(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits of the kept rows of one batch, in order."""
+        """Compute the logits of the kept rows of one batch, in order."""
         longest = max(len(segment.tokens) for segment in segments)
-        if longest > _LONGEST_ROWS:
+        if longest > _MAX_SEGMENT_ROWS:
             return self._eager(segments)
-        whole = self._slots.count
-        count = min(_power(len(segments)), whole)
+        num_slots = self._slots.count
+        count = min(_power(len(segments)), num_slots)
         length = _power(max(_SHORTEST_LENGTH, *(segment.end for segment in segments)))
         shape = Shape(count, _power(longest), min(length, self._slots.length))
         inputs = np.zeros((count, 2 * shape.rows + 2), np.int64)
         inputs[:, shape.rows : -2] = self._slots.length  # the place that nobody sees
-        kept: list[int] = []
+        kept_rows: list[int] = []
         for number, segment in enumerate(segments):
-            place = segment.slot if count == whole else number
-            used = len(segment.tokens)
-            inputs[place, :used] = segment.tokens
-            inputs[place, shape.rows : shape.rows + used] = range(segment.start, segment.end)
+            place = segment.slot if count == num_slots else number
+            num_tokens = len(segment.tokens)
+            inputs[place, :num_tokens] = segment.tokens
+            inputs[place, shape.rows : shape.rows + num_tokens] = range(segment.start, segment.end)
             inputs[place, -2] = segment.slot
-            end = place * shape.rows + used
-            kept += range(end - segment.keep, end)
+            end = place * shape.rows + num_tokens
+            kept_rows += range(end - segment.keep, end)
         if shape.rows == 1:
-            inputs[: len(kept), -1] = kept
+            inputs[: len(kept_rows), -1] = kept_rows
         if shape not in self._recordings:
             self._recordings[shape] = self._recording(shape)
         recording = self._recordings[shape]
         recording.inputs.copy_(torch.from_numpy(inputs))
         recording.replay()
         if shape.rows == 1:
-            return recording.output[: len(kept)].clone()  # the next replay overwrites it
-        return self._llama.logits(recording.output[torch.tensor(kept, device=self._device)])
+            return recording.output[: len(kept_rows)].clone()  # the next replay overwrites it
+        return self._llama.logits(recording.output[torch.tensor(kept_rows, device=self._device)])
 
     def _eager(self, segments: Sequence[Segment]) -> Tensor:
-        kept: list[int] = []
+        kept_rows: list[int] = []
         end = 0
         for segment in segments:
             end += len(segment.tokens)
-            kept += range(end - segment.keep, end)
+            kept_rows += range(end - segment.keep, end)
         tokens, positions, attend = flat_step(self._slots, segments, self._device)
         hidden = self._llama.hidden(tokens, positions, attend)
-        return self._llama.logits(hidden[torch.tensor(kept, device=self._device)])
+        return self._llama.logits(hidden[torch.tensor(kept_rows, device=self._device)])
 
     def _recording(self, shape: Shape) -> _Recording:
         """Record a step of that shape."""
@@ -144,13 +144,14 @@ class Graphs:
 
         def step() -> Tensor:
             positions = inputs[:, rows:-2]
-            own = inputs[:, -2]
-            whole = shape.sequences == self._slots.count  # then a batch's place is its slot
-            slots = slice(None) if whole else own
-            if whole:
-                own = torch.arange(shape.sequences, device=self._device)
-            group = RowGroup(slice(None), slots, shape.length, positions)
-            places = (own.repeat_interleave(rows), positions.flatten())
+            slots = inputs[:, -2]
+            group_slots: slice | Tensor = slots
+            if shape.sequences == self._slots.count:
+                # A sequence's place in the batch is its slot, so all slots are read as they lie.
+                slots = torch.arange(shape.sequences, device=self._device)
+                group_slots = slice(None)
+            group = RowGroup(slice(None), group_slots, shape.length, positions)
+            places = (slots.repeat_interleave(rows), positions.flatten())
             attend = StepAttention(self._slots, places, [group])
             hidden = self._llama.hidden(inputs[:, :rows].flatten(), places[1], attend)
             if rows > 1:

@@ -1,6 +1,6 @@
 """Guided decoding: grammars that an answer must follow, as masks over the vocabulary.
 
-``Guides`` has what a request asks for compiled, after a trial in another process (``grammars``).
+``Guides`` compiles a request's guide, after a trial in another process (``grammars``).
 ``GrammarMatcher`` is one sequence's position in its grammar: it bars tokens before one is chosen,
 and tells when the text is complete. llguidance does the work.
 
@@ -38,7 +38,7 @@ from trtllm_bls.types import GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, Array, EngineRe
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# An earlier one knows neither the option against keys in escapes nor brief errors.
+# An older one knows neither the option against keys in escapes nor brief errors.
 _LLGUIDANCE = Version("1.6")
 _CACHED = 64  # grammars, those that were refused among them
 _MAX_COMPILATIONS = 64  # grammars that wait to be compiled; more are refused
@@ -47,34 +47,36 @@ _MAX_COMPILATIONS = 64  # grammars that wait to be compiled; more are refused
 class GrammarMatcher:
     """One sequence's place in its grammar; ``ends``: tokens that may end a complete text.
 
-    ``other``: the token that the library would let end it. ``allowed`` [vocab], bool: the tokens
-    that may come next, which is never changed in place.
+    ``library_end``: the token that the library would let end it. ``allowed`` [vocab], bool: the
+    tokens that may come next; the array is never changed in place.
     """
 
     def __init__(
-        self, matcher: LLMatcher, vocab_size: int, ends: Collection[int], other: int
+        self, matcher: LLMatcher, vocab_size: int, ends: Collection[int], library_end: int
     ) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._ends, self._barred = list(ends), [*ends, other]
+        self._ends = list(ends)
+        self._barred = [*ends, library_end]
         self._bits = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
         self.ended = False  # the text is complete, and nothing may follow
         self._update()
 
     def copy(self) -> GrammarMatcher:
-        """Another sequence at the same position."""
+        """Return a matcher for another sequence at the same position."""
         clone = copy(self)
         clone._matcher = self._matcher.deep_copy()
         clone._bits = self._bits.copy()
         return clone
 
     def push(self, token: int) -> None:
-        """The token now belongs to the text. Raises ``InvalidRequest`` where no text can follow."""
+        """Add a token to the text. Raises ``InvalidRequest`` if no text can follow."""
         self._matcher.consume_token(token)
         self._update()
 
     def _update(self) -> None:
-        matcher, bits = self._matcher, self._bits
+        matcher = self._matcher
+        bits = self._bits
         complete = not matcher.is_error() and matcher.is_accepting()
         if matcher.is_stopped():
             bits[:] = 0
@@ -105,14 +107,14 @@ class Guides:
         self._file = Path(model_dir) / "tokenizer.json"
         self._vocab_size = vocab_size
         self._seconds = seconds
-        # By kind and text, the latest used last: the matcher, or what is wrong with the grammar.
-        self._known: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()
+        # By kind and text, the latest used last: the matcher, or the problem of the grammar.
+        self._cache: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()
         self._waiting = 0
         # A thread has the size of stack that is set as it starts.
-        before = threading.stack_size(ENGINE_STACK_BYTES)
+        default_stack_bytes = threading.stack_size(ENGINE_STACK_BYTES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._thread.submit(bool).result()
-        threading.stack_size(before)
+        threading.stack_size(default_stack_bytes)
 
     async def of(self, request: EngineRequest) -> GrammarMatcher | None:
         """Return the compiled guide of the request, if it has one.
@@ -137,7 +139,7 @@ class Guides:
         self._thread.shutdown(cancel_futures=True)
 
     def _guide(self, request: EngineRequest, grammar: tuple[str, str]) -> GrammarMatcher:
-        matcher = self._known.get(grammar)
+        matcher = self._cache.get(grammar)
         if matcher is None:
             tokenizer = self._tokenizer
             try:
@@ -149,23 +151,24 @@ class Guides:
                     matcher = compiled(tokenizer, *grammar)
                 except ValueError as error:
                     matcher = str(error)
-            self._known[grammar] = matcher
-        self._known.move_to_end(grammar)
-        if len(self._known) > _CACHED:
-            self._known.popitem(last=False)
+            self._cache[grammar] = matcher
+        self._cache.move_to_end(grammar)
+        if len(self._cache) > _CACHED:
+            self._cache.popitem(last=False)
         if isinstance(matcher, str):
             raise InvalidRequest(GUIDE_TEXT_INPUT, matcher)
         stops = [stop[0] for stop in request.stop_sequences if len(stop) == 1]
         ends = {token for token in stops if self._tokenizer.is_special_token(token)}
         if request.end_id is not None and request.end_id >= 0:
             ends.add(request.end_id)
-        other = self._tokenizer.eos_token
-        return GrammarMatcher(matcher.deep_copy(), self._vocab_size, ends, other)
+        library_end = self._tokenizer.eos_token
+        return GrammarMatcher(matcher.deep_copy(), self._vocab_size, ends, library_end)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         try:
-            if Version(installed := version("llguidance")) < _LLGUIDANCE:
+            installed = version("llguidance")
+            if Version(installed) < _LLGUIDANCE:
                 problem = (
                     f"needs llguidance {_LLGUIDANCE}; {installed} is here, as TensorRT-LLM pins"
                 )
@@ -173,7 +176,7 @@ class Guides:
             return load_tokenizer(self._file, self._vocab_size)
         except Unsupported:
             raise
-        except ModuleNotFoundError:  # the package's, or its version's
+        except ModuleNotFoundError:  # raised by the import, or by ``version``
             problem = "needs llguidance: run `pip install 'trtllm-bls[embedded]'`"
             raise Unsupported(GUIDE_KIND_INPUT, problem) from None
         except Exception as error:  # a missing file, or whatever the library says of it

@@ -23,7 +23,7 @@ FAMILY = ("llama", "mistral", "qwen2", "qwen3")  # ``model_type`` of a configura
 
 
 class Attend(Protocol):
-    """What a layer does with its query [T, heads, D], key and value [T, kv heads, D]."""
+    """Attention over a layer's query [T, heads, D], key and value [T, kv heads, D]."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind
@@ -54,7 +54,7 @@ class Linear:
         return cls(weight, bias)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Rows [T, in] to [T, out]."""
+        """Map rows [T, in] to [T, out]."""
         return F.linear(rows, self.weight, self.bias)
 
 
@@ -71,7 +71,7 @@ class Norm:
         return cls(module.weight.data, module.variance_epsilon)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Rows [..., size] to the same shape."""
+        """Norm rows [..., size], which keep their shape."""
         return F.rms_norm(rows, self.weight.shape, self.weight, self.eps)
 
 
@@ -91,13 +91,14 @@ class Layer:
     @classmethod
     def of(cls, module: Any) -> Layer:
         """Read one of transformers' decoder layers."""
-        attention, mlp = module.self_attn, module.mlp
-        normed = hasattr(attention, "q_norm")
+        attention = module.self_attn
+        mlp = module.mlp
+        has_norms = hasattr(attention, "q_norm")
         return cls(
             attention_norm=Norm.of(module.input_layernorm),
             qkv=Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
-            query_norm=Norm.of(attention.q_norm) if normed else None,
-            key_norm=Norm.of(attention.k_norm) if normed else None,
+            query_norm=Norm.of(attention.q_norm) if has_norms else None,
+            key_norm=Norm.of(attention.k_norm) if has_norms else None,
             out=Linear.of(attention.o_proj),
             mlp_norm=Norm.of(module.post_attention_layernorm),
             gate_up=Linear.of(mlp.gate_proj, mlp.up_proj),
@@ -124,7 +125,7 @@ class Llama:
         self._kv_heads = config.num_key_value_heads
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The last layer's normed output [T, H] for tokens and positions [T]."""
+        """Compute the last layer's normed output [T, H] for tokens and positions [T]."""
         rows = F.embedding(tokens, self._embedding)
         cosine, sine = self._rotation(rows, positions)
         for index, layer in enumerate(self._layers):
@@ -142,14 +143,14 @@ class Llama:
         return self._norm(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [T, vocab] of rows [T, H] that ``hidden`` gave."""
+        """Compute logits [T, vocab] of rows [T, H] that ``hidden`` returned."""
         return self._head(hidden)
 
     def _rotation(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, 1, D]; the first half of the sines is negative."""
+        """Return cosines and sines [T, 1, D]; the first half of the sines is negative."""
         cosine, sine = self._rotary(rows, position_ids=positions[None])
-        first, second = sine[0].chunk(2, dim=-1)
-        return cosine[0][:, None], torch.cat([-first, second], dim=-1)[:, None]
+        low_half, high_half = sine[0].chunk(2, dim=-1)
+        return cosine[0][:, None], torch.cat([-low_half, high_half], dim=-1)[:, None]
 
 
 def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

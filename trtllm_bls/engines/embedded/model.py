@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a ``Runner`` that is proven to compute what the model means.
+"""Loading a checkpoint directory as a ``Runner`` that is proven to compute the model's own logits.
 
 ``load`` chooses number format and longest sequence, and probes: a few tokens through our slots must
 give the logits of the model's own eager attention. An architecture that does not pass is refused,
@@ -28,7 +28,7 @@ from trtllm_bls.text.checkpoint_dir import check_checkpoint
 
 _log = logging.getLogger(__name__)
 
-_DEFAULT_LENGTH = 4096  # tokens; longer ones must be asked for, as every slot is that long
+_DEFAULT_LENGTH = 4096  # tokens; more are a parameter, since every slot is that long
 _FP32_PARAMETERS = 1_200_000_000  # "about 1B": up to here exactness is worth the memory
 _SMALL = 50_000_000  # weights
 _PROBE = ((0, 6), (6, 10), (10, 11), (11, 12))  # a prompt, a chunk, two single tokens
@@ -37,22 +37,22 @@ _PROBE = ((0, 6), (6, 10), (10, 11), (11, 12))  # a prompt, a chunk, two single 
 def load(
     parameters: EngineParameters, device: str | None = None, max_kv_bytes: int | None = None
 ) -> Runner:
-    """The model with its slots allocated.
+    """Load the model and allocate its slots.
 
     ``device``: ``None`` = CUDA if torch can use it, else the CPU. ``max_kv_bytes``: limit of the KV
     cache; ``None`` = half of the device's memory that is available at load. Raises
-    ``CheckpointError`` naming the directory for anything wrong with the checkpoint, and
-    ``SettingsError`` when the sizes asked for cannot be had.
+    ``CheckpointError`` naming the directory for any problem of the checkpoint, and
+    ``SettingsError`` for sizes that do not fit.
     """
     if not parameters.max_batch:
         raise SettingsError("max_batch is 0; it must be at least 1")
     # Every running sequence gets its row in every step, and the oldest waiting one at least room
     # for its draft: so nothing starves.
-    least = parameters.max_batch + parameters.max_draft_len + 1
-    if parameters.max_tokens_per_step < least:
+    min_rows = parameters.max_batch + parameters.max_draft_len + 1
+    if parameters.max_tokens_per_step < min_rows:
         raise SettingsError(
             f"max_tokens_per_step is {parameters.max_tokens_per_step}; "
-            f"it must be at least {least} (max_batch + max_draft_len + 1)"
+            f"it must be at least {min_rows} (max_batch + max_draft_len + 1)"
         )
     # Not all cores, since the spinning barriers of torch's pool collapse when another process wants
     # a core. One thread for a small model, of which a layer takes less than a barrier.
@@ -62,15 +62,17 @@ def load(
     transformers.utils.logging.disable_progress_bar()
     directory = Path(parameters.model_dir)
     check_checkpoint(directory)
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch_device = torch.device(device or default_device)
     # cuDNN's attention plans for a tenth of a second whenever a prompt has a new length.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    runner, config, num_weights = _probed(directory, chosen)
-    possible, configured = _exact_length(config, runner.windowed), parameters.max_sequence_tokens
-    if configured > possible:
-        raise SettingsError(f"max_sequence_tokens is {configured}; the model allows {possible}")
-    length = configured or min(possible, _DEFAULT_LENGTH)
-    limit = max_kv_bytes or _available_bytes(chosen) // 2
+    runner, config, num_weights = _probed(directory, torch_device)
+    max_length = _exact_length(config, runner.windowed)
+    configured = parameters.max_sequence_tokens
+    if configured > max_length:
+        raise SettingsError(f"max_sequence_tokens is {configured}; the model allows {max_length}")
+    length = configured or min(max_length, _DEFAULT_LENGTH)
+    limit = max_kv_bytes or _available_bytes(torch_device) // 2
     per_token = runner.slots.bytes_per_token * parameters.max_batch
     fits = min(length, limit // per_token)
     if fits < (configured or 2):
@@ -86,14 +88,14 @@ def load(
 
 
 def _available_bytes(device: torch.device) -> int:
-    """Memory that may still be allocated on the device."""
+    """Return the bytes that may still be allocated on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 
 
 def _probed(directory: Path, device: torch.device) -> tuple[Runner, Any, int]:
-    """Runner, text config and number of weights."""
+    """Load and probe the model; return runner, text config and number of weights."""
     model, config = _pretrained(directory, device)
     num_weights = sum(weight.numel() for weight in model.parameters())
     tokens = [(7919 * i + 1) % int(config.vocab_size) for i in range(_PROBE[-1][1])]
@@ -132,7 +134,7 @@ def _agrees(runner: Runner, tokens: list[int], expected: Tensor) -> bool:
 
 
 def _pretrained(directory: Path, device: torch.device) -> tuple[Any, Any]:
-    """Model and text config as transformers loads them, every weight accounted for."""
+    """Load model and text config with transformers, every weight accounted for."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         text_config = config.get_text_config(decoder=True)
@@ -153,19 +155,19 @@ def _pretrained(directory: Path, device: torch.device) -> tuple[Any, Any]:
 
 
 def _dtype(directory: Path, config: Any, device: torch.device) -> torch.dtype:
-    """fp32 for small models; else the checkpoint's own half format where the device has it."""
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    """Return fp32 for small models; else the checkpoint's half format if the device has it."""
+    checkpoint_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     weights = [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin")]
-    parameters = sum(file.stat().st_size for file in weights) // own.itemsize
+    parameters = sum(file.stat().st_size for file in weights) // checkpoint_dtype.itemsize
     if device.type == "cuda":
-        return torch.float32 if parameters <= _SMALL else own
-    if parameters <= _FP32_PARAMETERS or own.itemsize > 2:
+        return torch.float32 if parameters <= _SMALL else checkpoint_dtype
+    if parameters <= _FP32_PARAMETERS or checkpoint_dtype.itemsize > 2:
         return torch.float32
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
 def _exact_length(config: Any, windowed: bool) -> int:
-    """The longest sequence that is computed as the model means it."""
+    """Return the longest sequence that is computed as in the model itself."""
     longest = int(getattr(config, "max_position_embeddings", None) or _DEFAULT_LENGTH)
     # A window or chunk that is only given to the model's mask never reaches our attention.
     window = getattr(config, "sliding_window", None)
@@ -174,8 +176,12 @@ def _exact_length(config: Any, windowed: bool) -> int:
     longest = min(longest, int(getattr(config, "attention_chunk_size", None) or longest))
     # These rotary kinds change with the longest sequence of the batch: stay below the change.
     rope = getattr(config, "rope_parameters", None) or {}
-    for kind in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+    kinds = [rope]
+    for value in rope.values():
+        if isinstance(value, dict):
+            kinds.append(value)
+    for kind in kinds:
         if kind.get("rope_type") in ("dynamic", "longrope"):
-            own = kind.get("original_max_position_embeddings")
-            longest = min(longest, int(own or longest))
+            original_length = kind.get("original_max_position_embeddings")
+            longest = min(longest, int(original_length or longest))
     return longest

@@ -39,14 +39,14 @@ class TransformersModel:
         AttentionInterface.register(name, self._replacement)
         model.set_attn_implementation(name)
 
-    def logits(self, tokens: Tensor, positions: Tensor, kept: Tensor, attend: Attend) -> Tensor:
-        """Logits [len(kept), vocab] of some rows of the tokens at the positions [T]."""
+    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+        """Compute logits [len(rows), vocab] of some rows of the tokens at the positions [T]."""
         self._attend = attend
         output = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=kept,
+            logits_to_keep=rows,
         )
         logits: Tensor = output.logits[0]
         return logits
@@ -69,7 +69,9 @@ class TransformersModel:
         index = int(module.layer_idx)
         kind = AttentionKind.of(arguments)
         self.kinds[index] = kind
-        rows, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
+        rows = query[0].transpose(0, 1)
+        keys = key[0].transpose(0, 1)
+        values = value[0].transpose(0, 1)
         return self._attend(index, rows, keys, values, kind)[None], None
 
 
@@ -107,7 +109,7 @@ class Runner:
         self._llama = None
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits [sum of ``keep``, vocab], fp32, of the last rows of each segment, in order."""
+        """Compute logits [sum of ``keep``, vocab], fp32, of each segment's last rows, in order."""
         with torch.inference_mode():
             if self._graphs is not None:
                 logits = self._graphs.logits(segments)
@@ -125,13 +127,13 @@ class Runner:
         self.allocate(0, 0)
 
     def _eager(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits of the kept rows, one operation after the other."""
-        kept: list[int] = []
+        """Compute the logits of the kept rows, one operation after the other."""
+        kept_rows: list[int] = []
         end = 0
         for segment in segments:
             end += len(segment.tokens)
-            kept += range(end - segment.keep, end)
-        rows = torch.tensor(kept, device=self._device)
+            kept_rows += range(end - segment.keep, end)
+        rows = torch.tensor(kept_rows, device=self._device)
         tokens, positions, attend = flat_step(self.slots, segments, self._device)
         if self._llama is None:
             return self._modules.logits(tokens, positions, rows, attend)

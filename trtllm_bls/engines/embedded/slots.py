@@ -1,10 +1,11 @@
-"""KV slots: which tokens each one holds, their keys and values, and who may take it.
+"""KV slots: the tokens that each one holds, their keys and values, and the choice of a free one.
 
 Must not know of models or requests.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,13 +14,14 @@ from torch import Tensor
 
 
 class Slots:
-    """``count`` KV slots of ``length`` tokens: which tokens each one holds, their keys and values,
-    and who may take it. Layers are made on first use, as only then head counts and sizes are known.
-    Each slot has one more place, ``length``, which no row ever sees: rows that only pad a step of
-    static shape store theirs there.
+    """``count`` KV slots of ``length`` tokens, with the keys and values of each token.
+
+    Layers are made on first use, as only then head counts and sizes are known. Each slot has one
+    more place, ``length``, which no row ever sees: rows that only pad a step of static shape store
+    their keys and values there.
 
     A finished sequence leaves its tokens in the slot, so that the next request with the same
-    beginning computes only what is new. Rejected drafts need no undoing: keys and values fit the
+    beginning computes only its new tokens. Rejected drafts need no undoing: keys and values fit the
     tokens written here, and the next claim keeps no more of them than it shares. Slots start as
     zeros and never hold anything but finite numbers (``scrub``): a masked NaN would still leak
     through attention's weighted sum.
@@ -32,8 +34,8 @@ class Slots:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._tokens = np.zeros((count, length), dtype=np.int32)
         self._lengths = np.zeros(count, dtype=np.int64)
-        self._left_at = np.zeros(count, dtype=np.int64)  # a counter, not a clock
-        self._departures = 0
+        self._released_at = np.zeros(count, dtype=np.int64)  # counts releases, not seconds
+        self._num_releases = 0
         self.free = set(range(count))
 
     @property
@@ -42,11 +44,11 @@ class Slots:
         return sum(t.shape[1] * t.shape[3] * t.element_size() for t in self._tensors())
 
     def claim(self, prompt: Sequence[int], *, reuse: bool) -> tuple[int, int]:
-        """Take a free slot; returns it, and how many tokens of the prompt it holds already.
+        """Take a free slot, and return it with the number of prompt tokens that it holds already.
 
-        It is the one that shares the longest beginning, else the one idle longest, into which a
-        beginning that another slot holds is copied. The last prompt token is never reused, since
-        its logits are needed.
+        It is the slot that shares the longest beginning; else the one idle longest, and a beginning
+        that another slot holds is copied into it. The last prompt token is never reused, since its
+        logits are needed.
         """
         prefix = np.asarray(prompt[:-1], dtype=np.int32)
         differs = np.ones((len(self._tokens), len(prefix) + 1), dtype=np.bool_)
@@ -54,11 +56,11 @@ class Slots:
         shared = np.minimum(differs.argmax(axis=1), self._lengths)  # tokens, by slot
         source = max(
             range(len(shared)),
-            key=lambda slot: (shared[slot], slot in self.free, -self._left_at[slot]),
+            key=lambda slot: (shared[slot], slot in self.free, -self._released_at[slot]),
         )
         reused = int(shared[source]) if reuse else 0
-        slot = min(self.free, key=lambda slot: (self._left_at[slot], slot))
-        # A slot with far more than what is shared serves its own conversation better untouched.
+        slot = min(self.free, key=lambda slot: (self._released_at[slot], slot))
+        # A slot that holds far more than it shares serves its own conversation better untouched.
         if reused and source in self.free and 2 * reused >= self._lengths[source]:
             slot = source
         self._lengths[slot] = reused
@@ -71,12 +73,15 @@ class Slots:
         return slot, reused
 
     def write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
-        """The slot now holds ``tokens`` from ``start`` on, and nothing after them."""
+        """Store ``tokens`` of a slot from ``start`` on, with nothing after them."""
         self._lengths[slot] = start + len(tokens)
         self._tokens[slot, start : self._lengths[slot]] = tokens
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [slots, kv heads, length + 1, size] for rows [T, kv heads, size]."""
+        """Return keys and values [slots, kv heads, length + 1, size] of a layer.
+
+        Its first rows [T, kv heads, size] tell the sizes.
+        """
         if index not in self._layers:
             zeros = []
             for like in (key, value):
@@ -98,10 +103,10 @@ class Slots:
                 tensor[slot].zero_()
 
     def release(self, slot: int) -> None:
-        """The slot is free; what it holds stays for reuse."""
-        self._departures += 1
-        self._left_at[slot] = self._departures
+        """Free the slot; its tokens stay for reuse."""
+        self._num_releases += 1
+        self._released_at[slot] = self._num_releases
         self.free.add(slot)
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for pair in self._layers.values() for tensor in pair]
+        return list(itertools.chain.from_iterable(self._layers.values()))

@@ -22,14 +22,13 @@ SERVICE = f"/{_PROTO_PACKAGE}.TrtllmService/"
 (_file,) = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTOR.read_bytes()).file
 _pool = descriptor_pool.DescriptorPool()
 _pool.AddSerializedFile(_file.SerializeToString())
-MESSAGES: dict[str, Any] = {
-    name.removeprefix(f"{_PROTO_PACKAGE}."): made
-    for name, made in message_factory.GetMessageClassesForFiles([_file.name], _pool).items()
-}
+MESSAGES: dict[str, Any] = {}
+for _name, _class in message_factory.GetMessageClassesForFiles([_file.name], _pool).items():
+    MESSAGES[_name.removeprefix(f"{_PROTO_PACKAGE}.")] = _class
 
 
 def __getattr__(name: str) -> Any:
-    """Each message by its name, as a class of this module."""
+    """Return a message by its name, as a class of this module."""
     try:
         return MESSAGES[name]
     except KeyError:
@@ -37,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
 
 def packed_request(message: Any, ids: Sequence[int]) -> bytes:
-    """The request ``message`` with the ids of its prompt, serialised."""
+    """Serialise the request ``message`` with the ids of its prompt."""
     if len(ids) < _MANY_IDS:
         message.tokenized.input_token_ids.extend(ids)
         return bytes(message.SerializeToString())
@@ -54,11 +53,15 @@ def _field(number: int, content: bytes) -> bytes:
 
 
 def _varints(numbers: Sequence[int]) -> bytes:
-    """Protobuf's numbers: seven bits a byte, the lowest first; all in as many bytes as the largest
-    needs, which every reader takes."""
+    """Pack numbers as protobuf does: seven bits a byte, the lowest first.
+
+    Each takes as many bytes as the largest needs, which every reader accepts.
+    """
     values = np.asarray(numbers, np.int32)
     places = -(-max(1, int(values.max()).bit_length()) // 7)
     packed = np.empty((len(values), places), np.uint8)
     for place in range(places):
-        packed[:, place] = values >> 7 * place & 127 | (128 if place < places - 1 else 0)
+        packed[:, place] = values >> 7 * place & 127
+        if place < places - 1:
+            packed[:, place] |= 128  # another byte follows
     return packed.tobytes()
