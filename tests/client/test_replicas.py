@@ -396,5 +396,5 @@ async def test_the_oldest_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch)
     await engine.capacity()
     for conversation in range(6):
         await read(engine, turns(conversation, 2))
-    assert len(engine._sent_to) == 4
+    assert len(engine._by_beginning) == 4
     await engine.close()

@@ -28,8 +28,8 @@ from trtllm_bls.wire.kserve import SERVICE, is_final, output_arrays, packed_infe
 class FaceCall:
     """A request to one face of a pipeline.
 
-    ``fields``: those of the endpoint. ``key``: a digest of the caller's API key, if there are keys.
-    ``cache_salt``: which KV cache blocks the caller may share.
+    ``fields``: the endpoint's. ``key``: a digest of the caller's API key, if there are keys.
+    ``cache_salt``: callers share KV cache blocks only with the same salt.
     """
 
     model: str
@@ -46,7 +46,7 @@ class FaceCall:
         return json.dumps(self.fields).encode()
 
     def message(self, seconds: float | None) -> bytes:
-        """Return the request for Triton, serialised. ``seconds``: until its time limit."""
+        """Serialise the request for Triton. ``seconds``: until its time limit."""
         text = np.array([self.body, None], np.object_)[:1]
         context = CallContext(key=self.key, cache_salt=self.cache_salt, seconds=seconds)
         return packed_infer_message(
@@ -79,7 +79,7 @@ class FaceModels:
         """Yield the responses as they come, and the usage last. Closing this ends the model's work.
 
         ``seconds``: until the request's time limit.
-        Raises ``EngineError`` for an answer without an end, and what the pipeline raised.
+        Raises ``EngineError`` for an answer without an end, and the pipeline's errors.
         """
         usage: FaceUsage | None = None
         async with aclosing(self._arrivals(call, seconds)) as arrivals:
@@ -98,15 +98,15 @@ class FaceModels:
         stream = _Responses(call.model, self._channel, call.message(seconds))
         try:
             await stream.wait()
-            while arrived := stream.take():
-                for outputs in arrived:
+            while responses := stream.take():
+                for outputs in responses:
                     yield outputs
                 await stream.wait()
         finally:
             await stream.aclose()
 
     async def close(self) -> None:
-        """End what runs, and disconnect."""
+        """End running requests, and disconnect."""
         await self._channel.close()
 
 
@@ -131,8 +131,10 @@ class _Responses(ResponseStream[Mapping[str, Array]]):
         return False
 
     def _failure(self, error: GrpcError | None) -> EngineError:
-        kind = EngineUnavailable if error is not None and error.unreachable else EngineError
-        return kind(f"{self._model}: {error.details if error else 'ended in mid-stream'}")
+        if error is None:
+            return EngineError(f"{self._model}: ended in mid-stream")
+        kind = EngineUnavailable if error.unreachable else EngineError
+        return kind(f"{self._model}: {error.details}")
 
     def _unreadable(self, error: Exception) -> EngineError:
         return EngineError(f"{self._model}: a response cannot be read: {error}")
