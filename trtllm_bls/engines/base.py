@@ -108,7 +108,9 @@ class CallChunks(ResponseStream[EngineChunk], ChunkStream):
     def __init__(self, calls: RunningCalls, release: Release) -> None:
         super().__init__(release)
         self._calls = calls
-        self._at_end.append(lambda end, error: calls.remove(self, error))
+        self._at_end.append(
+            lambda end, error: calls.fail(self, error) if error else calls.running.discard(self)
+        )
         calls.add(self)
 
     def on_messages(self, messages: list[bytes]) -> None:
@@ -157,8 +159,8 @@ class RunningCalls:
         if self._watching is not None:
             self._watching.cancel()
 
-    def remove(self, chunks: CallChunks, error: Exception | None) -> None:
-        """Watch no longer over a request whose stream ended, with ``error`` if there was one."""
+    def fail(self, chunks: CallChunks, error: Exception) -> None:
+        """Watch no longer over a request whose stream ended with an error."""
         self.running.discard(chunks)
         # An engine's error puts its state in doubt, so that the next request asks for it.
         if isinstance(error, EngineError):

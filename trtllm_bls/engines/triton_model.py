@@ -47,6 +47,7 @@ from trtllm_bls.types import (
     ENGINE_METRICS,
     GUIDE_TEXT_INPUT,
     Array,
+    Draft,
     EngineCapacity,
     EngineChunk,
     EngineMetrics,
@@ -387,8 +388,24 @@ def request_inputs(
     if request.guide is not None:
         _check_guide(model)
     salted = model.speculates and "cache_salt" in data_types
+    sequences = request.num_return_sequences
+    numbers: dict[str, Any] = {
+        "max_tokens": request.max_tokens,
+        "streaming": request.streaming or None,  # absent means no
+        "num_return_sequences": sequences if sequences > 1 else None,
+        "end_id": request.end_id,
+        "pad_id": request.pad_id,
+        **vars(request.sampling),
+        "draft_acceptance_threshold": draft.acceptance_threshold if draft is not None else None,
+        "input_lengths": len(request.input_ids),
+        "exclude_input_in_output": True if "exclude_input_in_output" in data_types else None,
+    }
+    for name, demand in vars(request.wants).items():
+        # Counts are the caller's own business; the engine need not send them.
+        if demand and not name.startswith("num_"):
+            numbers[f"return_{name}"] = demand
     arrays: dict[str, Array] = {}
-    for key, value in _numbers(request, data_types).items():
+    for key, value in numbers.items():
         if value is not None:
             spellings = _SPELLINGS.get(key, (key,))
             for name in spellings:
@@ -410,38 +427,20 @@ def request_inputs(
     if request.embedding_bias:
         arrays["embedding_bias"] = dense_bias(request.embedding_bias, vocab_size)[None]
     if draft is not None:
-        arrays["draft_input_ids"] = _ids_row(draft.token_ids)
-        if draft.logits is not None:
-            is_half = data_types.get("draft_logits") == "FP16"
-            numpy_type = np.float16 if is_half else np.float32
-            arrays["draft_logits"] = np.asarray(draft.logits, dtype=numpy_type)[None]
+        arrays |= _draft_arrays(draft, data_types)
     for name in arrays:
         if name not in data_types:
             raise InvalidRequest(name, _NO_INPUT)
     return [(name, data_types[name], array) for name, array in arrays.items()]
 
 
-def _numbers(request: EngineRequest, data_types: Mapping[str, str]) -> dict[str, Any]:
-    """Return the inputs of one number each, by key; ``None`` for an input that is not sent."""
-    sequences = request.num_return_sequences
-    numbers: dict[str, Any] = {
-        "max_tokens": request.max_tokens,
-        "streaming": request.streaming or None,  # absent means no
-        "num_return_sequences": sequences if sequences > 1 else None,
-        "end_id": request.end_id,
-        "pad_id": request.pad_id,
-        **vars(request.sampling),
-        "input_lengths": len(request.input_ids),
-    }
-    if request.draft is not None:
-        numbers["draft_acceptance_threshold"] = request.draft.acceptance_threshold
-    if "exclude_input_in_output" in data_types:
-        numbers["exclude_input_in_output"] = True
-    for name, demand in vars(request.wants).items():
-        # Counts are the caller's own business; the engine need not send them.
-        if demand and not name.startswith("num_"):
-            numbers[f"return_{name}"] = demand
-    return numbers
+def _draft_arrays(draft: Draft, data_types: Mapping[str, str]) -> dict[str, Array]:
+    arrays = {"draft_input_ids": _ids_row(draft.token_ids)}
+    if draft.logits is not None:
+        is_half = data_types.get("draft_logits") == "FP16"
+        numpy_type = np.float16 if is_half else np.float32
+        arrays["draft_logits"] = np.asarray(draft.logits, dtype=numpy_type)[None]
+    return arrays
 
 
 @lru_cache(maxsize=4096)
