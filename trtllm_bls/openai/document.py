@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trtllm_bls import __version__
+from trtllm_bls.http.budgets import MAX_EMBEDDED_TEXTS
 from trtllm_bls.openai.api_errors import Error
 from trtllm_bls.openai.builder import Head
 from trtllm_bls.openai.docs_page import docs_page
@@ -191,6 +192,10 @@ _PROMPT_FORM = [
     {**_INTEGERS, "minItems": 1},
     {"type": "array", "items": _INTEGERS},
 ]
+_EMBEDDED_FORM = [
+    _NONEMPTY,
+    {"type": "array", "minItems": 1, "maxItems": MAX_EMBEDDED_TEXTS, "items": _NONEMPTY},
+]
 _MESSAGES = {"items": {"$ref": "#/components/schemas/ChatMessage"}}
 _WHY = {
     400: "A field is wrong; param names it",
@@ -218,6 +223,7 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     for kind in kinds:
         schemas[kind.__name__]["properties"]["model"] = {"enum": list(model_names)}
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": _PROMPT_FORM}
+    schemas["EmbeddingsRequest"]["properties"]["input"] = {"anyOf": _EMBEDDED_FORM}
     schemas["ChatCompletionRequest"]["properties"]["messages"] |= _MESSAGES
     for title, schema in schemas.items():
         for field, described in schema.get("properties", {}).items():
