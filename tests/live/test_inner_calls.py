@@ -7,6 +7,8 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -291,3 +293,42 @@ def test_64_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
 
     until(is_idle)
     assert ended(server, "first") > before["first"] + 42
+
+
+WAITS = """
+import asyncio
+
+from trtllm_bls.pipeline import StreamingModel, Tensor
+
+class TritonPythonModel(StreamingModel):
+    inputs = (Tensor("calls", "STRING"),)
+    outputs = (Tensor("said", "STRING"),)
+
+    async def answer(self, request, response):
+        await response.send({"said": "begun"})
+        if "calls" in request:
+            async for part in request.stream(request.text("calls"), {}):
+                await response.send({"said": part["said"]})
+        await asyncio.Event().wait()
+"""
+
+
+def test_a_server_stops_in_order_while_a_pipeline_runs_that_calls_another(tmp_path: Path) -> None:
+    """The callers are told, no request is cut off without a word, and nothing has to be killed."""
+    settings = replace(echo_settings(tmp_path), exit_timeout=3)
+    assert settings.model_repository is not None
+    for name in ("outer", "inner"):
+        directory = settings.model_repository / name
+        (directory / "1").mkdir(parents=True)
+        (directory / "1" / "model.py").write_text(WAITS)
+        (directory / "config.pbtxt").write_text(config_of(directory / "1" / "model.py", {}))
+    with TritonServer(settings, Lines()) as running:
+        streams = [Stream(running, "outer", calls="inner") for _ in range(4)]
+        for stream in streams:
+            responses = iter(stream)
+            assert [texts(next(responses), "said") for _ in range(2)] == [["begun"], ["begun"]]
+        running.request_stop()
+        for stream in streams:
+            with pytest.raises(InferenceServerException, match="the server is shutting down"):
+                list(stream)
+        assert running.wait() is False

@@ -15,6 +15,7 @@ from trtllm_bls.errors import (
     EngineTimeout,
     EngineUnavailable,
     Overloaded,
+    ShuttingDown,
     TrtllmBlsError,
     from_wire,
     to_wire,
@@ -108,6 +109,18 @@ def test_a_cycle_with_a_place_runs() -> None:
         for ask in (outer, inner):
             ask.leave()
             ask.wait()
+
+
+def test_a_server_that_drains_answers_the_calls_of_requests_that_run() -> None:
+    """They may end until the deadline, which they could not if their calls were refused."""
+    with serving(Waits) as model:
+        model.model._server.refusal = ShuttingDown()
+        refused = model.ask().wait()
+        inner = model.ask(caller=Caller(models=("router",))).wait(responses=1)
+        inner.leave()
+        inner.wait()
+    assert refused.error is not None and "shutting down" in refused.error.message()
+    assert inner.said("said") == [[b"router"]]
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ class RequestServer:
         self._senders = SenderThreads(self.loop, senders, before_error_status)
         self._closing, self._stopping = threading.Event(), False
         self._is_ending = False  # every open call is being ended
-        self.refusal: TrtllmBlsError | None = None  # the answer to every new request
+        self.refusal: TrtllmBlsError | None = None  # the answer to every new request of a client
         self._threads = [
             threading.Thread(target=self._run_loop, name="event-loop", daemon=True),
             threading.Thread(target=self._watch, name="watcher", daemon=True),
@@ -169,7 +169,8 @@ class RequestServer:
             call.read(request, self._model)
         except Exception as error:  # raised to Triton, it would answer the whole batch twice
             return call, error
-        return call, self.refusal
+        # A call by a request that runs already may end with it, also while the server drains.
+        return call, None if call.context.models else self.refusal
 
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """End every call still open with an error, run ``finish``, then end the threads."""
