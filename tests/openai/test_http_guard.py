@@ -161,6 +161,15 @@ def test_what_is_no_body_has_a_limit(
     assert not engine.requests
 
 
+def test_a_target_may_be_as_long_as_its_limit(connect: Connect) -> None:
+    """It is read then: there is no such path."""
+    api, _ = connect()
+    with connected(api) as raw:
+        target = b"/?".ljust(LIMITS.url_bytes, b"a")
+        raw.sendall(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % target)
+        assert raw.recv(65536).split()[1] != b"414"
+
+
 def test_requests_that_wait_for_others_are_parsed_later(connect: Connect) -> None:
     """One read may hold thousands of them. All are answered in order, up to the limit of one
     connection, and no turn of the event loop parses more than a few."""

@@ -133,6 +133,19 @@ async def test_a_call_that_nobody_waits_for_is_cancelled() -> None:
     assert await asyncio.gather(stage.full(4), stage.full(5), stage.full(6)) == [8, 10, 12]
 
 
+async def test_a_batch_that_is_tried_again_has_no_item_that_nobody_waits_for() -> None:
+    """Its caller left while the batch ran that one bad item spoiled."""
+    stage = Stage()
+    stage.go = asyncio.Event()
+    calls = [asyncio.ensure_future(stage.full(item)) for item in (13, 2, 3)]
+    await eventually(lambda: bool(stage.batches))
+    calls[1].cancel()
+    stage.go.set()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert (str(results[0]), results[2]) == ("13 is not doubled", 6)
+    assert all(2 not in batch for batch in stage.batches[1:])
+
+
 async def test_items_that_wait_have_a_bound() -> None:
     """A caller beyond it is refused, and the others get their results."""
     stage = Stage()

@@ -59,6 +59,7 @@ def test_a_server_starts_as_many_processes_as_it_can_watch() -> None:
     groups = list(groups_of(names, configs))
     assert [len(group) for group in groups] == [3, 1, STUBS - 4]
     assert list(chain.from_iterable(groups)) == names
+    assert [len(group) for group in groups_of(names, dict.fromkeys(names, one))] == [STUBS]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,31 @@ def test_a_vector_is_cut_to_a_declared_length_alone() -> None:
     assert message == "UNSUPPORTED: dimensions: 3 is not supported; send 1 or 2"
 
 
+class Uneven(Alone):
+    """Embeds a text as as many numbers as it has characters."""
+
+    dimensions = (1, 9)
+
+    @batched(max_size=1, max_wait_ms=0)
+    async def embed(self, texts: list[str]) -> Any:
+        return [[1.0] * len(text) for text in texts]
+
+
+def test_a_declared_length_above_the_vectors_own_is_refused() -> None:
+    """Numbers that are not there cannot be sent."""
+    with serving(Uneven) as model:
+        error = embed_answer(model, "abc", dimensions=9).wait().error
+    assert error is not None
+    assert error.message().startswith("UNSUPPORTED: dimensions: 9 is not supported")
+
+
+def test_vectors_of_one_request_have_one_length() -> None:
+    """Also where each text was a batch of its own."""
+    with serving(Uneven) as model:
+        error = embed_answer(model, "a", "bb").wait().error
+    assert error is not None and "embed gave vectors of 1 and 2 numbers" in error.message()
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
@@ -183,7 +208,7 @@ def test_a_caller_who_leaves_ends_the_sound() -> None:
         (b"abc", "speak gave 3 bytes; a sample has 2"),
         ("abc", "speak gave a str; give bytes, or an array of samples"),
         (np.zeros((2, 2), np.float32), "speak gave an array of shape [2, 2]"),
-        (np.array([np.nan]), "speak gave a sample that is no finite number"),
+        (np.array([0.5, np.nan]), "speak gave a sample that is no finite number"),
         (np.zeros(2, np.int64), "speak gave samples of type int64; give float32 or int16"),
     ],
 )
