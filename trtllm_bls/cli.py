@@ -29,8 +29,10 @@ class Entry(NamedTuple):
 
 _SECTIONS: dict[str, dict[str, Entry]] = {
     "Try it": {
-        "demo": Entry("trtllm_bls.operate.serve:demo", "Stream three answers from a real server."),
-        "serve": Entry("trtllm_bls.operate.serve:command", "Serve a model until Ctrl-C."),
+        "demo": Entry(
+            "trtllm_bls.operate.serve_command:demo", "Stream three answers from a real server."
+        ),
+        "serve": Entry("trtllm_bls.operate.serve_command:command", "Serve a model until Ctrl-C."),
         "chat": Entry("trtllm_bls.client.terminal_chat:main", "Chat in the terminal."),
         "generate": Entry(
             "trtllm_bls.client.terminal_generate:main", "Send a prompt, show the answer."

@@ -284,6 +284,22 @@ def test_an_answer_without_tokens_is_refused_before_the_demo_starts() -> None:
     assert (code, "0 is not in the range x>=1" in output) == (2, True)
 
 
+@pytest.mark.parametrize("command", ["serve", "demo", "openai"])
+def test_help_of_a_command_imports_nothing_that_serves(command: str) -> None:
+    """It is answered in a fifth of a second of CPU; what serves is imported when it serves."""
+    heavy = ("transformers", "grpc", "tritonclient", "numpy", "rich.console", "uvicorn", "httpx")
+    probe = (
+        "import sys; from trtllm_bls.cli import main\n"
+        f"main(['{command}', '--help'], 'trtllm-bls', standalone_mode=False)\n"
+        f"print(*[name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert shown.stdout.startswith(f"Usage: trtllm-bls {command} ")
+    assert shown.stderr == "\n"
+
+
 def test_the_command_line_loads_nothing_heavy() -> None:
     """Help must be instant, and nothing but the engine's process may pay for torch."""
     heavy = "{'torch', 'transformers', 'grpc', 'tritonclient', 'numpy'}"

@@ -18,9 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
-from typing import Any
 
-import click
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
@@ -43,29 +41,10 @@ from trtllm_bls.operate.tritonserver import (
 from trtllm_bls.operate.watch import HealthEndpoint, HealthState, Watch
 from trtllm_bls.orchestrator.log_lines import json_line
 from trtllm_bls.orchestrator.output import LAST_LINES_S, QueuedStream, dropped_lines, gap_text
-from trtllm_bls.settings.command_options import ServeSettings, listen, options_of
+from trtllm_bls.settings.command_options import ServeSettings, listen
 from trtllm_bls.settings.model_names import BLS_NAME
 
 _LINE_STYLES = {"warning": "yellow", "error": "red", "fatal": "bold red"}
-
-
-VERBOSE = click.option("--verbose", is_flag=True, help="Show every line of the server's log.")
-
-
-@click.command()
-@options_of(ServeSettings)
-@VERBOSE
-def command(verbose: bool, **options: Any) -> None:
-    """Serve a model until Ctrl-C or SIGTERM; a second one does not wait for running requests.
-
-    \b
-    Examples:
-      trtllm-bls serve
-      trtllm-bls serve --model ./llama --draft-model ./llama-small
-      trtllm-bls serve --http-port 7000 --grpc-port 7001 --metrics-port 7002
-      trtllm-bls serve --set tensorrt_llm.max_batch=8 --log-file triton.log
-    """
-    sys.exit(serve(ServeSettings(**options), verbose))
 
 
 def serve(settings: ServeSettings, verbose: bool) -> int:
@@ -401,30 +380,13 @@ def announcement(server: TritonServer, health_port: int, http: HttpProcess | Non
 # --- demo -----------------------------------------------------------------------------------
 
 PROMPTS = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))["demo"]
-_SETTINGS_OF_DEMO = (  # those of ``serve`` that ``demo`` has too
-    *("model", "engine", "draft_model", "model_repository", "server", "threads", "overrides"),
-)
 
 
-@click.command()
-@options_of(ServeSettings, *_SETTINGS_OF_DEMO)
-@VERBOSE
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    default=320,
-    show_default=True,
-    help="Longest answer, in tokens.",
-)
-def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
-    """Start a server on free ports, show answers as they stream, stop it.
+def demo(settings: ServeSettings, verbose: bool, max_tokens: int) -> int:
+    """Start a server, print its answers to three prompts as they stream, stop it.
 
-    \b
-    Examples:
-      trtllm-bls demo
-      trtllm-bls demo --model ./llama --max-tokens 200
+    Returns the exit code: 1 if an answer is empty.
     """
-    settings = ServeSettings(**options, http_port=0, grpc_port=0, metrics_port=0, openai_port=0)
     progress = Terminal(Console(stderr=True), verbose=verbose)
     server = TritonServer(settings, progress)
     try:
@@ -440,7 +402,7 @@ def demo(verbose: bool, max_tokens: int, **options: Any) -> None:
         f"OpenAI's API at {url}/v1:"
     )
     Console().print(Text(f"\n{text}\n{chat_curl(url, settings)}"), soft_wrap=True)
-    sys.exit(not all(answer.text.strip() for answer in answers))
+    return 0 if all(answer.text.strip() for answer in answers) else 1
 
 
 async def ask(
