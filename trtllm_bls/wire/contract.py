@@ -1,6 +1,6 @@
 """The wire contract: every tensor of the five models, spelled once.
 
-First what is declared of a tensor, then the rows: five models, in the last form that TensorRT-LLM
+First the declaration of a tensor, then the rows: five models, in the last form that TensorRT-LLM
 shipped, plus renamed older spellings. The models, the client, validation and the checked-in
 ``config.pbtxt`` files (``make generate``) follow from there. Nothing else in the package spells a
 tensor's type, shape or bounds; configure/tensors.csv says which releases of TensorRT-LLM have it.
@@ -52,13 +52,13 @@ _FLOATS = ("FP64", "FP32", "FP16", "BF16")
 
 
 def array_of(name: str, value: Any, dtype: str = "") -> Array:
-    """A value as the array of a tensor of Triton's type ``dtype``, by default of its own type.
+    """Make a value the array of a tensor of Triton's type ``dtype``, by default of its own type.
 
-    Every element stays what it is: texts become UTF-8, bytes stay, and only a float type rounds, to
+    Every element keeps its value: texts become UTF-8, bytes stay, and only a float type rounds, to
     its own precision. A single value gets one dimension. Raises ``TrtllmBlsError``.
     """
     is_array = isinstance(value, np.ndarray)
-    array = _own_array(name, value, dtype)
+    array = _unchanged_array(name, value, dtype)
     if dtype == "STRING" and not array.size:
         return np.empty(array.shape, np.object_)
     kind = array.dtype.kind
@@ -75,26 +75,33 @@ def array_of(name: str, value: Any, dtype: str = "") -> Array:
     elif dtype == "STRING":
         raise _not_of(dtype, name, value)
     else:
-        own = array.dtype.newbyteorder("=") if array.dtype.itemsize <= 8 else np.float64
+        numpy_type: Any = np.float64  # Triton has no longer type
+        if dtype:
+            numpy_type = NUMPY_TYPES[dtype]
+        elif array.dtype.itemsize <= 8:
+            numpy_type = array.dtype.newbyteorder("=")
         with np.errstate(over="ignore", invalid="ignore"):
-            cast = array.astype(NUMPY_TYPES[dtype] if dtype else own, copy=False)
+            cast = array.astype(numpy_type, copy=False)
             if dtype == "BF16":
                 cast = (bf16_bits(cast).astype(np.uint32) << 16).view(np.float32)
         if cast.dtype.kind == "f":
             is_exact = not (np.isinf(cast) & ~np.isinf(array)).any()
         elif cast.dtype.kind in "iu" and kind in "iu" and is_array:
             bounds: Any = np.iinfo(cast.dtype)
-            low, high = (array.min(), array.max()) if array.size else (0, 0)
-            is_exact = bounds.min <= low and high <= bounds.max
-        else:  # of a list of numbers, numpy may have rounded some already
-            is_exact = cast.tolist() == (array if is_array else np.array(value, object)).tolist()
+            is_exact = not array.size or (bounds.min <= array.min() and array.max() <= bounds.max)
+        elif is_array:
+            is_exact = cast.tolist() == array.tolist()
+        else:  # numpy may have rounded some numbers of a list already
+            is_exact = cast.tolist() == np.array(value, object).tolist()
         if not is_exact:
             raise _not_of(dtype, name, value)
-    return cast if cast.ndim else cast.reshape(1)
+    if not cast.ndim:
+        cast = cast.reshape(1)
+    return cast
 
 
-def _own_array(name: str, value: Any, dtype: str) -> Array:
-    """The value as an array in which every element is what it was."""
+def _unchanged_array(name: str, value: Any, dtype: str) -> Array:
+    """Make the value an array in which every element is unchanged."""
     if isinstance(value, np.ma.MaskedArray):  # whose array has values where there are none
         raise TrtllmBlsError(f"{name}: is a masked array; fill it first, as with .filled(0)")
     try:
@@ -102,7 +109,7 @@ def _own_array(name: str, value: Any, dtype: str) -> Array:
         try:
             array = np.asarray(value)
             is_fixed = array.dtype.kind in "SU" and not isinstance(value, np.ndarray)
-        except UnicodeDecodeError:  # of bytes beside texts
+        except UnicodeDecodeError:  # bytes stand beside texts
             is_fixed = True
         if is_fixed:
             # As an array of fixed width, numpy would drop NULs at the ends of texts and bytes, and
@@ -110,10 +117,10 @@ def _own_array(name: str, value: Any, dtype: str) -> Array:
             array = np.array(value, np.object_)
     except ValueError as error:
         raise TrtllmBlsError(f"{name}: its rows differ in length") from error
-    except (TypeError, RuntimeError) as error:  # of what makes an array of itself, such as torch's
+    except (TypeError, RuntimeError) as error:  # a torch tensor, say, makes an array of itself
         raise TrtllmBlsError(f"{name}: {error}") from error
-    is_other = array.dtype.kind == "O" and dtype in _FLOATS
-    if is_other and all(isinstance(each, (int, float)) for each in array.reshape(-1)):
+    is_object = array.dtype.kind == "O" and dtype in _FLOATS
+    if is_object and all(isinstance(item, (int, float)) for item in array.reshape(-1)):
         try:  # numpy has no type for whole numbers this large
             array = array.astype(np.float64)
         except OverflowError as error:
@@ -122,16 +129,20 @@ def _own_array(name: str, value: Any, dtype: str) -> Array:
 
 
 def _without_numpys_bytes(value: Any, dtype: str) -> Any:
-    """The value with bytes in place of ``numpy.bytes_``, which lose NULs at their ends in arrays,
-    and for ``STRING`` in place of other buffers."""
+    """Put bytes in place of ``numpy.bytes_``, and for ``STRING`` in place of other buffers.
+
+    ``numpy.bytes_`` lose NULs at their ends in arrays.
+    """
     if isinstance(value, list) and value and not isinstance(value[0], (int, float)):
         return [_without_numpys_bytes(item, dtype) for item in value]
     is_buffer = dtype == "STRING" and isinstance(value, (bytearray, memoryview))
-    return bytes(value) if is_buffer or isinstance(value, np.bytes_) else value
+    if is_buffer or isinstance(value, np.bytes_):
+        return bytes(value)
+    return value
 
 
 def bf16_bits(array: Array) -> Array:
-    """Numbers as BF16, in 16 bits: rounded to the nearest, to even where there are two."""
+    """Round numbers to BF16, as 16 bits: to the nearest, to even where there are two."""
     bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
     # The oldest tritonclient that is supported cannot do this.
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -156,28 +167,32 @@ def _not_of(dtype: str, name: str, value: Any) -> TrtllmBlsError:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers a tensor may hold; ``str`` of it is what an error message says."""
+    """The numbers that a tensor may hold; their ``str`` stands in error messages."""
 
     low: float = -math.inf
     high: float = math.inf
     above: bool = False  # low itself is not allowed
 
     def allow(self, value: float) -> bool:
-        """Whether ``value`` is a finite number within the bounds."""
+        """Return True if ``value`` is a finite number within the bounds."""
         if not math.isfinite(value) or value > self.high:
             return False
-        return value > self.low if self.above else value >= self.low
+        if self.above:
+            return value > self.low
+        return value >= self.low
 
     def __str__(self) -> str:
-        low = f"{'greater than' if self.above else 'at least'} {self.low:g}"
-        if math.isinf(self.low):
-            return "finite" if math.isinf(self.high) else f"at most {self.high:g}"
-        return low if math.isinf(self.high) else f"{low} and at most {self.high:g}"
+        bounds = []
+        if not math.isinf(self.low):
+            bounds.append(f"greater than {self.low:g}" if self.above else f"at least {self.low:g}")
+        if not math.isinf(self.high):
+            bounds.append(f"at most {self.high:g}")
+        return " and ".join(bounds) or "finite"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One input or output.
+    """An input or output.
 
     ``dims`` exclude the batch. ``scalar`` inputs arrive at a Python model as ``[B]`` although
     clients send ``[B, 1]`` (``reshape`` in the configuration). ``field`` is the name of the value
@@ -193,11 +208,11 @@ class Tensor:
     ragged: bool = False
     bounds: Bounds | None = None
     key: str = dataclasses.field(init=False)  # the value's name inside the package
-    numpy_type: type = dataclasses.field(init=False)  # of the elements; object for STRING
+    numpy_type: type = dataclasses.field(init=False)  # its elements' type; object for STRING
     single: bool = dataclasses.field(init=False)  # exactly one element per batch row
 
     def __post_init__(self) -> None:
-        """Attributes, not properties: they are read for every value of every request."""
+        """Set attributes, not properties: they are read for every value of every request."""
         if self.dtype not in NUMPY_TYPES:
             raise SettingsError(f"{self.name}: {self.dtype!r} is none of {', '.join(NUMPY_TYPES)}")
         object.__setattr__(self, "key", self.field or self.name)
@@ -207,38 +222,44 @@ class Tensor:
     @property
     def datatype(self) -> str:
         """The type as Triton's protocol names it."""
-        return "BYTES" if self.dtype == "STRING" else self.dtype
+        if self.dtype == "STRING":
+            return "BYTES"
+        return self.dtype
 
     def array(self, value: Any, *, rows: bool = False) -> Array:
-        """``array_of`` this tensor, whose shape has to be the declared one.
+        """Make ``array_of`` this tensor, whose shape has to be the declared one.
 
-        A single value gets as many dimensions as are declared. ``rows``: a dimension of rows comes
-        first, which the value may lack: then it is one row. Raises ``TrtllmBlsError``.
+        A single value gets as many dimensions as are declared. With ``rows`` a dimension of rows
+        comes first, which the value may lack: then it is one row. Raises ``TrtllmBlsError``.
         """
         array = array_of(self.name, value, self.dtype)
-        dims = (-1, *self.dims) if rows else self.dims
+        dims = self.dims
+        if rows:
+            dims = (-1, *dims)
         if array.size == 1 and array.ndim == 1 and len(self.dims) != 1:
             array = array.reshape([1] * len(self.dims))
         if rows and array.ndim == len(self.dims):
             array = array[None]
-        fits = array.ndim == len(dims) and all(
-            declared in (-1, size) for declared, size in zip(dims, array.shape, strict=True)
-        )
+        fits = array.ndim == len(dims)
+        for dim, size in zip(dims, array.shape, strict=False):
+            fits = fits and dim in (-1, size)
         if not fits:
             problem = f"shape {list(array.shape)}, declared {list(dims)}"
             raise TrtllmBlsError(f"{self.name}: {problem}")
         return array
 
     def check(self, value: float) -> None:
-        """Raises ``InvalidRequest`` where the value is outside the tensor's bounds."""
+        """Raise ``InvalidRequest`` where the value is outside the tensor's bounds."""
         if self.bounds is not None and not self.bounds.allow(value):
-            must = self.bounds if math.isfinite(value) else "finite"
-            raise InvalidRequest(self.name, f"{value} is not allowed; it must be {must}")
+            expected = str(self.bounds)
+            if not math.isfinite(value):
+                expected = "finite"
+            raise InvalidRequest(self.name, f"{value} is not allowed; it must be {expected}")
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model of the repository: its tensors, in the order of the configuration file."""
+    """A model of the repository: its tensors, in the order of the configuration file."""
 
     name: str
     inputs: tuple[Tensor, ...]
@@ -269,8 +290,8 @@ _UNSIGNED = Bounds(low=0, high=2**64 - 1)
 _ALTERNATIVES = Bounds(low=0, high=20)
 
 
-def _alike(dtype: str, *names: str, **more: Any) -> tuple[Tensor, ...]:
-    return tuple(Tensor(name, dtype, **more) for name in names)
+def _alike(dtype: str, *names: str, **options: Any) -> tuple[Tensor, ...]:
+    return tuple(Tensor(name, dtype, **options) for name in names)
 
 
 # As in the text models. A top_p <= 0 means "not set" on the wire, so it has no lower bound.
@@ -305,10 +326,14 @@ _ENGINE_NAMES = {
     "top_p": "runtime_top_p",
     "length_penalty": "len_penalty",
 }
-_ENGINE_SAMPLING = tuple(
-    replace(each, name=_ENGINE_NAMES.get(each.name, each.name), field=each.key, scalar=True)
-    for each in (*_TEXT_SAMPLING, *_FINE_SAMPLING)
-)
+
+
+def _as_engine_input(tensor: Tensor) -> Tensor:
+    name = _ENGINE_NAMES.get(tensor.name, tensor.name)
+    return replace(tensor, name=name, field=tensor.key, scalar=True)
+
+
+_ENGINE_SAMPLING = tuple(map(_as_engine_input, (*_TEXT_SAMPLING, *_FINE_SAMPLING)))
 
 _LORA = (
     Tensor("lora_task_id", "UINT64", scalar=True),
@@ -319,7 +344,7 @@ _PROMPT_TABLE = (
     Tensor("prompt_embedding_table", "FP16", (-1, -1), ragged=True),
     Tensor("prompt_vocab_size", "INT32", scalar=True),
 )
-_TEXT_PROMPT_TABLE = tuple(replace(each, ragged=False, scalar=False) for each in _PROMPT_TABLE)
+_TEXT_PROMPT_TABLE = tuple(replace(row, ragged=False, scalar=False) for row in _PROMPT_TABLE)
 
 _RETURN_FLAGS = (
     *("return_log_probs", "return_context_logits", "return_generation_logits"),
@@ -527,24 +552,30 @@ BLS = Model(
 )
 
 # Upstream's ``llmapi`` model, which has the name of the engine's: text in, text out, one prompt, no
-# batch. ``configure --from`` writes it with the code of tensorrt_llm_bls, as which a field says
-# what an input means. kv_cache_missed_block and kv_cache_hit_rate are left out: no engine of ours
-# reports them.
-_UPSTREAM = "sampling_param_"
+# batch. ``configure --from`` writes it with the code of tensorrt_llm_bls; the field of an input
+# names that model's input with the same meaning. No engine of ours reports kv_cache_missed_block
+# and kv_cache_hit_rate.
 _TEXT_TENSORS = {tensor.name: tensor for tensor in (*_TEXT_SAMPLING, *_TEXT_INPUTS)}
+
+
+def _as_sampling_param(name: str) -> Tensor:
+    tensor = _TEXT_TENSORS[name]
+    return replace(tensor, name=f"sampling_param_{name}", field=name, required=False)
+
+
 LLMAPI = Model(
     ENGINE_NAME,
     inputs=(
         Tensor("text_input", "STRING", (-1,), required=True),
         Tensor("streaming", "BOOL", field="stream"),
         Tensor("sampling_param_best_of", "INT32"),
-        *(
-            replace(_TEXT_TENSORS[name], name=_UPSTREAM + name, field=name, required=False)
-            for name in (
-                *("top_k", "max_tokens", "temperature", "top_p"),
-                *("frequency_penalty", "presence_penalty", "seed"),
-            )
-        ),
+        _as_sampling_param("top_k"),
+        _as_sampling_param("max_tokens"),
+        _as_sampling_param("temperature"),
+        _as_sampling_param("top_p"),
+        _as_sampling_param("frequency_penalty"),
+        _as_sampling_param("presence_penalty"),
+        _as_sampling_param("seed"),
         Tensor("sampling_param_stop", "STRING", (-1,), field="stop_words"),
         Tensor("sampling_param_exclude_input_from_output", "BOOL", field="exclude_input_in_output"),
         Tensor("sampling_param_return_perf_metrics", "BOOL", field="return_perf_metrics"),

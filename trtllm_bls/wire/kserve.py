@@ -15,7 +15,7 @@ from trtllm_bls.types import Array
 from trtllm_bls.wire.contract import NUMPY_TYPES, bf16_bits
 
 SERVICE = "/inference.GRPCInferenceService/"
-_PARAMETER_FIELDS = {  # of a request's parameter, by the type of its value
+_PARAMETER_FIELDS = {  # the field of a request's parameter, by the type of its value
     bool: "bool_param",
     int: "int64_param",
     float: "double_param",
@@ -32,36 +32,38 @@ def packed_infer_message(
     version: str = "",
     parameters: Mapping[str, bool | int | float | str] = MappingProxyType({}),
 ) -> bytes:
-    """A ``ModelInferRequest``, serialised. ``inputs``: name, Triton's data type, values; no outputs
-    = all. ``traceparent``: the W3C trace context, a parameter beside ``parameters``. ``version``:
-    of the model; by default the newest that is loaded.
+    """Serialise a ``ModelInferRequest``.
 
-    A BF16 input is given as float32. The last response has Triton's final flag, also if it is
-    empty. (Triton's Python clients refuse that parameter by name, so messages are made here.) To
-    protobuf, two messages in a row are one. So what many requests have in common is kept.
+    ``inputs`` have a name, Triton's data type and values; a BF16 input has its values as float32.
+    No ``outputs`` means all. ``traceparent`` is the W3C trace context, a parameter beside
+    ``parameters``. The ``version`` of the model is by default the newest that is loaded.
+
+    The last response has Triton's final flag, also if it is empty. (Triton's Python clients refuse
+    that parameter by name, so messages are made here.) To protobuf, two messages in a row are one,
+    so the part that many requests have in common is cached.
     """
     inputs = list(inputs)
     headers = tuple([(name, datatype, array.shape) for name, datatype, array in inputs])
     raws = [packed_array(datatype, array) for _, datatype, array in inputs]
-    own = service_pb2.ModelInferRequest(
+    message = service_pb2.ModelInferRequest(
         id=request_id, model_version=version, raw_input_contents=raws
     )
     if traceparent:
-        own.parameters["traceparent"].string_param = traceparent
+        message.parameters["traceparent"].string_param = traceparent
     for name, value in parameters.items():
-        setattr(own.parameters[name], _PARAMETER_FIELDS[type(value)], value)
-    packed: bytes = _in_common(model, headers, tuple(outputs)) + own.SerializeToString()
+        setattr(message.parameters[name], _PARAMETER_FIELDS[type(value)], value)
+    packed: bytes = _in_common(model, headers, tuple(outputs)) + message.SerializeToString()
     return packed
 
 
 def is_final(response: Any) -> bool:
-    """Whether a ``ModelInferResponse`` is the last of its request."""
+    """Return True if a ``ModelInferResponse`` is the last of its request."""
     parameters = response.parameters
     return "triton_final_response" in parameters and parameters["triton_final_response"].bool_param
 
 
 def output_arrays(response: Any) -> Mapping[str, Array]:
-    """The outputs of a ``ModelInferResponse`` by name; BF16 becomes float32.
+    """Read the outputs of a ``ModelInferResponse`` by name; BF16 becomes float32.
 
     Raises ``ValueError`` for a response whose parts do not fit together.
     """
@@ -69,29 +71,31 @@ def output_arrays(response: Any) -> Mapping[str, Array]:
 
 
 def arrays_of(tensors: Sequence[Any], raws: Sequence[bytes]) -> Mapping[str, Array]:
-    """Tensors of a message by name; BF16 becomes float32.
+    """Read the tensors of a message by name; BF16 becomes float32.
 
     Raises ``ValueError`` for parts that do not fit together.
     """
     if len(tensors) != len(raws):
         raise ValueError(f"{len(tensors)} outputs with the contents of {len(raws)}")
-    return {
-        tensor.name: _array(tensor.datatype, raw).reshape(tensor.shape)
-        for tensor, raw in zip(tensors, raws, strict=True)
-    }
+    arrays = {}
+    for tensor, raw in zip(tensors, raws, strict=True):
+        arrays[tensor.name] = _array(tensor.datatype, raw).reshape(tensor.shape)
+    return arrays
 
 
 def datatype_of(array: Array) -> str:
-    """Triton's data type of a numpy array."""
-    found = next(name for name, numpy_type in NUMPY_TYPES.items() if array.dtype == numpy_type)
-    return "BYTES" if found == "STRING" else found
+    """Return Triton's data type of a numpy array."""
+    dtype = next(name for name, numpy_type in NUMPY_TYPES.items() if array.dtype == numpy_type)
+    if dtype == "STRING":
+        return "BYTES"
+    return dtype
 
 
 @lru_cache(maxsize=1024)
 def _in_common(
     model: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...], outputs: tuple[str, ...]
 ) -> bytes:
-    """All of a request but its id and values."""
+    """Serialise all of a request but its id and values."""
     message = service_pb2.ModelInferRequest(model_name=model)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, datatype, shape in headers:
@@ -103,10 +107,13 @@ def _in_common(
 
 
 def packed_array(datatype: str, array: Array) -> bytes:
-    """The contents of a tensor; those of BF16 are given as float32."""
+    """Serialise the contents of a tensor; the array of a BF16 one is float32."""
     if datatype == "BYTES":
         texts = serialize_byte_tensor(array)
-        return texts.item() if texts.size else b""
+        if not texts.size:
+            return b""
+        content: bytes = texts.item()
+        return content
     if datatype == "BF16":
         return bf16_bits(array).tobytes()
     return array.tobytes()

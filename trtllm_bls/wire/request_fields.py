@@ -86,7 +86,7 @@ def required_inputs(request: BaseRequest) -> dict[str, Any]:
 def input_arrays(request: BaseRequest, *, salted: bool) -> dict[str, Array]:
     """Return the typed fields as arrays without a batch dimension.
 
-    ``salted``: the engine keeps KV cache blocks apart, so any cache salt is sent.
+    A ``salted`` engine keeps KV cache blocks apart, so any cache salt is sent to it.
     """
     values = required_inputs(request)
     if salted and request.cache_salt is not None:

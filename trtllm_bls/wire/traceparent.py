@@ -9,11 +9,11 @@ import re
 _TRACEPARENT = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]*)?"
 )
-_MAX_CHARS = 256  # of a later version's
+_MAX_CHARS = 256  # in a context of a later version
 
 
 def valid_traceparent(text: str) -> str | None:
-    """Return ``text`` if it is a trace context. What is none is to be left out."""
+    """Return ``text`` if it is a trace context, which a request may pass on."""
     match = _TRACEPARENT.fullmatch(text[: _MAX_CHARS + 1])
     if match is None or len(text) > _MAX_CHARS:
         return None
