@@ -123,7 +123,7 @@ def test_calls_are_written_where_n_grams_draft(
         chat=ChatOptions(tools=TOOLS),
         speculation=SpeculationRequest(draft_source=asked),
     )
-    assert bool(maker.make(request).asked.speculation.calls) is drafted
+    assert bool(maker.make(request).engine_request.speculation.calls) is drafted
 
 
 def passes(prompt: TokenIds, answer: TokenIds, calls: TokenIds) -> int:

@@ -131,11 +131,11 @@ def test_stops_are_not_sent_to_an_engine_that_may_reason_first() -> None:
     text = TextRequest(
         request_id="", text="Hello", max_tokens=5, sampling=Sampling(), stop_words=("dog",)
     )
-    assert maker.make(chat).asked.stop_sequences == ()
+    assert maker.make(chat).engine_request.stop_sequences == ()
     assert maker.make(chat).markup.reasoning_end == "</think>"
-    assert maker.make(text).asked.stop_sequences == (maker.tokenizer.stop_ids("dog"),)
+    assert maker.make(text).engine_request.stop_sequences == (maker.tokenizer.stop_ids("dog"),)
     chat.markup = NO_MARKUP  # none is looked for
-    assert maker.make(chat).asked.stop_sequences == (maker.tokenizer.stop_ids("dog"),)
+    assert maker.make(chat).engine_request.stop_sequences == (maker.tokenizer.stop_ids("dog"),)
 
 
 def test_a_stop_counts_in_text_after_min_tokens() -> None:
@@ -169,8 +169,10 @@ def test_a_stop_token_is_shown_where_stops_are() -> None:
         text, ending = ended("the dog", {"include_stop": include}, rules)
         assert text == shown and ending.finish_reason is FinishReason.END_ID
         # The engine has to send the token: it does not show the one end id that it is told.
-        assert (stop,) in prompt.asked.stop_sequences or prompt.asked.end_id == stop
-        assert not include or (stop,) in prompt.asked.stop_sequences
+        assert (
+            stop,
+        ) in prompt.engine_request.stop_sequences or prompt.engine_request.end_id == stop
+        assert not include or (stop,) in prompt.engine_request.stop_sequences
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma4", "kimi_k2", "harmony", "deepseek"])

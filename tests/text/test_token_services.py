@@ -82,7 +82,7 @@ def test_lists_are_bounded_before_they_cost_time(lists: dict[str, Any], said: st
 def test_the_longest_lists_are_taken() -> None:
     """The limits themselves are allowed."""
     words = tuple(f"{index}".rjust(MAX_WORD_CHARS, "x") for index in range(3)) + ("dog",) * 1021
-    prompt = PromptMaker(tokenizer(), True).make(asking(bad_words=words)).asked
+    prompt = PromptMaker(tokenizer(), True).make(asking(bad_words=words)).engine_request
     assert len(words) == MAX_WORDS
     assert len(prompt.bad_sequences) <= 2 * 4, "a repeated word is sent once"
 
@@ -90,7 +90,7 @@ def test_the_longest_lists_are_taken() -> None:
 @pytest.mark.parametrize("tokens", [3, 2])
 def test_a_prompt_too_long_is_refused(tokens: int) -> None:
     maker, taken = PromptMaker(tokenizer(), True), "are allowed so that one new token fits"
-    assert len(maker.make(asking("The"), len(prompt_ids("The"))).asked.input_ids) == len(
+    assert len(maker.make(asking("The"), len(prompt_ids("The"))).engine_request.input_ids) == len(
         prompt_ids("The")
     )
     with pytest.raises(InvalidRequest, match=f"^text_input: [0-9]+ tokens; .* {tokens} {taken}"):
@@ -128,9 +128,9 @@ def test_an_engine_is_told_only_words_that_its_ids_spell() -> None:
     )
     dogs = wordpiece.encode_word("dogs")
     assert told.stop_sequences == ((), dogs)
-    assert told.asked.stop_sequences == (dogs,)
-    assert told.asked.bad_sequences == ()
-    assert told.asked.embedding_bias == tuple((token, 2.0) for token in dogs)
+    assert told.engine_request.stop_sequences == (dogs,)
+    assert told.engine_request.bad_sequences == ()
+    assert told.engine_request.embedding_bias == tuple((token, 2.0) for token in dogs)
 
 
 def test_a_bias_is_dense_when_one_row_asks_for_it() -> None:

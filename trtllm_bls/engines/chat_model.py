@@ -27,35 +27,47 @@ from trtllm_bls.wire.kserve import (
     packed_infer_message,
 )
 
-_PASSED_ON = (
-    *("max_tokens", "stop_words", "stop_token_ids", "bad_words", "end_id"),
-    *("skip_special_tokens", "prediction"),
+_OPTIONS = (
+    "max_tokens",
+    "stop_words",
+    "stop_token_ids",
+    "bad_words",
+    "end_id",
+    "skip_special_tokens",
+    "prediction",
 )
-_SWITCHES = ("fits_max_tokens", "include_stop")  # which nobody sets to false
+_SWITCHES = ("fits_max_tokens", "include_stop")  # sent only if they are on
 _GUIDE_NAMES = {"json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
 
 
 def chat_request(request: TextRequest) -> bytes:
-    """A request for a conversation, as JSON. Raises ``Unsupported`` for what no pipeline can do."""
+    """Return a conversation's request as JSON.
+
+    Raises ``Unsupported`` for a field that no pipeline can honour.
+    """
     if request.messages is None:
         raise Unsupported("model", "is a pipeline, which answers conversations alone")
     if request.num_return_sequences > 1:
         raise Unsupported("n", "above 1: a pipeline gives one answer; send several requests")
     if request.wants.log_probs:
         raise Unsupported("logprobs", "a pipeline tells none")
-    options: dict[str, Any] = {
-        field.name: getattr(request.sampling, field.name) for field in fields(Sampling)
-    }
-    options |= {name: getattr(request, name) for name in _PASSED_ON}
-    options |= {name: True for name in _SWITCHES if getattr(request, name)}
-    options |= {
-        "token_bias": dict(request.token_bias),
-        "variables": request.chat.variables,
-        "tool_choice": None if request.chat.tool_choice == "auto" else request.chat.tool_choice,
-        "parallel_tool_calls": None if request.chat.parallel_tool_calls else False,
-        "continue_final_message": request.chat.continue_final_message or None,
-    }
-    if (guide := request.guide) is not None:
+    chat = request.chat
+    options: dict[str, Any] = {}
+    for field in fields(Sampling):
+        options[field.name] = getattr(request.sampling, field.name)
+    for name in _OPTIONS:
+        options[name] = getattr(request, name)
+    for name in _SWITCHES:
+        options[name] = getattr(request, name) or None
+    options["token_bias"] = dict(request.token_bias)
+    options["variables"] = chat.variables
+    if chat.tool_choice != "auto":
+        options["tool_choice"] = chat.tool_choice
+    if not chat.parallel_tool_calls:
+        options["parallel_tool_calls"] = False
+    options["continue_final_message"] = chat.continue_final_message or None
+    guide = request.guide
+    if guide is not None:
         name = _GUIDE_NAMES.get(guide.kind, "json_schema")
         options[name] = '{"type":"object"}' if guide.text is None else guide.text
     caller = request.caller
@@ -73,7 +85,7 @@ def chat_request(request: TextRequest) -> bytes:
 
 
 def chat_context(request: TextRequest, seconds: float | None = None) -> CallContext:
-    """On whose behalf the pipeline is called. ``seconds``: until the request's time limit."""
+    """Return the context of a pipeline's call. ``seconds``: until the request's time limit."""
     salt = request.cache_salt
     return CallContext(
         key=request.tenant,
@@ -93,7 +105,7 @@ class ChatModels:
     async def events(
         self, model: str, request: TextRequest, seconds: float | None = None
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """The events of an answer as they come. Closing the iterator ends the model's work.
+        """Yield the events of an answer as they come. Closing the iterator ends the model's work.
 
         ``seconds``: until the request's time limit.
         """
@@ -112,15 +124,15 @@ class ChatModels:
         stream = _Events(model, self._channel, message)
         try:
             await stream.wait()
-            while arrived := stream.take():
-                for events in arrived:
+            while batches := stream.take():
+                for events in batches:
                     yield events
                 await stream.wait()
         finally:
             await stream.aclose()
 
     async def close(self) -> None:
-        """End what runs, and disconnect."""
+        """End running requests, and disconnect."""
         await self._channel.close()
 
 
@@ -145,8 +157,10 @@ class _Events(ResponseStream[list[dict[str, Any]]]):
         return False
 
     def _failure(self, error: GrpcError | None) -> EngineError:
-        kind = EngineUnavailable if error is not None and error.unreachable else EngineError
-        return kind(f"{self._model}: {error.details if error else 'ended in mid-stream'}")
+        if error is None:
+            return EngineError(f"{self._model}: ended in mid-stream")
+        kind = EngineUnavailable if error.unreachable else EngineError
+        return kind(f"{self._model}: {error.details}")
 
     def _unreadable(self, error: Exception) -> EngineError:
         return EngineError(f"{self._model}: a response cannot be read: {error}")

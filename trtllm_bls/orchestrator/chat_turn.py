@@ -72,7 +72,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatFormats:
-    """How a model writes tool calls and reasoning; ``None``: it writes none."""
+    """A model's formats of tool calls and reasoning; ``None``: it writes none."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningTags | None = None
@@ -80,15 +80,15 @@ class ChatFormats:
     @classmethod
     def of(cls, tokenizer: Tokenizer, tools: str = "auto", reasoning: str = "auto") -> ChatFormats:
         """Return the formats of these names; ``auto`` finds them in the chat template."""
-        known_tools, known_reasoning = formats_of(tokenizer.chat_template)
-        tool_name = known_tools if tools == "auto" else tools
-        reasoning_name = known_reasoning if reasoning == "auto" else reasoning
+        template_tools, template_reasoning = formats_of(tokenizer.chat_template)
+        tool_name = template_tools if tools == "auto" else tools
+        reasoning_name = template_reasoning if reasoning == "auto" else reasoning
         return cls(TOOL_FORMATS.get(tool_name or ""), REASONING_TAGS.get(reasoning_name or ""))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSyntax:
-    """How the text of an answer is written.
+    """The syntax of an answer's text.
 
     ``tools``: the format of its calls; ``None``: none may come. ``schemas``: the parameters of the
     tools that may be called, by name. ``reasoning``: the tags around reasoning, if the model has
@@ -105,7 +105,7 @@ class AnswerSyntax:
 
     @property
     def markup(self) -> AnswerMarkup:
-        """What the text layer has to know: by it, stops apply to the answer alone."""
+        """The markup for the text layer, by which stops apply to the answer alone."""
         markup = answer_markup(self.tools, self.reasoning, opened=self.opened)
         if self.is_reasoning_over:
             return replace(markup, reasoning_begin="", reasoning_end="")
@@ -114,13 +114,15 @@ class AnswerSyntax:
     @property
     def tool_format_name(self) -> str:
         """The name of the format of calls, for metrics."""
-        names = [name for name, known in TOOL_FORMATS.items() if known is self.tools]
-        return names[0] if names else "forced"
+        for name, tool_format in TOOL_FORMATS.items():
+            if tool_format is self.tools:
+                return name
+        return "forced"
 
     def parser(self, count_call: Callable[[str, str], None] = _ignore_call) -> ChatParser:
         """Return a parser of one answer.
 
-        ``count_call`` is called with the name of the format and how a call went on: see
+        ``count_call`` is called with the name of the format and a call's progress, as in
         ``ChatParser``.
         """
         return ChatParser(
@@ -135,7 +137,7 @@ class AnswerSyntax:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTurn:
-    """The next turn of a conversation, as it is asked of the model.
+    """The next turn of a conversation, as a request to the model.
 
     ``guide_field``: the request's field that demands the guide; empty where there is none.
     ``syntax``: ``None``: the model is a pipeline, which divides its answer itself.
@@ -199,37 +201,41 @@ class ChatTurns:
         parallel = conversation.parallel
         tools = _allowed_tools(conversation)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-        own = self.formats.tools
+        model_format = self.formats.tools
         tags = self.formats.reasoning
         prompt_end = self._prompt_end(options)
         opened = tags is not None and prompt_end.endswith(tags.begin)
         # A form holds from the first token on, unless reasoning may still come before it.
         is_over = options.continue_final_message or (tags and prompt_end.endswith(tags.end))
-        before = None if is_over and not opened else tags
+        tags_before = None if is_over and not opened else tags
         form = conversation.form
         guide: Guide | None = None
         guide_field = ""
-        calls = own if tools and conversation.choice == "auto" else None
+        calls = model_format if tools and conversation.choice == "auto" else None
         if conversation.choice == "required":
             _check_demanded_call(conversation, schemas)
             guide_field = "tool_choice"
             forced = conversation.forced
             if forced is not None:
                 schemas = {forced: schemas[forced]}
-            guide, calls = calls_guide(tools, forced, own, before, parallel=parallel, opened=opened)
+            guide, calls = calls_guide(
+                tools, forced, model_format, tags_before, parallel=parallel, opened=opened
+            )
         elif form is not None:
             guide_field = form.field
             if calls is None:
-                guide = form_guide(form.guide, before, opened=opened)
+                guide = form_guide(form.guide, tags_before, opened=opened)
             elif is_json(form.guide):
-                guide = form_or_calls_guide(form.guide, calls, list(schemas), before, opened=opened)
+                guide = form_or_calls_guide(
+                    form.guide, calls, list(schemas), tags_before, opened=opened
+                )
             else:
                 problem = "cannot be combined with tools that may be called"
                 raise InvalidRequest(form.field, f"{problem}; send tool_choice none or required")
-        shown = tools if tools and conversation.choice != "none" else None
+        prompt_tools = tools if tools and conversation.choice != "none" else None
         return ChatTurn(
             messages=self.order.fitted(conversation.messages),
-            options=replace(options, tools=shown),
+            options=replace(options, tools=prompt_tools),
             guide=guide,
             guide_field=guide_field,
             syntax=AnswerSyntax(
@@ -237,7 +243,7 @@ class ChatTurns:
                 schemas=schemas,
                 reasoning=tags,
                 opened=opened,
-                is_reasoning_over=before is None and tags is not None,
+                is_reasoning_over=tags_before is None and tags is not None,
                 max_calls=None if parallel else 1,
             ),
         )
@@ -278,7 +284,7 @@ def pipeline_turn(conversation: Conversation) -> ChatTurn:
 def _allowed_tools(conversation: Conversation) -> Sequence[Message]:
     """Return the tools that may be called.
 
-    The prompt has no other tools: a model does not call one that it is not told of.
+    The prompt has no other tools: a model does not call one that its prompt lacks.
     """
     allowed = conversation.allowed
     if allowed is None:

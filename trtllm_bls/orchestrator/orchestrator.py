@@ -303,7 +303,7 @@ class Orchestrator:
         Raises ``InvalidRequest``.
         """
         self._check(request)
-        return self.prompts.make(request, None, _give_way).asked.input_ids
+        return self.prompts.make(request, None, _give_way).engine_request.input_ids
 
     def refused(self, request_id: str, error: Exception, api: str | None = None) -> None:
         """Count a request that was refused before it could run, by the ``api`` that it was for."""
@@ -412,7 +412,7 @@ class Orchestrator:
             request = _with_seed(request)
         capacity = await self._engine.capacity()
         prompt = await self._make_prompt(request, capacity)
-        engine_request = prompt.asked
+        engine_request = prompt.engine_request
         if request.wants.top_log_probs and not capacity.tells_top_log_probs:
             # The engine does not tell the likeliest ids of a place, but its logits do.
             engine_request.wants = replace(request.wants, top_log_probs=0, generation_logits=True)
@@ -468,7 +468,7 @@ class Orchestrator:
     def _rules(
         self, request: TextRequest, prompt: Prompt, max_tokens: int, capacity: EngineCapacity
     ) -> TextRules:
-        prompt_ids = prompt.asked.input_ids
+        prompt_ids = prompt.engine_request.input_ids
         # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is asked for.
         with_prompt = request.echo or not (request.stream or request.exclude_input_in_output)
         return TextRules(

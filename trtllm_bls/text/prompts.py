@@ -1,4 +1,4 @@
-"""From a text request to everything an engine needs in token ids.
+"""Prompts: a text request in token ids, as an engine needs it.
 
 The orchestrator and ``preprocessing`` share this, so that both make the same prompt of a request.
 """
@@ -32,22 +32,23 @@ MAX_PREDICTION_CHARS = 1 << 20  # far more than an answer has
 
 _W = TypeVar("_W")
 
-_LONG_REQUEST = 4096  # characters of a request from which on tokenising takes milliseconds
-_WORD_COST = 256  # a word costs as much as so many characters of a prompt, however short it is
+_LONG_REQUEST = 4096  # characters of a request whose tokenising takes milliseconds
+_WORD_COST = 256  # characters of a prompt that cost as much as one word, however short it is
 
 
 class Prompt(NamedTuple):
-    """One tokenised prompt, as it is asked of an engine, and what ends its answer.
+    """One tokenised prompt, as a request to an engine, and the ends of its answer.
 
-    ``asked``: its ``stop_sequences`` are those below and every end id but the first, since an
-    engine takes one end id alone; -1 if there is none. ``end_ids``: all of them.
+    ``engine_request``: its ``stop_sequences`` are those below and every end id but the first, since
+    an engine takes one end id alone; -1 if there is none. ``end_ids``: all of them.
     ``stop_sequences``: one entry per stop word, the ids at which the engine can stop; empty for a
     word that only the text can show. With ``min_tokens`` there are none, because TensorRT-LLM would
-    stop at them before the minimum, and none where the answer may reason first, to which stops do
-    not apply. ``markup``: of a chat's answer. ``kept_ids``: end ids that are part of the output.
+    stop at them before the minimum. There are none either if the answer may reason first, since
+    stops do not apply to reasoning. ``markup``: a chat answer's. ``kept_ids``: end ids that are
+    part of the output.
     """
 
-    asked: EngineRequest
+    engine_request: EngineRequest
     end_ids: TokenIds
     stop_sequences: tuple[TokenIds, ...]
     markup: AnswerMarkup = NO_MARKUP
@@ -56,10 +57,9 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptMaker:
-    """Tokenises requests; ``add_special_tokens`` and ``draft_source`` apply where a request does
-    not say.
+    """Tokenises requests; ``add_special_tokens`` and ``draft_source`` are their defaults.
 
-    ``max_prompt_bytes`` bounds the prompt that a chat template makes; ``None``: nothing does. Safe
+    ``max_prompt_bytes`` limits the prompt that a chat template makes; ``None`` sets no limit. Safe
     to share between threads.
     """
 
@@ -69,20 +69,19 @@ class PromptMaker:
     max_prompt_bytes: int | None = None
 
     def is_long(self, request: TextRequest) -> bool:
-        """Whether ``make`` takes so long that it should run on a thread, not on an event loop."""
-        biased = request.embedding_bias
-        number = len(request.stop_words) + len(request.bad_words) + len(biased)
-        if number * _WORD_COST >= _LONG_REQUEST:
+        """Return true if ``make`` takes so long that it should run on a thread, not on a loop."""
+        biased_words = [word for word, _ in request.embedding_bias]
+        words = (*request.stop_words, *request.bad_words, *biased_words)
+        if len(words) * _WORD_COST >= _LONG_REQUEST:
             return True
-        words = (*request.stop_words, *request.bad_words, *(word for word, _ in biased))
         characters = sum(map(len, words)) + len(request.text or "") + len(request.prediction or "")
         if request.messages is not None:
             characters += json_size(request.messages, _LONG_REQUEST)
             characters += json_size(request.chat.tools, _LONG_REQUEST)
-        return number * _WORD_COST + characters >= _LONG_REQUEST
+        return len(words) * _WORD_COST + characters >= _LONG_REQUEST
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
-        """Tokenise, as a batch, requests that ``make`` will soon be called for; on any thread."""
+        """Tokenise, as a batch, requests for ``make``, which follows soon; on any thread."""
         short = [request for request in requests if request.text and not self.is_long(request)]
         for adds in (True, False):
             choices = {adds, None} if adds is self.add_special_tokens else {adds}
@@ -97,25 +96,26 @@ class PromptMaker:
         max_prompt_tokens: int | None = None,
         give_way: Callable[[], object] = lambda: None,
     ) -> Prompt:
-        """The prompt of one request. Raises ``InvalidRequest`` naming the field.
+        """Make the prompt of one request. Raises ``InvalidRequest`` naming the field.
 
         A prompt of more than ``max_prompt_tokens`` is refused. ``give_way`` is called after each
         word, so that other threads get the interpreter's lock.
         """
-        tokenizer, min_tokens = self.tokenizer, request.sampling.min_tokens
+        tokenizer = self.tokenizer
+        min_tokens = request.sampling.min_tokens
 
         def giving_way(words: Iterable[_W]) -> Iterator[_W]:
             for word in words:
                 yield word
                 give_way()
 
-        own_ends = self.tokenizer.end_ids  # the model's own, unless the request names one
+        end_ids = tokenizer.end_ids  # the model's own, unless the request names one
         if request.end_id is not None:
-            own_ends = () if request.end_id < 0 else (request.end_id,)
-        # An engine does not show the end id that it is told.
-        kept_ends = request.stop_token_ids if request.include_stop else ()
-        all_ends = tuple(dict.fromkeys((*own_ends, *request.stop_token_ids)))
-        engine_end = next(iter(own_ends if kept_ends else all_ends), -1)
+            end_ids = () if request.end_id < 0 else (request.end_id,)
+        all_end_ids = tuple(dict.fromkeys((*end_ids, *request.stop_token_ids)))
+        kept_ids = request.stop_token_ids if request.include_stop else ()
+        # An engine does not show the end id of its request, so that must be none of those kept.
+        engine_end_id = next(iter(end_ids if kept_ids else all_end_ids), -1)
         if request.stop_words:
             checked_stops(request.stop_words)
         biased = [word for word, _ in request.embedding_bias]
@@ -135,39 +135,39 @@ class PromptMaker:
             variants = map(tokenizer.word_variants, giving_way(dict.fromkeys(request.bad_words)))
             bad_sequences = tuple(chain.from_iterable(variants))
         if request.embedding_bias:
-            pairs = giving_way(request.embedding_bias)
-            by_word = [(token, by) for word, by in pairs for token in tokenizer.word_ids(word)]
-            bias = (*by_word, *bias)
+            bias = (*self._word_bias(giving_way(request.embedding_bias)), *bias)
         if not min_tokens:
-            further = ((token,) for token in all_ends if token != engine_end)
-            engine_stops = tuple(dict.fromkeys((*filter(None, stops), *further)))
+            single_stops = [(token,) for token in all_end_ids if token != engine_end_id]
+            engine_stops = tuple(dict.fromkeys((*filter(None, stops), *single_stops)))
         ids = self._ids(request, max_prompt_tokens)
         extras = request.extras
         if request.prompt_table_extra_id is not None:
             # The id of the request's prompt table at each token that stands for a row of it.
-            # TensorRT-LLM asks for it where KV blocks are reused, since such a token alone does
-            # not say of which table it is.
-            first, table = tokenizer.first_table_id, request.prompt_table_extra_id
-            rows = np.array([table if token >= first else 0 for token in ids], dtype=np.uint64)
-            extras = {**extras, "prompt_table_extra_ids": rows}
+            # TensorRT-LLM needs it to reuse KV blocks, since such a token alone does not tell one
+            # table from another.
+            table_ids = np.zeros(len(ids), dtype=np.uint64)
+            is_row = np.asarray(ids) >= tokenizer.first_table_id
+            table_ids[is_row] = request.prompt_table_extra_id
+            extras = {**extras, "prompt_table_extra_ids": table_ids}
         speculation = request.speculation
         if request.prediction:
-            if (length := len(request.prediction)) > MAX_PREDICTION_CHARS:
+            length = len(request.prediction)
+            if length > MAX_PREDICTION_CHARS:
                 problem = f"{length} characters; at most {MAX_PREDICTION_CHARS} are allowed"
                 raise InvalidRequest("prediction", problem)
-            predicted = tokenizer.encode(request.prediction, False, "prediction")
-            speculation = replace(speculation, prediction=tuple(predicted))
+            prediction = tokenizer.encode(request.prediction, False, "prediction")
+            speculation = replace(speculation, prediction=tuple(prediction))
         source = speculation.draft_source or self.draft_source
         if request.messages and request.chat.tools and source in ("ngram", "mixed"):
             calls = tokenizer.call_ids(request.chat.tools)
             speculation = replace(speculation, calls=calls)
-        asked = EngineRequest(
+        engine_request = EngineRequest(
             request_id=request.request_id,
             input_ids=ids,
             max_tokens=request.max_tokens or 0,
             sampling=request.sampling,
             num_return_sequences=request.num_return_sequences,
-            end_id=engine_end,
+            end_id=engine_end_id,
             pad_id=tokenizer.pad_id if request.pad_id is None else request.pad_id,
             stop_sequences=engine_stops,
             bad_sequences=bad_sequences,
@@ -181,10 +181,18 @@ class PromptMaker:
             traceparent=request.traceparent,
             extras=extras,
         )
-        return Prompt(asked, all_ends, stops, markup, kept_ends)
+        return Prompt(engine_request, all_end_ids, stops, markup, kept_ids)
+
+    def _word_bias(self, words: Iterable[tuple[str, float]]) -> list[tuple[int, float]]:
+        """Return the bias of each token of some words."""
+        bias: list[tuple[int, float]] = []
+        for word, number in words:
+            for token in self.tokenizer.word_ids(word):
+                bias.append((token, number))
+        return bias
 
     def _markup(self, request: TextRequest) -> AnswerMarkup:
-        """Return how the answer is marked, as the chat template of a chat has it."""
+        """Return the markup of a chat's answer, by the chat template."""
         tokenizer = self.tokenizer
         tags = REASONING_TAGS.get(formats_of(tokenizer.chat_template)[1] or "")
         # Where the text leaves the tags out, nothing tells reasoning from the answer.
@@ -209,16 +217,19 @@ class PromptMaker:
                 "messages", f"{problem} allowed (parameter {parameter})", parameter
             )
 
-    def _ids(self, request: TextRequest, most: int | None) -> PromptIds:
-        messages, tokenizer = request.messages, self.tokenizer
+    def _ids(self, request: TextRequest, max_tokens: int | None) -> PromptIds:
+        messages = request.messages
+        tokenizer = self.tokenizer
         ids: PromptIds
         if request.prompt_ids is not None:
-            field, ids = "prompt_ids", request.prompt_ids
+            field = "prompt_ids"
+            ids = request.prompt_ids
             problem = "is empty; send at least one token"
         elif (request.text is None) == (messages is None):
             raise InvalidRequest("text_input", "send either text_input or messages, exactly one")
         else:
-            field, problem = "text_input", "the tokenizer makes no token of it"
+            field = "text_input"
+            problem = "the tokenizer makes no token of it"
             text = request.text or ""
             if messages is not None:
                 field = "messages"
@@ -235,8 +246,8 @@ class PromptMaker:
                 ids = request.text_ids or tokenizer.encode(text, adds, field)
         if not ids:
             raise InvalidRequest(field, problem)
-        if most is not None and len(ids) > most:
-            raise PromptTooLong(field, len(ids), most)
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise PromptTooLong(field, len(ids), max_tokens)
         size = tokenizer.model_vocab_size
         table = request.extras.get("prompt_embedding_table")
         if table is not None:  # whose rows are ids, too

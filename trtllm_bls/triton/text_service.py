@@ -155,7 +155,9 @@ class Preprocessor:
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs for all batch rows; shorter rows are padded on the right."""
         maker = PromptMaker(self.tokenizer, self.add_special_tokens)
-        prompts = [maker.make(request).asked for request in prompt_requests(inputs, self.limits)]
+        prompts = [
+            maker.make(request).engine_request for request in prompt_requests(inputs, self.limits)
+        ]
         pads = _column([prompt.pad_id or 0 for prompt in prompts])
         widest = max(len(prompt.input_ids) for prompt in prompts)
         ids = np.full((len(prompts), widest), self.tokenizer.pad_id or 0, dtype=np.int32)
