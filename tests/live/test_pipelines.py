@@ -312,7 +312,13 @@ QUESTION = "What does machine learning find in examples?"
 def test_a_pipeline_answers_the_openai_package(api: RunningApi, pipelines: TritonServer) -> None:
     """Streamed and whole, with its citations and the usage of its calls."""
     client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="key", max_retries=0)
-    assert [model.id for model in client.models.list()] == ["demo", "retrieval"]
+    assert [model.id for model in client.models.list()] == [
+        "demo",
+        "retrieval",
+        "search",
+        "speech",
+        "vision",
+    ]
     asked: Any = {"model": "retrieval", "messages": [{"role": "user", "content": QUESTION}]}
     whole = client.chat.completions.create(**asked)
     said = whole.choices[0].message
