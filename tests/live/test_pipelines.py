@@ -87,7 +87,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer
     server = replace(server, overrides=(*server.overrides, room))
     assert server.model_repository is not None
     for model in EXAMPLES.iterdir():
-        if model.is_dir():
+        if (model / "config.pbtxt").is_file():
             shutil.copytree(model, server.model_repository / model.name)
     caller = server.model_repository / "caller"
     (caller / "1").mkdir(parents=True)
