@@ -1,7 +1,7 @@
 """Change one place of the package at a time, and see which test fails.
 
 Usage: python -m tests.mutate [MUTATIONS], a text file of paragraphs, by default ``mutations.txt``
-beside this file, whose mutations are all to be killed:
+beside this file (whose mutations should all be killed, and a test is missing where one survives):
 
     trtllm_bls/openai/chat.py
     - limit = request.max_completion_tokens

@@ -232,3 +232,9 @@ def test_a_parameter_beyond_64_bits_is_refused(value: int) -> None:
     assert asked({"note": nearest}).parameters["note"].int64_param == nearest
     with pytest.raises(Refused, match=r"note: .* 64-bit number"):
         asked({"note": value})
+
+
+def test_the_smallest_of_several_numbers_has_to_fit_too() -> None:
+    """Between numbers that fit, and whatever the largest is."""
+    with pytest.raises(Refused, match=r"ids: -2147483649 does not fit"):
+        asked({"ids": [1, -(2**31) - 1, 2]})
