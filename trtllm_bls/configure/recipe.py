@@ -38,13 +38,13 @@ RecipeStep = tuple[str, list[str]]  # its title, its command
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A row of the ``families`` in recipe.yaml; ``more`` are flags that it needs besides."""
+    """A row of the ``families`` in recipe.yaml; ``flags`` are those that it needs besides."""
 
     directory: str = ""
     since: str = str(OLDEST)
     precisions: Sequence[str] = PRECISIONS
     renamed: Mapping[str, str] = field(default_factory=dict)
-    more: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
     environment: Sequence[str] = ()
 
 
@@ -193,7 +193,7 @@ def _conversion(options: RecipeOptions, precision: str, converted_checkpoint: Pa
             directory = Path("models", family.directory)
         program = [*family.environment, "python3", str(options.examples / directory / CONVERT)]
         flags = {family.renamed.get(name, name): value for name, value in flags.items()}
-        flags |= family.more
+        flags |= family.flags
     return title, [*program, *_words(flags)]
 
 

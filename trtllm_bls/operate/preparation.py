@@ -222,7 +222,7 @@ def server_environment(
         (parameters.TOOL_PARSER, settings.tool_parser),
         (parameters.REASONING_PARSER, settings.reasoning_parser),
     ):
-        if parser != "auto":  # of pipelines; the language model's chats are the HTTP program's
+        if parser != "auto":  # for pipelines; the HTTP program reads the model's own chats
             environment[variable] = parser
     overrides = {f"{row.model}.{row.parameter}": row.value for row in settings.overrides}
     status_dir = overrides.pop(f"{BLS_NAME}.status_dir", None)
