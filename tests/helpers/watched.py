@@ -96,9 +96,14 @@ _watched: list[Watched] = []
 
 
 @contextmanager
-def watched(settings: ServeSettings, *fixtures: str) -> Iterator[TritonServer]:
-    """Run a server for the tests that use one of ``fixtures``; the settings name all ports."""
-    recent = RecentLines()
+def watched(
+    settings: ServeSettings, *fixtures: str, recent: RecentLines | None = None
+) -> Iterator[TritonServer]:
+    """Run a server for the tests that use one of ``fixtures``; the settings name all ports.
+
+    ``recent``: a listener of the caller's, for tests that read more of the log.
+    """
+    recent = recent or RecentLines()
     server = TritonServer(settings, recent)
     try:
         server.start()

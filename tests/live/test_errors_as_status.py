@@ -16,6 +16,7 @@ import pytest
 import tritonclient.grpc.aio as grpcaio
 
 from tests.helpers.server_settings import free_ports
+from tests.helpers.watched import watched
 from trtllm_bls.client import Client
 from trtllm_bls.operate.tritonserver import TritonServer
 
@@ -69,7 +70,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(library))
-        with TritonServer(free_ports(threads=1)) as server:
+        with watched(free_ports(threads=1), "slow") as server:
             yield server
 
 

@@ -23,8 +23,9 @@ import pytest
 from tests.helpers.openai_server import RunningApi, serving
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import until
+from tests.helpers.watched import watched
 from tests.live.conftest import echo_settings
-from tests.live.test_pipelines import Lines, live_requests
+from tests.live.test_pipelines import live_requests
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment
@@ -39,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     assert settings.model_repository is not None
     for name in ("search", "embedder", "speech", "vocoder", "vision", "image_encoder"):
         shutil.copytree(ROOT / "examples" / name, settings.model_repository / name)
-    with TritonServer(settings, Lines()) as running:
+    with watched(settings, "server") as running:
         yield running
 
 

@@ -22,8 +22,9 @@ from tests.helpers.openai_server import RunningApi
 from tests.helpers.openai_server import serving as openai_serving
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
+from tests.helpers.watched import watched
 from tests.live.conftest import echo_settings
-from tests.live.test_pipelines import LONG, Lines, Stream, live_requests, texts
+from tests.live.test_pipelines import LONG, Stream, live_requests, texts
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -108,7 +109,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         if name == "counter":
             config += COUNTED
         (directory / "config.pbtxt").write_text(config)
-    with TritonServer(settings, Lines()) as running:
+    with watched(settings, "server") as running:
         yield running
 
 

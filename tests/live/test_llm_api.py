@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from tests.conformance.engines import LLM_API
 from tests.helpers.server_settings import DEMO, free_ports
 from tests.helpers.waiting import in_pieces
+from tests.helpers.watched import watched
 from tests.models.test_configure_llm_api import upstreams
 from trtllm_bls.cli import main
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -29,7 +30,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer
     assert result.exit_code == 0, result.output
     code = place / "new" / "tensorrt_llm_engine" / "1" / "model.py"
     code.write_text(f"import sys\n\nsys.path.insert(0, {str(LLM_API)!r})\n{code.read_text()}")
-    with TritonServer(free_ports(model_repository=place / "new")) as running:
+    with watched(free_ports(model_repository=place / "new"), "converted") as running:
         yield running
 
 

@@ -19,11 +19,12 @@ from tests.helpers.served import Served
 from tests.helpers.server_requests import ask_all, generate, generate_stream
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
+from tests.helpers.watched import RecentLines, watched
 from tests.live.conftest import echo_settings
 from trtllm_bls.client import Client
 from trtllm_bls.client.client import infer_request
 from trtllm_bls.operate.logs import LogLine
-from trtllm_bls.operate.tritonserver import Listener, TritonServer
+from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.reports import METRICS
 from trtllm_bls.wire.contract import BLS
 
@@ -31,13 +32,16 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
-class Lines(Listener):
+class Lines(RecentLines):
     """All lines of the server's log."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.texts: list[str] = []
 
     def log(self, line: LogLine) -> None:
+        """Keep the text, too."""
+        super().log(line)
         self.texts.append(line.text)
 
 
@@ -50,7 +54,7 @@ def lines() -> Lines:
 def server(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """Two processes of ``tensorrt_llm_bls``, whose figures must add up."""
     settings = echo_settings(tmp_path_factory.mktemp("metrics"), bls_instances=2)
-    with TritonServer(settings, lines) as running:
+    with watched(settings, "server", recent=lines) as running:
         yield running
     assert not [text for text in lines.texts if "could not be published" in text]
 

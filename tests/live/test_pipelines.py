@@ -29,6 +29,7 @@ from tests.helpers.published import AGENTS, npm_install
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.tensor_values import DTYPES, expected, same, values
 from tests.helpers.waiting import in_pieces, until
+from tests.helpers.watched import RecentLines, watched
 from tests.live import typed_models
 from tests.live.conftest import echo_settings
 from tests.live.test_agents import CODEX
@@ -36,7 +37,7 @@ from tests.live.test_agents import run as run_agent
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.logs import LogLine
-from trtllm_bls.operate.tritonserver import Listener, TritonServer
+from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.pipeline.testing import Double, LoadedModel, load, serving
 from trtllm_bls.settings.command_options import Override
@@ -96,16 +97,18 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer
     typed_models.write(server.model_repository)
     agent = server.model_repository / "agent" / "config.pbtxt"
     agent.write_text(agent.read_text().replace('string_value: "True"', 'string_value: "false"'))
-    with TritonServer(server, Lines()) as running:
+    with watched(server, "pipelines", recent=Lines()) as running:
         yield running
 
 
-class Lines(Listener):
+class Lines(RecentLines):
     """Keeps the server's log."""
 
     texts: ClassVar[list[str]] = []
 
     def log(self, line: LogLine) -> None:
+        """Keep the text, too."""
+        super().log(line)
         self.texts.append(line.text)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.children import Child
 from tests.helpers.server_settings import ROOT
 from tests.helpers.ticking_models import TICKER, write_model
 from tests.helpers.waiting import until, until_ended
@@ -51,20 +52,14 @@ def test_its_server_ends_with_it(number: int, moment: str, tmp_path: Path) -> No
     """Whatever ends it, and whenever: a server that ran on would hold the GPU."""
     write_model(tmp_path / "models", "ticker", TICKER)
     words = ["prove", "--out", str(tmp_path / "report"), "--model-repository"]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "trtllm_bls.cli", *words, str(tmp_path / "models")],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    with run:
-        assert run.stderr is not None
+    command = [sys.executable, "-m", "trtllm_bls.cli", *words, str(tmp_path / "models")]
+    with Child(command, "prove") as run:
         own = psutil.Process(run.pid)
         if moment == "serves":
-            assert "[1/6] doctor" in run.stderr.readline()
+            assert "[1/6] doctor" in run.errors.next()
         family = until(lambda: own.children(recursive=True))
-        run.send_signal(number)
-        run.wait(120)
+        run.process.send_signal(number)
+        run.end(120)
     until_ended(family)
 
 

@@ -26,10 +26,12 @@ import tritonclient.grpc as grpcsync
 import tritonclient.grpc.aio as grpcaio
 from tritonclient.utils import InferenceServerException
 
+from tests.helpers.children import Child
 from tests.helpers.ports import unused_ports
 from tests.helpers.server_requests import generate, generate_stream
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from tests.helpers.waiting import in_pieces, until
+from tests.helpers.watched import watched
 from trtllm_bls.client import Client
 from trtllm_bls.operate.tritonserver import TritonServer
 
@@ -58,7 +60,7 @@ def found_nginx() -> str:
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """The file as it is shipped, but for its four ports."""
     nginx, scratch = found_nginx(), tmp_path_factory.mktemp("nginx")
-    with TritonServer(free_ports(model=DEMO / "target", threads=1)) as server:
+    with watched(free_ports(model=DEMO / "target", threads=1), "proxy") as server:
         http_port, grpc_port = unused_ports(2)
         text = (ROOT / "deploy" / "nginx.conf").read_text()
         for shipped, here in (
@@ -74,14 +76,13 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         order = f"daemon off; pid {scratch}/pid; error_log {scratch}/errors;"
         if os.geteuid() == 0:
             order += " user root;"
-        process = subprocess.Popen([nginx, "-p", str(scratch), "-c", "nginx.conf", "-g", order])
+        process = Child([nginx, "-p", str(scratch), "-c", "nginx.conf", "-g", order], "nginx")
         made = Proxy(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", server)
         try:
             until(lambda: status(made, "/v2/health/ready") == 200)
             yield made
         finally:
             process.terminate()
-            process.wait(20)
 
 
 def status(proxy: Proxy, path: str, body: bytes | None = None, **headers: str) -> int:

@@ -24,6 +24,7 @@ from tests.helpers.served import Served, good
 from tests.helpers.server_requests import metric
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import in_pieces, until
+from tests.helpers.watched import watched
 from tests.live.conftest import echo_repository, echo_settings
 from trtllm_bls.cli import main
 from trtllm_bls.client import Client, Tls
@@ -94,7 +95,7 @@ def guarded(
         tls_client_ca=files["server"].ca,
         overrides=(*settings.overrides, *shown),
     )
-    with TritonServer(settings) as running:
+    with watched(settings, "guarded") as running:
         yield running
 
 

@@ -18,6 +18,7 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.helpers.server_settings import DEMO, free_ports
+from tests.helpers.watched import watched
 from trtllm_bls.configure.engine_dir import models_for
 from trtllm_bls.operate.serve import announcement
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -32,7 +33,7 @@ TOKENS = 12
 def unary() -> Iterator[TritonServer]:
     """Several processes of the orchestrator, none of which streams."""
     models = {"model": DEMO / "target", "draft_model": DEMO / "draft"}
-    with TritonServer(free_ports(**models, decoupled=False, bls_instances=2)) as running:
+    with watched(free_ports(**models, decoupled=False, bls_instances=2), "unary") as running:
         yield running
 
 

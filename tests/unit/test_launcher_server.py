@@ -454,18 +454,12 @@ def test_no_process_outlives_its_parent_whatever_was_killed_and_when(
     root = installation(tmp_path / "triton", SLOW)
     words = ["serve", "--server", str(root), "--model-repository", str(repository)]
     words += [*serve_ports(), "--openai-port", "0", "--exit-timeout", "10"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "trtllm_bls.cli", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as served:
-        assert served.stdout
+    with Child([sys.executable, "-m", "trtllm_bls.cli", *words], "serve") as served:
         own = psutil.Process(served.pid)
         if moment != "starts":
-            served.stdout.readline()  # It has an address.
+            served.output.next()  # It has an address.
         if moment == "drains":
-            served.terminate()
+            served.process.terminate()
         place = VICTIMS[victim]
         process = until(lambda: next(with_words(family(own), place), None))
         seen = family(own)
@@ -473,8 +467,8 @@ def test_no_process_outlives_its_parent_whatever_was_killed_and_when(
         until_ended([process])
         if own.is_running() and own.status() != psutil.STATUS_ZOMBIE:
             seen += family(own)
-            served.terminate()
-        served.wait(60)
+            served.process.terminate()
+        served.end()
     until_ended(seen)
 
 

@@ -101,6 +101,53 @@ def test_no_process_is_ended_by_its_number_alone() -> None:
     assert found == ENDED_BY_NUMBER.keys()
 
 
+# A program of a test is a ``Child``, whose output is read and shown, and whose waits have limits.
+# These few start one themselves, each as often as the number says.
+RAW_CHILDREN = {
+    "client/test_probe.py": (5, "sleeps, which write nothing"),
+    "helpers/children.py": (1, "`Child` itself"),
+    "helpers/fake_tritonserver.py": (1, "code of a fake server, which its own parent watches"),
+    "helpers/processes.py": (1, "writes into a log file, and is killed with its group"),
+    "live/test_alerts.py": (2, "Prometheus writes into a log file; a hog writes nothing"),
+    "live/test_clients.py": (1, "read by communicate, which has a limit"),
+    "live/test_dynamo.py": (1, "writes into a log file"),
+    "live/test_launcher_guard.py": (3, "the control pipe is the claim; communicate has a limit"),
+    "live/test_ray.py": (1, "writes into a log file"),
+    "live/test_routers.py": (1, "writes into a log file"),
+    "live/test_smg.py": (1, "writes into a log file"),
+    "openai/test_chat_command.py": (1, "talks with a terminal, by pexpect, which has a limit"),
+    "text/test_draining.py": (1, "`true`, whose process id is the claim"),
+    "unit/test_health.py": (2, "code of another process, which starts stubs"),
+    "unit/test_launcher_server.py": (1, "a pipe that nobody reads is the claim"),
+    "unit/test_watched_servers.py": (2, "children that outlive a test are the claim"),
+}
+
+
+def test_a_program_of_a_test_is_a_child_that_says_how_it_ended() -> None:
+    """A raw ``Popen`` may fill its pipe, be waited for without end, and outlive its test."""
+    counts = {}
+    for file, text in sources().items():
+        if count := len(re.findall(r"\bPopen\(", text)):
+            counts[file] = count
+    assert counts == {file: count for file, (count, _) in RAW_CHILDREN.items()}
+
+
+def shared_and_unwatched() -> Iterator[str]:
+    """Yield the fixtures that start a tritonserver for several tests without ``watched``."""
+    for file, text in sources().items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                decorators = " ".join(map(ast.unparse, node.decorator_list))
+                is_shared = "scope='module'" in decorators or "scope='session'" in decorators
+                if is_shared and re.search(r"\bTritonServer\(", ast.unparse(node)):
+                    yield f"{file}::{node.name}"
+
+
+def test_a_server_that_tests_share_is_watched() -> None:
+    """Otherwise each test after its end fails with a refused connection, and none says why."""
+    assert [*shared_and_unwatched()] == []
+
+
 def test_no_test_waits_for_a_thread_without_a_limit() -> None:
     """``waiting.join`` says what it waited for."""
     endless = re.compile(r"\w\.join\(\)")
