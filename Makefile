@@ -29,7 +29,8 @@ CLIENT_OPTIONS ?= --write
 # all. The tests of one file, or of one server, stay in one process.
 WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
-UNIT_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadfile --durations=10
+UNIT_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadfile --durations=10 \
+	tests/unit tests/text tests/client tests/properties tests/openai tests/models
 LIVE_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadgroup --durations=10 \
 	tests/conformance tests/live tests/reliability
 
@@ -90,6 +91,7 @@ test: $(INSTALLED)
 	$(UNIT_TESTS) -m 'not live and not slow'
 	$(LIVE_TESTS) -m 'live and not slow'
 
+test-all: export TRTLLM_BLS_FULL := 1
 test-all: $(INSTALLED)
 	$(UNIT_TESTS) -m 'not live'
 	$(LIVE_TESTS) -m live

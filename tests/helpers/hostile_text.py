@@ -14,9 +14,16 @@ SIZE = 1024
 MARKS = (" ", "a", "[", '"', "\n", "1", "{", "(", "\\", "<", ",", "'", "{a:", "a<tool_call>b", "-")
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    """Yield each module's name and its tree."""
+def module_names() -> dict[str, Path]:
+    """Return the package's modules and their files."""
+    names = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        name = ".".join(parts).removesuffix(".__init__")
+        names[".".join(parts).removesuffix(".__init__")] = path
+    return names
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Yield each module's name and its tree."""
+    for name, path in module_names().items():
         yield name, ast.parse(path.read_text(encoding="utf-8"))

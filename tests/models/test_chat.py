@@ -40,13 +40,15 @@ def with_template(source: Path, tmp_path: Path, template: str) -> Tokenizer:
     return load_tokenizer(path)
 
 
-@pytest.fixture(params=[*MAKERS, "demo", "deepseek"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+@pytest.fixture(scope="module", params=[*MAKERS, "demo", "deepseek"])
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     """Every family of small tokenizers, the demo's, and a published one."""
     if request.param == "demo":
         return load_tokenizer(DEMO / "target")
     if request.param == "deepseek":
-        return with_template(DEEPSEEK, tmp_path, MARKED)
+        return with_template(DEEPSEEK, tmp_path_factory.mktemp("deepseek"), MARKED)
     return load_tokenizer(directory(request.param))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.embedded_steps import NO_LOOP, VOCAB, Steps, generated, prompt, request
+from tests.helpers.tiers import budget
 from trtllm_bls.engines.base import QueuedChunks
 from trtllm_bls.engines.embedded.batching import Sequence, Submission
 from trtllm_bls.engines.embedded.sampling import TokenRules, choose
@@ -143,7 +144,8 @@ TARGET = np.array(
 GUESS = np.array(
     [[0.4, 0.1, 0.3, 0.2], [0.1, 0.5, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]
 )
-START, TOKENS, TEXTS = 0, 4, 2000
+START, TOKENS = 0, 4
+TEXTS = budget(600, 2000)
 
 
 def rows(table: Array, before: int, tokens: tuple[int, ...]) -> Array:

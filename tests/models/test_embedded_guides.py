@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from openai.types import Batch, Completion, FileObject, Image, Model, Moderation, VectorStore
 
 from tests.helpers.embedded_steps import answers, checkpoint
+from tests.helpers.tiers import budget
 from tests.helpers.tools import ping_and_set_tree
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.engines.embedded import EmbeddedEngine, guides
@@ -159,7 +160,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=budget(5, 12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=SCHEMAS, end_id=st.sampled_from([2, -1]))
 def test_every_answer_validates(
     engine: EmbeddedEngine,
@@ -200,18 +201,26 @@ def written(guides: Guides, tokenizer: Tokenizer, schema: str, seed: int) -> str
     return detokenizer.feed(tuple(ids)) + detokenizer.flush()
 
 
-def allows(tokenizer: Tokenizer, kind: str, guide: str, text: str) -> bool:
-    """Whether ``text`` may be a whole answer."""
+Allows = Callable[[str, str, str], bool]
+
+
+@pytest.fixture(scope="module")
+def allows(tokenizer: Tokenizer) -> Iterator[Allows]:
+    """Tells if a text may be a whole answer: ``allows(kind, guide, text)``."""
     guides = Guides(DEMO, tokenizer.model_vocab_size)
-    matcher = asyncio.run(guides.of(guided(kind, guide)))
+
+    def allowed(kind: str, guide: str, text: str) -> bool:
+        matcher = asyncio.run(guides.of(guided(kind, guide)))
+        assert matcher is not None
+        for token in (*tokenizer.encode_word(text), 2):
+            if not matcher.allowed[token]:
+                return False
+            if token != 2:
+                matcher.push(token)
+        return True
+
+    yield allowed
     guides.close()
-    assert matcher is not None
-    for token in (*tokenizer.encode_word(text), 2):
-        if not matcher.allowed[token]:
-            return False
-        if token != 2:
-            matcher.push(token)
-    return True
 
 
 @pytest.mark.parametrize(
@@ -229,10 +238,10 @@ def allows(tokenizer: Tokenizer, kind: str, guide: str, text: str) -> bool:
     ],
 )
 def test_what_a_guide_allows(
-    tokenizer: Tokenizer, kind: str, guide: str, text: str, allowed: bool
+    allows: Allows, kind: str, guide: str, text: str, allowed: bool
 ) -> None:
     """Neither more nor less than it says, in every dialect."""
-    assert allows(tokenizer, kind, guide, text) is allowed
+    assert allows(kind, guide, text) is allowed
 
 
 async def test_the_grammars_that_were_used_last_are_kept(
@@ -261,14 +270,14 @@ def test_only_the_requests_end_tokens_end_a_text(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("choice", ["café", "grün", '"\\"', "a\nb\x01\x7f", "\\x41", "🙂"])
-def test_a_choice_is_answered_as_it_is_written(tokenizer: Tokenizer, choice: str) -> None:
+def test_a_choice_is_answered_as_it_is_written(allows: Allows, choice: str) -> None:
     """Whatever its characters."""
     asked = CompletionRequest(model="", prompt="", guided_choice=["other", choice])
     form = form_demand(asked)
     assert form is not None
     guide = form.guide
-    assert allows(tokenizer, guide.kind, guide.text or "", choice)
-    assert not allows(tokenizer, guide.kind, guide.text or "", choice + "a")
+    assert allows(guide.kind, guide.text or "", choice)
+    assert not allows(guide.kind, guide.text or "", choice + "a")
 
 
 # A call as each family writes it.
@@ -299,7 +308,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("family", TOOL_FORMATS)
-def test_an_answer_obeys_the_schema_or_is_a_call(tokenizer: Tokenizer, family: str) -> None:
+def test_an_answer_obeys_the_schema_or_is_a_call(
+    allows: Allows, tokenizer: Tokenizer, family: str
+) -> None:
     """Of tools that may be called, in the form of the model's own calls."""
     form = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
     request = msgspec.convert(
@@ -317,7 +328,7 @@ def test_an_answer_obeys_the_schema_or_is_a_call(tokenizer: Tokenizer, family: s
     assert guide is not None and turn.guide_field == "response_format"
     final = "<|channel|>final<|message|>Ada"  # a message that is neither
     told = [CALLS[family], '{"name": "Ada", "age": 7}', '{"name": "Ada"}', "Ada", "", final]
-    allowed = [allows(tokenizer, guide.kind, guide.text or "", text) for text in told]
+    allowed = [allows(guide.kind, guide.text or "", text) for text in told]
     assert allowed == [True, True, False, False, False, False]
 
 
@@ -332,9 +343,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.kind))
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("end", ["</think>", "<|user|>"])
-def test_a_form_comes_behind_reasoning(
-    tokenizer: Tokenizer, form: Guide, opened: bool, end: str
-) -> None:
+def test_a_form_comes_behind_reasoning(allows: Allows, form: Guide, opened: bool, end: str) -> None:
     """Of any length; a model that the prompt does not have reason may leave it out."""
     tags = ReasoningTags("<think>", end)
     guide = form_guide(form, tags, opened=opened)
@@ -343,11 +352,13 @@ def test_a_form_comes_behind_reasoning(
     thought += f"is it < or {text}?"
     texts = [f"{thought}{end}\n\n{text}", f"{thought}{end}{text}", text]
     texts += [f"{thought}{end}", f"{thought}{end}no", thought, "no"]
-    allowed = [allows(tokenizer, guide.kind, guide.text or "", each) for each in texts]
+    allowed = [allows(guide.kind, guide.text or "", each) for each in texts]
     assert allowed == [True, True, not opened, False, False, False, False]
 
 
-def test_harmony_reasons_before_its_answer_and_its_calls(tokenizer: Tokenizer) -> None:
+def test_harmony_reasons_before_its_answer_and_its_calls(
+    allows: Allows, tokenizer: Tokenizer
+) -> None:
     """In messages, each with its header."""
     # The small tokenizer ends its answers with harmony's own end of a message.
     tags = REASONING_TAGS["harmony"]._replace(end="<|user|>")
@@ -361,17 +372,17 @@ def test_harmony_reasons_before_its_answer_and_its_calls(tokenizer: Tokenizer) -
     assert calls is own
     for guide, text, other in ((form, answer, call), (demanded, call, answer)):
         texts = [text, analysis + text, other, analysis + other, analysis]
-        allowed = [allows(tokenizer, guide.kind, guide.text or "", each) for each in texts]
+        allowed = [allows(guide.kind, guide.text or "", each) for each in texts]
         assert allowed == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("marker", ["<|user|>", "<|use"])
-def test_a_call_may_begin_with_a_control_token(tokenizer: Tokenizer, marker: str) -> None:
+def test_a_call_may_begin_with_a_control_token(allows: Allows, marker: str) -> None:
     """Some families' markers are one; others spell theirs."""
     parts = [{"type": "const_string", "value": marker}, {"type": "any_text"}]
     guide = json.dumps({"format": {"type": "sequence", "elements": parts}})
-    assert allows(tokenizer, "structural_tag", guide, marker + " and <|system|> more")
-    assert not allows(tokenizer, "structural_tag", guide, "<|system|>")
+    assert allows("structural_tag", guide, marker + " and <|system|> more")
+    assert not allows("structural_tag", guide, "<|system|>")
 
 
 @pytest.mark.parametrize("forced", [False, True])

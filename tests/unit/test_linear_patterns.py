@@ -17,8 +17,9 @@ import pytest
 import regex
 
 from tests.helpers.growth import MOST, growth
-from tests.helpers.hostile_text import MARKS, SIZE, modules
+from tests.helpers.hostile_text import MARKS, SIZE, module_names, modules
 from tests.helpers.scripted_text import tokenizer
+from tests.helpers.tiers import budget
 from trtllm_bls.errors import SetupError
 from trtllm_bls.http.routes import ROUTES
 from trtllm_bls.text.chat_formats import FORCED, TOOL_FORMATS, ToolFormat
@@ -102,20 +103,29 @@ def patterns_in(value: object) -> Iterator[Any]:
 
 
 @cache
-def patterns() -> dict[str, tuple[Any, set[str]]]:
-    """Every pattern of the package and how it is used; of those put together, what is in use."""
-    found: dict[str, tuple[Any, set[str]]] = {}
+def patterns() -> dict[str, dict[str, tuple[Any, set[str]]]]:
+    """Every pattern of the package and how it is used, by the first module that has it.
+
+    The modules are imported for it, so it is made when the first test runs: each process of a run
+    collects the tests, and one of them runs these.
+    """
+    by_module: dict[str, dict[str, tuple[Any, set[str]]]] = {}
+    known: dict[str, tuple[Any, set[str]]] = {}
     unknown = []
     trees = dict(modules())
     uses = uses_in(trees.values())
 
-    def note(pattern: Any, how: set[str]) -> None:
-        found.setdefault(repr(pattern), (pattern, set()))[1].update(how)
+    def note(module: str, pattern: Any, how: set[str]) -> None:
+        name = repr(pattern)
+        if name not in known:
+            known[name] = (pattern, set())
+            by_module.setdefault(module, {})[name] = known[name]
+        known[name][1].update(how)
 
     for name, tree in trees.items():
         for key, value in members(name).items():
             for pattern in patterns_in(value):
-                note(pattern, uses.get(key, set(_USES)))
+                note(name, pattern, uses.get(key, set(_USES)))
         for scope in ast.walk(tree):
             if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
@@ -123,17 +133,17 @@ def patterns() -> dict[str, tuple[Any, set[str]]]:
                 written, place = node.args[0], f"{name}.{scope.name}"
                 if isinstance(written, ast.Constant):
                     flags = re.DOTALL if "DOTALL" in ast.unparse(node) else 0
-                    note(re.compile(written.value, flags), {function})
+                    note(name, re.compile(written.value, flags), {function})
                 elif place in COMPOSED:
                     for each in COMPOSED[place]():
-                        note(each, set(_USES))
+                        note(name, each, set(_USES))
                 else:
                     unknown.append(place)
     assert not unknown, f"say in COMPOSED what these make: {unknown}"
-    for each in (*TOOL_FORMATS.values(), FORCED):
+    for family, each in (*TOOL_FORMATS.items(), ("forced", FORCED)):
         for text, use in patterns_of(each):
-            note(regex.compile(text), {use})
-    return found
+            note(family, regex.compile(text), {use})
+    return by_module
 
 
 def patterns_of(tools: ToolFormat) -> Iterator[tuple[str, str]]:
@@ -214,36 +224,39 @@ def hostile(pattern: Any) -> list[tuple[str, str]]:
     return cases + [("", head) for head in heads if head]
 
 
-def short_ids(names: Iterable[str]) -> list[str]:
-    """Return ids for ``-k``: the first words of each pattern, and its number."""
-    return [
-        f"{number}-{'_'.join(re.findall('[A-Za-z]+', name.partition('compile(')[2])[:3])}"
-        for number, name in enumerate(names)
-    ]
+def modules_and_families() -> list[str]:
+    """Return the names by which ``patterns`` may have any: of modules, and of families of calls."""
+    return [*module_names(), *TOOL_FORMATS, "forced"]
 
 
-@pytest.mark.parametrize("name", patterns(), ids=short_ids(patterns()))
-def test_no_regular_expression_reads_a_text_more_than_once(name: str) -> None:
+@pytest.mark.parametrize("place", modules_and_families())
+def test_no_regular_expression_reads_a_text_more_than_once(place: str) -> None:
     """Repeated and never-ending material, made of the pattern's own parts."""
-    pattern, uses = patterns()[name]
-    is_bytes = isinstance(pattern.pattern, bytes)
+    for name, (pattern, uses) in patterns().get(place, {}).items():
+        for head, mark in hostile(pattern):
+            grown = growth(partial(work, pattern, uses, head, mark), budget(SIZE, 4 * SIZE))
+            assert grown <= MOST, f"{name}: {head!r} and {mark!r} repeated: {grown:.0f} times"
 
-    def work(head: str, mark: str, size: int) -> Callable[[], object]:
-        text: Any = head + mark * (size // len(mark))
-        text = text.encode() if is_bytes else text
-        more = {"partial": True} if isinstance(pattern, regex.Pattern) else {}
 
-        def run() -> None:
-            if uses & {"match", "compile"}:
-                pattern.match(text, **more)
-            if uses & {"fullmatch", "compile"}:
-                pattern.fullmatch(text)
-            if uses - {"match", "fullmatch"}:
-                for _ in pattern.finditer(text, **more):
-                    pass
+def work(pattern: Any, uses: set[str], head: str, mark: str, size: int) -> Callable[[], object]:
+    """Return the uses of a pattern on a text of that size."""
+    text: Any = head + mark * (size // len(mark))
+    text = text.encode() if isinstance(pattern.pattern, bytes) else text
+    more = {"partial": True} if isinstance(pattern, regex.Pattern) else {}
 
-        return run
+    def run() -> None:
+        if uses & {"match", "compile"}:
+            pattern.match(text, **more)
+        if uses & {"fullmatch", "compile"}:
+            pattern.fullmatch(text)
+        if uses - {"match", "fullmatch"}:
+            for _ in pattern.finditer(text, **more):
+                pass
 
-    for head, mark in hostile(pattern):
-        grown = growth(partial(work, head, mark), 4 * SIZE)
-        assert grown <= MOST, f"{head!r} and {mark!r} again and again: {grown:.0f} times"
+    return run
+
+
+def test_every_pattern_is_read() -> None:
+    """A place without a test would leave its patterns out."""
+    assert patterns().keys() <= set(modules_and_families())
+    assert sum(map(len, patterns().values())) > 100
