@@ -16,8 +16,9 @@ from tritonclient.utils import InferenceServerException
 from tests.helpers.openai_server import RunningApi
 from tests.helpers.openai_server import serving as openai_serving
 from tests.helpers.server_settings import DEMO
+from tests.helpers.watched import watched
 from tests.live.conftest import echo_settings
-from tests.live.test_pipelines import Lines, Stream
+from tests.live.test_pipelines import Stream
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -111,7 +112,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     (directory / "1").mkdir(parents=True)
     (directory / "1" / "model.py").write_text(PIPELINE)
     (directory / "config.pbtxt").write_text(config_of(directory / "1" / "model.py", {}))
-    with TritonServer(settings, Lines()) as running:
+    with watched(settings, "server") as running:
         yield running
 
 
