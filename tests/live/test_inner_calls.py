@@ -24,7 +24,7 @@ from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
 from tests.helpers.watched import watched
 from tests.live.conftest import echo_settings
-from tests.live.test_pipelines import LONG, Stream, live_requests, texts
+from tests.live.test_pipelines import LONG, Lines, Stream, live_requests, texts
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.tritonserver import TritonServer
