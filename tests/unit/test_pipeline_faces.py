@@ -14,6 +14,7 @@ import pytest
 
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.pipeline import Speech, StreamingModel, batched
+from trtllm_bls.pipeline.faces import face_tensors
 from trtllm_bls.pipeline.testing import LoadedModel, serving
 
 
@@ -48,6 +49,21 @@ class Alone(Lengths):
     @batched(max_size=1, max_wait_ms=0)
     async def embed(self, texts: list[str]) -> Any:
         return [[len(text), 1.0] for text in texts]
+
+
+class OlderNames(StreamingModel):
+    """A model from before the faces, whose own methods have names of theirs."""
+
+    async def embed(self, texts: list[str], pooling: str) -> Any:
+        return texts, pooling
+
+    async def speak(self, tokens: list[int], offset: int, request: Any) -> None:
+        return None
+
+
+def test_a_method_with_other_arguments_is_the_models_own() -> None:
+    assert face_tensors(OlderNames) == ((), ())
+    assert [tensor.name for tensor in face_tensors(Lengths)[0]] == ["embed_request"]
 
 
 def test_texts_of_several_requests_are_one_batch() -> None:

@@ -6,6 +6,7 @@ is checked here, so that a mistake is one line that names the method.
 
 from __future__ import annotations
 
+import inspect
 import json
 import struct
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
@@ -54,7 +55,7 @@ def face_tensors(model: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     inputs: list[Tensor] = []
     outputs: dict[str, Tensor] = {}
     for face in FACES:
-        if getattr(model, face.method, None) is not None:
+        if _has_face(model, face):
             inputs.append(Tensor(face.request, "STRING"))
             outputs |= {name: Tensor(name, dtype, dims) for name, dtype, dims in face.outputs}
     accepted = list(part_tensors(model.accepts))
@@ -62,6 +63,21 @@ def face_tensors(model: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         raise SettingsError("accepts: is of conversations; write a method chat")
     inputs += accepted
     return tuple(inputs), tuple(outputs.values())
+
+
+def _has_face(model: Any, face: Face) -> bool:
+    """Return True if a user's model, or its class, has the method of a face.
+
+    A method of that name which takes another number of arguments is the user's own: models that are
+    older than the faces have such ones.
+    """
+    method = getattr(model, face.method, None)
+    if isinstance(method, BatchedMethod):
+        method = method.method
+    if method is None or face is CHAT:
+        return method is not None
+    takes = [name for name in inspect.signature(method).parameters if name != "self"]
+    return len(takes) == face.arguments
 
 
 def requested_face(arrays: Collection[str]) -> Face | None:

@@ -720,8 +720,8 @@ class StreamingModel(ServedModel):
         """Called once the server answers, which it does when all of its models are loaded; requests
         wait for its end. Call other models here: ``deployment.infer``, ``deployment.stream``."""
 
-    # Where a subclass has one of these, the model also answers an endpoint of OpenAI's API, and
-    # its own inputs are optional.
+    # Where a subclass has one of these, with these arguments, the model also answers an endpoint of
+    # OpenAI's API, and its own inputs are optional.
     # ``async def chat(self, request)``: an async generator of ``ChatPart``.
     chat: Callable[..., Any] | None = None
     # ``accepts``: which of image, audio and file its conversations may have as ``ContentPart``.

@@ -18,12 +18,13 @@ class Face:
     """One face.
 
     ``capability``: its name in ``/v1/models``. ``method``: the method of the user's model.
-    ``path``: the endpoint. ``request``: the STRING input that holds a request, as JSON.
-    ``outputs``: name, type and dims of each output.
+    ``arguments``: the number of arguments that it takes. ``path``: the endpoint. ``request``: the
+    STRING input that holds a request, as JSON. ``outputs``: name, type and dims of each output.
     """
 
     capability: str
     method: str
+    arguments: int
     path: str
     request: str
     outputs: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -32,6 +33,7 @@ class Face:
 CHAT = Face(
     "chat",
     "chat",
+    1,
     "/v1/chat/completions",
     "chat_request",
     (("chat_events", "STRING", (1,)),),
@@ -41,6 +43,7 @@ EMBED_VECTORS = "embed_vectors"
 EMBED = Face(
     "embeddings",
     "embed",
+    1,
     "/v1/embeddings",
     "embed_request",
     ((EMBED_VECTORS, "FP32", (-1, -1)), _END_OUTPUT),
@@ -49,6 +52,7 @@ SPEECH_AUDIO, SPEECH_TYPE = "speech_audio", "speech_type"
 SPEAK = Face(
     "speech",
     "speak",
+    2,
     "/v1/audio/speech",
     "speech_request",
     ((SPEECH_AUDIO, "UINT8", (-1,)), (SPEECH_TYPE, "STRING", (1,)), _END_OUTPUT),
@@ -57,6 +61,7 @@ RERANK_SCORES = "rerank_scores"
 RERANK = Face(
     "rerank",
     "rerank",
+    2,
     "/v1/rerank",
     "rerank_request",
     ((RERANK_SCORES, "FP32", (-1,)), _END_OUTPUT),
