@@ -140,9 +140,9 @@ async def ask(server: Server, target: int, prompt: str, options: argparse.Namesp
         problem = f"no complete answer within {options.timeout:g} s"
     return Measurement(
         target=target,
-        sent=reply.sent,
+        sent=reply.sent_at,
         ttft_s=reply.ttft_s,
-        whole_s=time.perf_counter() - reply.sent,
+        whole_s=time.perf_counter() - reply.sent_at,
         tokens=reply.completion_tokens,
         problem=problem,
     )

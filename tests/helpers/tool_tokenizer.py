@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 
 from tests.helpers.small_tokenizers import directory
 
@@ -14,9 +17,12 @@ TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}{# <think> </think> #}"""
 
 
+@cache
 def tool_tokenizer() -> Path:
-    """Its directory."""
-    where = directory("byte-level")
-    config = json.loads((where / "tokenizer_config.json").read_text())
-    (where / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return where
+    """Make its directory; that of the tokenizer itself is shared by many tests."""
+    path = Path(mkdtemp(prefix="tokenizer-tools-"))
+    shutil.copytree(directory("byte-level"), path, dirs_exist_ok=True)
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return path

@@ -176,7 +176,9 @@ def test_the_session_is_the_clients_conversation(
         response = client.responses.create(model="agent", input="Hi", **own)
         assert pipeline.last["session"] == "conv_1"
         assert response.conversation is not None and response.conversation.id == "conv_1"
-    with pytest.raises(openai.BadRequestError, match="conversation: is for pipelines alone"):
+    with pytest.raises(
+        openai.BadRequestError, match="conversation: is not supported by a language model"
+    ):
         client.responses.create(model="scripted", input="Hi", conversation="conv_1")
 
 

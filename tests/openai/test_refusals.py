@@ -452,7 +452,7 @@ def test_unknown_models_paths_and_methods(connect: Connect) -> None:
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("another")
-    assert ask(api, "/v1/embeddings", {})[0] == 404
+    assert ask(api, "/v1/moderations", {})[0] == 404
     assert ask(api, "/v1/models/", method="GET")[0] == 404
     status, _, headers = ask(api, CHAT, method="GET")
     assert (status, headers["allow"]) == (405, "POST")

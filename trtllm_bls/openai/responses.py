@@ -290,7 +290,8 @@ class ResponsesResponse(PartsBuilder):
         referred: Referred = _NO_REFERENCES,
     ) -> None:
         if request.conversation is not None and not model.is_pipeline:
-            raise invalid("conversation", "is for pipelines alone", "unsupported_parameter")
+            problem = "is not supported by a language model; a pipeline takes it"
+            raise invalid("conversation", problem, "unsupported_parameter")
         self._tools = _ResponsesTools()
         alternatives = request.top_logprobs or 0
         for unknown in {*(request.include or ())} - {_INCLUDE_LOGPROBS, *_NOTHING_INCLUDED}:
