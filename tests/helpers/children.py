@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,6 +234,21 @@ def _has_variable(variable: bytes) -> Callable[[Path], bool]:
     return has
 
 
+def _command_line(directory: Path) -> str:
+    """Return a process's words; empty for one that has ended.
+
+    Linux shows none for a moment in which a program takes the place of another, too: its parent
+    goes on before that is over.
+    """
+    limit = time.monotonic() + 5
+    while not (words := (directory / "cmdline").read_bytes()):
+        state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
+        if state in "ZX" or time.monotonic() > limit:
+            return ""
+        time.sleep(0.001)
+    return words.replace(b"\0", b" ").decode(errors="replace")
+
+
 def _kill(pid: int, condition: Callable[[Path], bool]) -> str:
     """Kill a process and return its command line; empty if it had ended or is not meant.
 
@@ -244,9 +260,11 @@ def _kill(pid: int, condition: Callable[[Path], bool]) -> str:
     except OSError:
         return ""
     try:
-        command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        if not condition(directory):
+            return ""
+        command = _command_line(directory)
         is_python_helper = any(name in command for name in _OF_PYTHON)
-        if not command or is_python_helper or not condition(directory):  # no command: a zombie
+        if not command or is_python_helper:
             return ""
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except OSError:

@@ -510,7 +510,7 @@ def test_an_answer_that_was_cut_goes_on(browser: webdriver.Chrome, connect: Conn
     page.until(lambda: "10 tokens" in "".join(page.texts(".figures")))
     page.rests()
     (after,) = page.texts(ANSWER)
-    assert after.startswith(before.strip()) and len(after) > len(before)
+    assert after.strip().startswith(before.strip()) and len(after) > len(before)
     prompt = tokenizer().decode(engine.requests[1].input_ids, skip_special_tokens=False)
     assert prompt.endswith(page.script("return arguments[0]", before).strip()[-3:])
 

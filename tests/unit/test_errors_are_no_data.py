@@ -13,7 +13,6 @@ PACKAGE = Path(trtllm_bls.__file__).parent
 READERS = {
     "errors.py": "gRPC brings an error as a text; one function reads it, and is fed every error",
     "configure/configure_command.py": "the option that a setting came from begins the sentence",
-    "client/terminal.py": "gRPC tells in words alone why a connection failed",
     "engines/replicas.py": "a reason that has been logged is not logged again",
     "http/generate.py": "tritonserver tells in words alone that it did not run a request",
 }
