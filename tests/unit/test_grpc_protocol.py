@@ -266,6 +266,9 @@ def test_a_ping_is_answered_with_its_bytes() -> None:
         # The open stream's window of 2 GB, made larger yet.
         frame(UPDATE, 0, 1, b"\x7f\xff\0\0") + frame(SETTINGS, 0, 0, b"\0\4\0\1\0\0"),
         frame(SETTINGS, 0, 0, b"\0\5\0\0\0\1"),  # frames of a byte
+        frame(
+            SETTINGS, 0, 0, b"\0\5\1\0\0\0"
+        ),  # frames of 16 MiB, one byte more than a frame can have
         frame(PING, 0, 0, b"abc"),
         frame(PING, 0, 1, bytes(8)),
         frame(PUSH, 0, 1, bytes(4)),
