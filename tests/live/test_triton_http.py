@@ -61,8 +61,17 @@ def asked(port: int, method: str, path: str, body: bytes | None) -> tuple[int, s
 BODIES: list[dict[str, Any] | bytes] = [
     ASK,
     {**ASK, "id": "abc", "return_num_input_tokens": True, "return_log_probs": True},
-    {**ASK, "stream": True},
-    {**ASK, "stream": True, "accumulate": True, "num_return_sequences": 2, "seed": 3, "top_k": 5},
+    # More tokens than one round of drafts gives, so that they never are one response.
+    {**ASK, "stream": True, "max_tokens": 40},
+    {
+        **ASK,
+        "stream": True,
+        "max_tokens": 40,
+        "accumulate": True,
+        "num_return_sequences": 2,
+        "seed": 3,
+        "top_k": 5,
+    },
     {**ASK, "text_input": ["What is 12 * 9?"], "max_tokens": [4]},
     {**ASK, "text_input": ["a", "b"], "max_tokens": [2, 3], "stream": True},
     {**ASK, "text_input": ["a", "b"]},
