@@ -1,9 +1,9 @@
 """Batches over requests: a stage of a pipeline that takes the items of several callers at once.
 
 ``batched`` makes such a stage of a method. One batch runs at a time; meanwhile items wait for the
-next. A caller that is cancelled takes its items out of the batch, and a call that nobody waits for
-any more is cancelled. If a call fails, its halves are tried again on their own, down to the item
-that makes it fail, so that one caller's item does not spoil the answers of others.
+next. A caller that is cancelled takes its items out of the batch. When no caller of a batch is
+left, its call is cancelled. One bad item must not fail the answers of other callers: if a call
+fails, the stage runs each half of the batch again, down to the item that makes it fail.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Result = TypeVar("Result")
 class BatchLimits:
     """Limits of a batched stage.
 
-    ``max_size``: items of one call. ``max_wait_ms``: how long an item waits for others.
-    ``max_waiting``: items that wait; a caller with more of them is refused.
+    ``max_size``: items of one call. ``max_wait_ms``: the time that an item waits for others.
+    ``max_waiting``: items that wait at once; a caller with more of them is refused.
     """
 
     max_size: int
@@ -49,6 +49,8 @@ class BatchLimits:
 
 @dataclass(eq=False)
 class _WaitingItem(Generic[Item, Result]):
+    """An item, the time of its arrival on the event loop's clock, and its result to come."""
+
     value: Item
     arrived_at: float
     result: asyncio.Future[Result]
@@ -58,7 +60,7 @@ class BatchedStage(Generic[Item, Result]):
     """Runs ``stage`` on the items of all callers, in batches. It belongs to one event loop.
 
     ``stage`` returns one result for each item: a list, or an array of as many rows. An exception in
-    the list is the failure of its item alone. ``name`` is for errors.
+    the list is the failure of its item alone. ``name`` names the stage in errors.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class BatchedStage(Generic[Item, Result]):
         self._name = name
         self._waiting: dict[_WaitingItem[Item, Result], None] = {}  # the oldest first
         self._running: set[_WaitingItem[Item, Result]] = set()
-        self._call: asyncio.Task[list[Any]] | None = None
+        self._call: asyncio.Task[list[Any] | _CallFailure] | None = None
         self._worker: asyncio.Task[None] | None = None
         self._is_full = asyncio.Event()
 
@@ -79,8 +81,11 @@ class BatchedStage(Generic[Item, Result]):
         return result
 
     async def many(self, values: Sequence[Item]) -> list[Result]:
-        """Return the results of several items, in order. Raises the failure of the first that has
-        one, and ``Overloaded`` where as many items wait as may."""
+        """Return the results of several items, in order.
+
+        Raises the failure of the first item that failed, and ``Overloaded`` if ``max_waiting``
+        items wait.
+        """
         if self._waiting and len(self._waiting) + len(values) > self._limits.max_waiting:
             problem = f"as many items wait for {self._name} as may"
             raise Overloaded.for_now(problem, 1, "max_waiting")
@@ -92,19 +97,21 @@ class BatchedStage(Generic[Item, Result]):
         if len(self._waiting) >= self._limits.max_size:
             self._is_full.set()
         if self._worker is None and items:
-            self._worker = _task_of_nobody(self._work)
+            self._worker = _worker_task(self._work)
         try:
             return [await item.result for item in items]
         finally:
             self._leave(items)
 
     def _leave(self, items: Sequence[_WaitingItem[Item, Result]]) -> None:
-        """Take items out, of a caller that needs their results no more."""
+        """Take out the items of a caller that needs no further results."""
         for item in items:
             self._waiting.pop(item, None)
             self._running.discard(item)
             if item.result.done() and not item.result.cancelled():
-                item.result.exception()  # it has been read, also where an earlier one was raised
+                # ``many`` raises the first failure only. asyncio logs each exception that nobody
+                # read, so read the others.
+                item.result.exception()
             item.result.cancel()
         if len(self._waiting) < self._limits.max_size:
             self._is_full.clear()
@@ -128,42 +135,42 @@ class BatchedStage(Generic[Item, Result]):
             self._fail(list(self._waiting))
 
     def _fail(self, batch: list[_WaitingItem[Item, Result]]) -> None:
-        """Fail what has no result yet. Nothing has none unless the worker was ended itself."""
+        """Fail the items that have no result yet, which happens only if the worker is ended."""
         for item in batch:
             if not item.result.done():
                 item.result.set_exception(TrtllmBlsError(f"{self._name} ended without a result"))
 
     async def _fill(self) -> None:
-        """Wait until a batch is full, or its oldest item has waited for long enough."""
+        """Wait until a batch is full, or its oldest item has waited for ``max_wait_ms``."""
         oldest = next(iter(self._waiting))
-        waited = asyncio.get_running_loop().time() - oldest.arrived_at
-        seconds = self._limits.max_wait_ms / 1000 - waited
+        age = asyncio.get_running_loop().time() - oldest.arrived_at
+        seconds = self._limits.max_wait_ms / 1000 - age
         if seconds > 0 and not self._is_full.is_set():
-            waiting = asyncio.ensure_future(self._is_full.wait())
-            await asyncio.wait({waiting}, timeout=seconds)
-            waiting.cancel()
+            full = asyncio.ensure_future(self._is_full.wait())
+            await asyncio.wait({full}, timeout=seconds)
+            full.cancel()
 
     async def _run(self, batch: list[_WaitingItem[Item, Result]]) -> None:
-        """Run one batch, or those of its items whose callers still wait."""
+        """Run one batch, without the items whose callers have left."""
         batch = [item for item in batch if not item.result.done()]
         if not batch:
             return
         self._running = set(batch)
-        self._call = asyncio.ensure_future(self._results([item.value for item in batch]))
-        await asyncio.wait({self._call})
+        call = asyncio.ensure_future(self._results([item.value for item in batch]))
+        self._call = call
+        await asyncio.wait({call})
         self._running = set()
-        call, self._call = self._call, None
-        if call.cancelled():  # nobody waits any more
+        self._call = None
+        if call.cancelled():  # all callers have left
             return
         results = call.result()
-        failure = results[0] if len(results) == 1 else None
-        if len(batch) > 1 and isinstance(failure, _Spoiled):
-            half = len(batch) // 2
-            await self._run(batch[:half])
-            await self._run(batch[half:])
-            return
-        if isinstance(failure, _Spoiled):
-            results = [failure.error] * len(batch)
+        if isinstance(results, _CallFailure):
+            if len(batch) > 1:
+                half = len(batch) // 2
+                await self._run(batch[:half])
+                await self._run(batch[half:])
+                return
+            results = [results.error]
         for item, result in zip(batch, results, strict=True):
             if item.result.done():
                 continue
@@ -172,38 +179,38 @@ class BatchedStage(Generic[Item, Result]):
             else:
                 item.result.set_result(result)
 
-    async def _results(self, values: list[Item]) -> list[Any]:
-        """Return the result or the exception of each item, or one ``_Spoiled`` for all."""
+    async def _results(self, values: list[Item]) -> list[Any] | _CallFailure:
+        """Return the result or the exception of each item, or the failure of the whole call."""
         try:
             results = await self._stage(list(values))
         except asyncio.CancelledError:
             if not self._running:
                 raise
-            return [_Spoiled(RuntimeError(f"{self._name} cancelled itself"))]
+            return _CallFailure(RuntimeError(f"{self._name} cancelled itself"))
         except (EngineError, Overloaded) as error:
-            return [error] * len(values)  # another model failed, and would with each item
+            return [error] * len(values)  # another model failed, as it would for each half
         except Exception as error:
-            return [_Spoiled(error)]
+            return _CallFailure(error)
         except BaseException as error:  # it would end the event loop
-            return [_Spoiled(RuntimeError(f"{self._name} raised {error!r}"))]
+            return _CallFailure(RuntimeError(f"{self._name} raised {error!r}"))
         is_array = isinstance(results, np.ndarray) and results.ndim > 0
         if not is_array and not isinstance(results, (list, tuple)):
             problem = f"gave a {type(results).__name__}; give a list or an array"
-            return [_Spoiled(TrtllmBlsError(f"{self._name} {problem}"))]
+            return _CallFailure(TrtllmBlsError(f"{self._name} {problem}"))
         if len(results) != len(values):
             problem = f"gave {len(results)} results for {len(values)} items; give one for each"
-            return [_Spoiled(TrtllmBlsError(f"{self._name} {problem}"))]
+            return _CallFailure(TrtllmBlsError(f"{self._name} {problem}"))
         return list(results)
 
 
 @dataclass(frozen=True)
-class _Spoiled:
+class _CallFailure:
     """The failure of a call that one of its items may have caused."""
 
     error: BaseException = field(repr=False)
 
 
-def _task_of_nobody(work: Callable[[], Any]) -> asyncio.Task[None]:
+def _worker_task(work: Callable[[], Any]) -> asyncio.Task[None]:
     """Start a task that belongs to no request, since it works for several."""
     context = copy_context()
     context.run(CALLER.set, None)
@@ -213,7 +220,7 @@ def _task_of_nobody(work: Callable[[], Any]) -> asyncio.Task[None]:
 
 
 class BatchedMethod(Generic[Item, Result]):
-    """A method that ``batched`` decorates; of an object it is a ``BatchedStage``."""
+    """A method that ``batched`` decorates. Read from an object, it is a ``BatchedStage``."""
 
     def __init__(
         self, method: Callable[[Any, list[Item]], Awaitable[Any]], limits: BatchLimits
@@ -233,12 +240,12 @@ class BatchedMethod(Generic[Item, Result]):
     def __get__(self, instance: object | None, owner: type) -> Any:
         if instance is None:
             return self
-        batcher: BatchedStage[Item, Result] = BatchedStage(
+        stage: BatchedStage[Item, Result] = BatchedStage(
             partial(self.method, instance), self.limits, self._name
         )
-        # Python looks here first from now on.
-        instance.__dict__[self._name] = batcher
-        return batcher
+        # Python looks in the object's ``__dict__`` first, so the object keeps this stage.
+        instance.__dict__[self._name] = stage
+        return stage
 
 
 def batched(
@@ -246,15 +253,15 @@ def batched(
 ) -> Callable[
     [Callable[[Any, list[Item]], Awaitable[Sequence[Result]]]], BatchedMethod[Item, Result]
 ]:
-    """Decorate a method of a list of items, so that it is called with one item: ``await
-    self.classify(text)``, or with several: ``await self.classify.many(texts)``.
+    """Decorate a method of a list of items, so that callers pass one item: ``await
+    self.classify(text)``, or several: ``await self.classify.many(texts)``.
 
-    The method gets up to ``max_size`` items of any requests, the oldest of which has waited for
-    ``max_wait_ms`` at most while no other batch ran. It returns one result for each: a list, or an
-    array of as many rows. An exception in the list is the failure of its item alone. The method is
-    of no request: it calls other models by ``self.deployment.infer``. If it raises anything but an
-    ``EngineError``, it is called again with each half of its items. ``max_waiting``: items that may
-    wait; a caller with more of them is refused with ``Overloaded``.
+    The method gets up to ``max_size`` items, which may come from several requests. While no other
+    batch runs, an item waits for ``max_wait_ms`` at most. The method returns one result for each
+    item: a list, or an array of as many rows. An exception in the list is the failure of its item
+    alone. The method belongs to no request: it calls other models by ``self.deployment.infer``. If
+    it raises anything but an ``EngineError``, it is called again with each half of its items.
+    ``max_waiting``: items that may wait at once; a caller with more of them gets ``Overloaded``.
     """
     limits = BatchLimits(max_size, max_wait_ms, max_waiting)
 

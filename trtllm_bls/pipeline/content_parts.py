@@ -1,4 +1,4 @@
-"""Images, sounds and files in the conversations that a pipeline is given."""
+"""Images, sounds and files in the conversations that a pipeline answers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from trtllm_bls.errors import InvalidRequest, SettingsError, TrtllmBlsError
 from trtllm_bls.settings.faces import PART_INPUTS
 from trtllm_bls.settings.model_config import CHAT_REQUEST
 from trtllm_bls.types import Array
 from trtllm_bls.wire.contract import Tensor
 
+_NO_ITEMS = np.empty(0, np.object_)
+
 
 @dataclass(frozen=True)
 class ContentPart:
     """An image, a sound or a file of a message.
 
-    ``kind``: image, audio or file. ``data``: its bytes; empty where the caller sent a
-    ``url``, which nobody has fetched. ``media_type``: as the caller says, such as ``image/png``.
-    ``name``: of a file.
+    ``kind``: image, audio or file. ``data``: its bytes, empty if the caller sent a ``url``, which
+    the pipeline may fetch itself. ``media_type``: such as ``image/png``, as the caller wrote it.
+    ``name``: the name of a file.
     """
 
     kind: str
@@ -30,9 +34,17 @@ class ContentPart:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The part as it is sent to a pipeline."""
-        source = {"url": self.url} if self.url else {"data": self.data}
-        return {"type": self.kind, "media_type": self.media_type, "name": self.name, **source}
+        """The part as the OpenAI API sends it to a pipeline."""
+        fields: dict[str, Any] = {
+            "type": self.kind,
+            "media_type": self.media_type,
+            "name": self.name,
+        }
+        if self.url:
+            fields["url"] = self.url
+        else:
+            fields["data"] = self.data
+        return fields
 
 
 def part_tensors(accepts: Collection[str]) -> Iterator[Tensor]:
@@ -48,23 +60,25 @@ def part_tensors(accepts: Collection[str]) -> Iterator[Tensor]:
 def with_parts(
     messages: Iterable[dict[str, Any]], arrays: Mapping[str, Array]
 ) -> list[dict[str, Any]]:
-    """Return the messages of a request with texts and ``ContentPart``s where content is a list.
+    """Return a request's messages. A content that is a list gets texts and ``ContentPart``s.
 
     Raises ``InvalidRequest``.
     """
-    whole = []
+    converted = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
             message = {**message, "content": [_part(part, arrays) for part in content]}
-        whole.append(message)
-    return whole
+        converted.append(message)
+    return converted
 
 
 def _part(part: Any, arrays: Mapping[str, Array]) -> str | ContentPart:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+    if not isinstance(part, dict):
+        part = {}
+    kind = part.get("type")
+    if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in PART_INPUTS:
         raise InvalidRequest(CHAT_REQUEST, f"a part of content is none of {', '.join(PART_INPUTS)}")
     texts = {}
@@ -74,20 +88,26 @@ def _part(part: Any, arrays: Mapping[str, Array]) -> str | ContentPart:
             raise InvalidRequest(CHAT_REQUEST, f"{name} of a part must be a text")
     data = b""
     if not texts["url"]:
-        index = part.get("data")
-        items = arrays[PART_INPUTS[kind]].reshape(-1) if PART_INPUTS[kind] in arrays else ()
-        if type(index) is not int or not 0 <= index < len(items):
-            raise InvalidRequest(PART_INPUTS[kind], f"has no bytes with the number {index!r:.40}")
-        data = bytes(items[index])
+        data = _part_data(PART_INPUTS[kind], part.get("data"), arrays)
     return ContentPart(kind, data=data, **texts)
 
 
+def _part_data(input_name: str, index: Any, arrays: Mapping[str, Array]) -> bytes:
+    """Return the bytes of a part, which is item ``index`` of an input."""
+    array = arrays.get(input_name, _NO_ITEMS).reshape(-1)
+    if type(index) is not int or not 0 <= index < len(array):
+        raise InvalidRequest(input_name, f"has no bytes with the number {index!r:.40}")
+    return bytes(array[index])
+
+
 def check_text_only(messages: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ``TrtllmBlsError`` for a part that a language model is to read."""
+    """Raise ``TrtllmBlsError`` if a language model would have to read a ``ContentPart``."""
     for number, message in enumerate(messages):
         content = message.get("content")
-        for part in content if isinstance(content, (list, tuple)) else ():
+        if not isinstance(content, (list, tuple)):
+            continue
+        for part in content:
             if isinstance(part, ContentPart):
                 problem = f"messages[{number}]: the language model reads text only, and no"
-                mend = "put text in its place, as request.texts does"
-                raise TrtllmBlsError(f"{problem} {part.kind}; {mend}")
+                remedy = "put text in its place, as request.texts does"
+                raise TrtllmBlsError(f"{problem} {part.kind}; {remedy}")

@@ -1,8 +1,9 @@
-"""What pipelines remember of a conversation, in one SQLite file that all instances of them open.
+"""Sessions: a value that a pipeline keeps for each conversation, in an SQLite file.
 
-A row is one session of one model and one API key; neither another model nor another key sees it.
-Where the rows of a key, or all rows together, reach a bound, those go first that were used the
-longest time ago. Without a directory the rows are in the memory of one process.
+All instances of all pipelines open the same file. A row is one session of one model and one API
+key; neither another model nor another key sees it. When the rows of a key, or all rows together,
+exceed their bound, the least recently used rows are deleted. Without a directory the rows are in
+the memory of one process.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from typing import Any
 from trtllm_bls.errors import SettingsError, TrtllmBlsError
 
 KIB = 1024
-SESSION_BYTES = 64 * KIB  # of one session's value, as JSON
-KEY_BYTES = 1024 * KIB  # of all sessions of a key
-STORE_BYTES = 64 * 1024 * KIB  # of all sessions
-SESSION_SECONDS = 24 * 3600  # after its last use
-_ROW_BYTES = 256  # beside the value, so that the bounds also bound how many rows there are
-_FILE = "sessions-1.sqlite3"  # the number is that of this schema
-_WAIT_SECONDS = 10.0  # for another process that writes
+SESSION_BYTES = 64 * KIB  # limit of one session's value, as JSON
+KEY_BYTES = 1024 * KIB  # limit of all sessions of a key
+STORE_BYTES = 64 * 1024 * KIB  # limit of all sessions
+SESSION_SECONDS = 24 * 3600  # a session's life after its last use
+_ROW_BYTES = 256  # counted for each row beside its value, so that the limits bound the rows, too
+_FILE = "sessions-1.sqlite3"  # the number is the schema's version
+_WAIT_SECONDS = 10.0  # how long to wait while another process writes
 _SESSIONS_SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     model TEXT NOT NULL, key TEXT NOT NULL, id TEXT NOT NULL, used REAL NOT NULL,
@@ -38,9 +39,9 @@ CREATE INDEX IF NOT EXISTS by_key ON sessions (key, used);
 
 
 class SessionStore:
-    """The sessions in ``directory``; None: those of this process. Any thread may use it.
+    """The sessions in ``directory``, or in this process's memory if it is None.
 
-    Raises ``SettingsError`` for a directory that cannot be used.
+    Any thread may use it. Raises ``SettingsError`` for a directory that cannot be used.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -56,31 +57,30 @@ class SessionStore:
             raise SettingsError(f"session_dir {directory}: {error.strerror}") from error
 
     def get(self, model: str, key: str, session: str) -> str | None:
-        """Return what was put last, as JSON; None if there is nothing. Waits for the disk."""
-        where = (model, key, session)
-        with self._transaction() as rows:
-            row = rows.execute(
+        """Return the session's value as JSON, or None if there is none. Waits for the disk."""
+        with self._transaction() as connection:
+            row = connection.execute(
                 "UPDATE sessions SET used = ? WHERE model = ? AND key = ? AND id = ?"
                 " RETURNING value",
-                (time.time(), *where),
+                (time.time(), model, key, session),
             ).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, model: str, key: str, session: str, value: str) -> None:
-        """Keep a value, as JSON, and drop what is beyond the bounds. Waits for the disk."""
+        """Store a value as JSON, and delete rows beyond the limits. Waits for the disk."""
         size = len(value.encode()) + _ROW_BYTES
-        with self._transaction() as rows:
-            rows.execute(
+        with self._transaction() as connection:
+            connection.execute(
                 "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?)",
                 (model, key, session, time.time(), size, value),
             )
-            _drop(rows, "WHERE key = ?", (key,), KEY_BYTES)
-            _drop(rows, "", (), STORE_BYTES)
+            _evict(connection, "WHERE key = ?", (key,), KEY_BYTES)
+            _evict(connection, "", (), STORE_BYTES)
 
     def delete(self, model: str, key: str, session: str) -> None:
-        """Drop a session. Waits for the disk."""
-        with self._transaction() as rows:
-            rows.execute(
+        """Delete a session. Waits for the disk."""
+        with self._transaction() as connection:
+            connection.execute(
                 "DELETE FROM sessions WHERE model = ? AND key = ? AND id = ?",
                 (model, key, session),
             )
@@ -93,47 +93,51 @@ class SessionStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """The rows, without those that are too old."""
+        """Begin a transaction, after the sessions whose life is over were deleted."""
         with self._lock:
             try:
-                rows = self._connection = self._connection or self._open()
-                with rows:  # commits, or rolls back
-                    rows.execute("BEGIN IMMEDIATE")
+                if self._connection is None:
+                    self._connection = self._open()
+                connection = self._connection
+                with connection:  # commits, or rolls back
+                    connection.execute("BEGIN IMMEDIATE")
                     oldest = time.time() - SESSION_SECONDS
-                    rows.execute("DELETE FROM sessions WHERE used < ?", (oldest,))
-                    yield rows
+                    connection.execute("DELETE FROM sessions WHERE used < ?", (oldest,))
+                    yield connection
             except sqlite3.Error as error:
                 raise TrtllmBlsError(f"sessions cannot be used: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
         file = ":memory:" if self._directory is None else self._directory / _FILE
-        rows = sqlite3.connect(
+        connection = sqlite3.connect(
             file, timeout=_WAIT_SECONDS, isolation_level=None, check_same_thread=False
         )
-        rows.executescript(_SESSIONS_SCHEMA)
-        return rows
+        connection.executescript(_SESSIONS_SCHEMA)
+        return connection
 
 
-def _drop(rows: sqlite3.Connection, where: str, values: tuple[str, ...], limit: int) -> None:
-    """Drop the least used of some rows until the rest fits into ``limit`` bytes."""
-    (size,) = rows.execute(
+def _evict(connection: sqlite3.Connection, where: str, values: tuple[str, ...], limit: int) -> None:
+    """Delete the least recently used rows until the remaining ones have ``limit`` bytes."""
+    (size,) = connection.execute(
         f"SELECT coalesce(sum(size), 0) FROM sessions {where}", values
     ).fetchone()
     excess = size - limit
     if excess <= 0:
         return
-    oldest = rows.execute(
+    rows = connection.execute(
         f"SELECT model, key, id, size FROM sessions {where} ORDER BY used", values
     ).fetchall()
-    for *name, row_size in oldest:
+    for *primary_key, row_size in rows:
         if excess <= 0:
             return
-        rows.execute("DELETE FROM sessions WHERE model = ? AND key = ? AND id = ?", name)
+        connection.execute(
+            "DELETE FROM sessions WHERE model = ? AND key = ? AND id = ?", primary_key
+        )
         excess -= row_size
 
 
 class Session:
-    """What a pipeline remembers of one conversation; all instances of the model have the same.
+    """A value that a pipeline keeps for one conversation. All instances of the model share it.
 
     ``id`` is the same for all requests of the conversation.
     """
@@ -141,15 +145,15 @@ class Session:
     def __init__(self, store: SessionStore, model: str, key: str | None, id: str) -> None:
         self.id = id
         self._store = store
-        self._place = (model, key or "", id)
+        self._primary_key = (model, key or "", id)
 
     async def get(self) -> Any:
-        """Return the value that was put last; None if there is none any more."""
-        text = await asyncio.to_thread(self._store.get, *self._place)
+        """Return the value that was put last, or None if there is none any more."""
+        text = await asyncio.to_thread(self._store.get, *self._primary_key)
         return None if text is None else json.loads(text)
 
     async def put(self, value: Any) -> None:
-        """Keep a value of JSON. Raises ``TrtllmBlsError`` for one that is none, or too large."""
+        """Store a value. Raises ``TrtllmBlsError`` if it is no JSON or too large."""
         try:
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -157,8 +161,8 @@ class Session:
         if len(text) > SESSION_BYTES:
             problem = f"the value has {len(text)} bytes; at most {SESSION_BYTES} are kept"
             raise TrtllmBlsError(f"session: {problem}")
-        await asyncio.to_thread(self._store.put, *self._place, text)
+        await asyncio.to_thread(self._store.put, *self._primary_key, text)
 
     async def delete(self) -> None:
-        """Forget the value."""
-        await asyncio.to_thread(self._store.delete, *self._place)
+        """Delete the value."""
+        await asyncio.to_thread(self._store.delete, *self._primary_key)
