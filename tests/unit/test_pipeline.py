@@ -793,10 +793,10 @@ def test_what_another_model_refuses_is_not_the_callers_mistake(
 def test_only_the_name_of_an_unknown_model_is_corrected(error: EngineError) -> None:
     class Fails_(Asks):
         async def load(self, deployment: Any) -> None:
-            async def ask(model: str, version: str) -> Any:
+            async def fetch(model: str, version: str) -> Any:
                 raise error
 
-            deployment.other_models._ask = ask
+            deployment.other_models._fetch = fetch
             unavailable = isinstance(error, EngineUnavailable)
             deployment.other_models.names = {"othr"} if unavailable else {"other", "othr"}
 

@@ -52,7 +52,7 @@ from trtllm_bls.operate.findings import (
 from trtllm_bls.operate.judge import judge
 from trtllm_bls.operate.preflight import has_server
 from trtllm_bls.operate.triton_reasons import NO_GPU, remedy_of
-from trtllm_bls.pipeline.streaming_model import own_parameters, undeclared
+from trtllm_bls.pipeline.streaming_model import own_parameters, undeclared_parameters
 from trtllm_bls.settings import cpp_backend
 from trtllm_bls.settings.command_options import TlsConnection, deprecated, options_of
 from trtllm_bls.settings.model_config import (
@@ -215,7 +215,7 @@ def placeholders(subject: Subject) -> Findings:
 def pipeline_parameters(subject: Subject) -> Findings:
     for model, parameters in subject.pipelines.items():
         texts = subject.values(model)
-        for problem in undeclared(texts, parameters):
+        for problem in undeclared_parameters(texts, parameters):
             yield Finding.of(TrtllmBlsError(f"{model}: {problem}"), "warn")
         try:
             values = own_parameters(model, texts, parameters)

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 import numpy as np
 
 from trtllm_bls.errors import EngineError, Overloaded, SettingsError, TrtllmBlsError
-from trtllm_bls.pipeline.language_model import CALLER
+from trtllm_bls.pipeline.language_model import CURRENT_REQUEST
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -213,7 +213,7 @@ class _CallFailure:
 def _worker_task(work: Callable[[], Any]) -> asyncio.Task[None]:
     """Start a task that belongs to no request, since it works for several."""
     context = copy_context()
-    context.run(CALLER.set, None)
+    context.run(CURRENT_REQUEST.set, None)
     loop = asyncio.get_running_loop()
     task: asyncio.Task[None] = context.run(lambda: loop.create_task(work()))
     return task

@@ -1,6 +1,6 @@
 """A language model that any asyncio program may call: ``LLM``, and the steps of its answers.
 
-Inside a pipeline each call belongs to the request on whose behalf it is made, and ends with it.
+In a pipeline each call belongs to the request whose task makes it, and ends with that request.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ else:
     from typing_extensions import Unpack
 
 _FAILED_REASONS = (FinishReason.ERROR, FinishReason.CANCELLED)  # an error follows
-_numbers = itertools.count(1)
+_call_numbers = itertools.count(1)
 
 
 class PipelineRequest(Protocol):
-    """A pipeline's request, on whose behalf models are called."""
+    """A request that a pipeline answers, on whose behalf it calls models."""
 
     id: str
-    own_options: Collection[str]
+    pipeline_options: Collection[str]
     traceparent: str | None
     key: str | None
     cache_salt: str | None
@@ -89,33 +89,33 @@ class PipelineRequest(Protocol):
     finish_reason: str
 
     def sent(self, options: Mapping[str, Any], tools: Any) -> set[str]:
-        """Return which of these the caller sent as they are, and ``messages`` if it sent some."""
+        """Return the names of values that are the caller's own, and ``messages`` of a chat."""
 
     def input_with(self, text: str) -> str | None:
         """Return the name of the input that has this text."""
 
     def begins(self, call: Any) -> None:
-        """Note a call, which is closed with the request. Raises where the request has ended."""
+        """Add a call, which the request closes at its end. Raises if the request has ended."""
 
     def ended(self, call: Any) -> None:
-        """Forget a call that is over."""
+        """Remove a call that has ended."""
 
 
-# The request of this task. ``StreamingModel`` sets it in the task of each request, so tasks that
-# it starts inherit it.
-CALLER: ContextVar[PipelineRequest | None] = ContextVar("caller", default=None)
+# The request that this task answers. ``StreamingModel`` sets it in the task of each request, and
+# the tasks that this one starts inherit it.
+CURRENT_REQUEST: ContextVar[PipelineRequest | None] = ContextVar("pipeline_request", default=None)
 
 
 # --- options ----------------------------------------------------------------------------------
 
 
 class Options(TypedDict, total=False):
-    """What an answer may be asked for, under the names of ``TextRequest`` and ``Sampling``.
+    """The options of an answer, under the names of ``TextRequest`` and ``Sampling``.
 
-    ``None`` and what is absent are the deployment's defaults. One ``stop_words`` or ``bad_words``
-    may be a text alone. ``json_schema``, ``regex`` or ``grammar`` (EBNF): the form that guided
-    decoding gives the answer. ``token_bias`` and ``embedding_bias``: logits added, by id and by
-    word. ``extras``: further inputs of the engine by name.
+    An option that is None or absent has the deployment's default. ``stop_words`` and ``bad_words``
+    are several texts or one. ``json_schema``, ``regex`` or ``grammar`` (EBNF): the form that guided
+    decoding gives the answer. ``token_bias`` and ``embedding_bias``: logits to add, by token id and
+    by word. ``extras``: further inputs of the engine by name.
     """
 
     temperature: float | None
@@ -165,9 +165,12 @@ class Options(TypedDict, total=False):
 
 
 class ConversationOptions(Options, total=False):
-    """``variables``: further ones of the chat template. ``continue_final_message``: the answer goes
-    on where the last message ends. ``tool_choice``: ``auto``, ``none``, ``required``, which demands
-    a call, or the name of the tool to call. ``parallel_tool_calls``: there may be several."""
+    """The options of a conversation's answer.
+
+    ``variables``: further variables of the chat template. ``continue_final_message``: the answer
+    continues the last message. ``tool_choice``: ``auto``, ``none``, ``required`` (at least one
+    call), or the name of the tool to call. ``parallel_tool_calls``: whether there may be several.
+    """
 
     variables: Mapping[str, Any] | None
     continue_final_message: bool | None
@@ -175,23 +178,27 @@ class ConversationOptions(Options, total=False):
     parallel_tool_calls: bool | None
 
 
-_HINTS = get_type_hints(ConversationOptions)
-_PLAIN_HINTS = get_type_hints(Options)
+_CONVERSATION_HINTS = get_type_hints(ConversationOptions)
+_HINTS = get_type_hints(Options)
 _STREAMED: dict[str, Any] = {"request_id": "", "stream": True, "return_tokens": True}
-_BOUNDED = {tensor.key: tensor for tensor in BLS.inputs if tensor.bounds is not None}
+_BOUNDED_INPUTS = {tensor.key: tensor for tensor in BLS.inputs if tensor.bounds is not None}
 _GUIDE_OPTIONS = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}
-_SAMPLING_OPTIONS = frozenset(each.name for each in fields(Sampling))
-_WANTS_OPTIONS = frozenset(each.name for each in fields(Wants))
-# Engines have words as token ids.
-_OPTIONS_OF_IDS = {"stop_words_list": "stop_words", "bad_words_list": "bad_words"}
+_SAMPLING_OPTIONS = frozenset(field.name for field in fields(Sampling))
+_WANTS_OPTIONS = frozenset(field.name for field in fields(Wants))
+# The engine's inputs for these options are lists of token ids, and have other names.
+_OPTIONS_OF_WORD_LISTS = {"stop_words_list": "stop_words", "bad_words_list": "bad_words"}
 _ADAPTERS = ("lora_task_id", "lora_name")
+_OPTION_TYPES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
-def _read(name: str, value: Any, hint: Any) -> Any:
-    """The value of an option as ``hint`` has it. Raises ``InvalidRequest``."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+def _option(name: str, value: Any, hint: Any) -> Any:
+    """Return an option's value as its type hint has it. Raises ``InvalidRequest``."""
+    kinds: tuple[Any, ...] = (hint,)
+    if get_origin(hint) in (Union, UnionType):
+        kinds = get_args(hint)
     for kind in kinds:
-        origin, inner = get_origin(kind) or kind, get_args(kind)
+        origin = get_origin(kind) or kind
+        parameters = get_args(kind)
         if kind is Any or (kind is type(None) and value is None):
             return value
         if kind is bool and isinstance(value, bool):
@@ -206,62 +213,67 @@ def _read(name: str, value: Any, hint: Any) -> Any:
             return value
         if origin is Mapping or getattr(origin, "__name__", "") == "Mapping":
             if isinstance(value, Mapping):
-                pairs = value.items()
-                return {_read(name, k, inner[0]): _read(name, v, inner[1]) for k, v in pairs}
-        elif inner and isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-            return tuple([_read(name, item, inner[0]) for item in value])
-    words = " or ".join(_word(kind) for kind in kinds if kind is not type(None))
-    raise InvalidRequest(name, f"{value!r:.80} is not {words}")
+                items = {}
+                for key, item in value.items():
+                    items[_option(name, key, parameters[0])] = _option(name, item, parameters[1])
+                return items
+        elif parameters and isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            return tuple([_option(name, item, parameters[0]) for item in value])
+    types = " or ".join([_type_name(kind) for kind in kinds if kind is not type(None)])
+    raise InvalidRequest(name, f"{value!r:.80} is not {types}")
 
 
-def _word(kind: Any) -> str:
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-    inner = get_args(kind)
-    plain = str(words.get(kind) or getattr(kind, "__name__", kind))
-    return plain if not inner else f"{plain} of {_word(inner[-1])}".lower()
+def _type_name(kind: Any) -> str:
+    """Return a type hint in words, for an error."""
+    name = str(_OPTION_TYPES.get(kind) or getattr(kind, "__name__", kind))
+    parameters = get_args(kind)
+    if parameters:
+        name = f"{name} of {_type_name(parameters[-1])}".lower()
+    return name
 
 
-def request_fields(
-    options: Mapping[str, Any], hints: Mapping[str, Any] = _PLAIN_HINTS
-) -> dict[str, Any]:
-    """Return these options as fields of a ``TextRequest``, and those of chats under their names.
+def request_fields(options: Mapping[str, Any], hints: Mapping[str, Any] = _HINTS) -> dict[str, Any]:
+    """Return options as fields of a ``TextRequest``. Options of conversations keep their names.
 
-    ``hints``: the options that there are, with their types. Raises ``TrtllmBlsError``.
+    ``hints``: the type of each option that exists. Raises ``TrtllmBlsError``.
     """
     if unknown := options.keys() - hints.keys():
-        mend = suggestion(min(unknown), hints)
-        raise TrtllmBlsError(f"{min(unknown)} is no option of a language model; {mend}")
-    read = {name: _read(name, value, hints[name]) for name, value in options.items()}
-    read = {name: value for name, value in read.items() if value is not None}
-    for name, value in read.items():
-        if name in _BOUNDED and isinstance(value, (int, float)):
-            _BOUNDED[name].check(value)
-    arrays = _engine_inputs(read)
+        remedy = suggestion(min(unknown), hints)
+        raise TrtllmBlsError(f"{min(unknown)} is no option of a language model; {remedy}")
+    values = {}
+    for name, value in options.items():
+        value = _option(name, value, hints[name])
+        if value is not None:
+            values[name] = value
+    for name, value in values.items():
+        if name in _BOUNDED_INPUTS and isinstance(value, (int, float)):
+            _BOUNDED_INPUTS[name].check(value)
+    arrays = _pop_engine_inputs(values)
     extras = {name: array for name, array in arrays.items() if name not in TYPED_INPUTS}
-    form = _form(read)
+    form = _pop_form(values)
     if form is not None:
-        read["guide"] = form.guide
+        values["guide"] = form.guide
     for name in ("stop_words", "bad_words"):
-        if isinstance(read.get(name), str):
-            read[name] = (read[name],)
+        if isinstance(values.get(name), str):
+            values[name] = (values[name],)
     for name in ("token_bias", "embedding_bias"):
-        if name in read:
-            read[name] = tuple(read[name].items())
-    sampling = {name: read.pop(name) for name in _SAMPLING_OPTIONS & read.keys()}
+        if name in values:
+            values[name] = tuple(values[name].items())
+    sampling = {name: values.pop(name) for name in _SAMPLING_OPTIONS & values.keys()}
     _set_temperature(sampling)
-    wants = {name: read.pop(name) for name in _WANTS_OPTIONS & read.keys()}
+    wants = {name: values.pop(name) for name in _WANTS_OPTIONS & values.keys()}
     return {
         "max_tokens": None,
         "sampling": Sampling(**sampling),
         "wants": Wants(**wants),
         "extras": extras,
         **typed_fields(arrays),
-        **read,
+        **values,
     }
 
 
 def _set_temperature(sampling: dict[str, Any]) -> None:
-    """Have a temperature alone sample, and one of about 0 take the likeliest token.
+    """Let a temperature alone sample, and a temperature near 0 take the likeliest token.
 
     TensorRT-LLM samples only with ``top_k`` or ``top_p``.
     """
@@ -275,12 +287,12 @@ def _set_temperature(sampling: dict[str, Any]) -> None:
         sampling["top_p"] = 1.0
 
 
-def _engine_inputs(read: dict[str, Any]) -> dict[str, Array]:
-    """Take the options that are inputs of engines out of ``read``, as arrays by input name."""
-    values = dict(read.pop("extras", {}))
+def _pop_engine_inputs(options: dict[str, Any]) -> dict[str, Array]:
+    """Remove the options that are inputs of engines, and return their arrays by input name."""
+    values = dict(options.pop("extras", {}))
     for name in _ADAPTERS:
-        if name in read:
-            values[name] = read.pop(name)
+        if name in options:
+            values[name] = options.pop(name)
     arrays = {}
     for name, value in values.items():
         if name not in ENGINE.input_named:
@@ -290,15 +302,15 @@ def _engine_inputs(read: dict[str, Any]) -> dict[str, Array]:
     return arrays
 
 
-def _form(read: dict[str, Any]) -> FormDemand | None:
-    """Take the option that demands a form out of ``read``. Raises ``InvalidRequest``."""
-    names = [name for name in _GUIDE_OPTIONS if name in read]
+def _pop_form(options: dict[str, Any]) -> FormDemand | None:
+    """Remove the option that demands a form, and return the form. Raises ``InvalidRequest``."""
+    names = [name for name in _GUIDE_OPTIONS if name in options]
     if not names:
         return None
     if len(names) > 1:
         raise InvalidRequest(names[1], f"{names[0]} is another form; send one")
     (name,) = names
-    form = read.pop(name)
+    form = options.pop(name)
     try:
         text = form if isinstance(form, str) else json.dumps(form)
     except (TypeError, ValueError) as error:
@@ -312,16 +324,19 @@ def _conversation(
     fields: dict[str, Any],
     form_field: str,
 ) -> Conversation:
-    """Take what only a conversation has out of ``fields``. Raises ``InvalidRequest``.
+    """Remove a conversation's options from ``fields``, and return the conversation.
 
-    ``form_field``: the option that demands a form, if one does.
+    ``form_field``: the option that demands a form, if one does. Raises ``InvalidRequest``.
     """
     check_text_only(messages)
     for tool in tools:
         function = tool.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidRequest("tools", "each must have a function with a name")
+    form: FormDemand | None = None
     guide = fields.pop("guide", None)
+    if guide is not None:
+        form = FormDemand(field=form_field, guide=guide)
     continues = fields.pop("continue_final_message", False)
     choice = fields.pop("tool_choice", "auto")
     forced = None
@@ -329,12 +344,12 @@ def _conversation(
         forced = choice
         choice = "required"
     return Conversation(
-        messages=_copied("messages", messages),
-        tools=_copied("tools", tools),
+        messages=_copy("messages", messages),
+        tools=_copy("tools", tools),
         choice=choice,
         forced=forced,
         parallel=fields.pop("parallel_tool_calls", True),
-        form=None if guide is None else FormDemand(field=form_field, guide=guide),
+        form=form,
         options=ChatOptions(
             variables=fields.pop("variables", {}),
             continue_final_message=continues,
@@ -343,8 +358,11 @@ def _conversation(
     )
 
 
-def _copied(name: str, values: Sequence[Mapping[str, Any]]) -> Any:
-    """Return JSON values that nobody changes while the answer runs. Raises ``InvalidRequest``."""
+def _copy(name: str, values: Sequence[Mapping[str, Any]]) -> Any:
+    """Copy JSON values, which the pipeline may change while the answer runs.
+
+    Raises ``InvalidRequest``.
+    """
     try:
         return msgspec.to_builtins(values)
     except (TypeError, RecursionError) as error:
@@ -356,7 +374,7 @@ def _copied(name: str, values: Sequence[Mapping[str, Any]]) -> Any:
 
 @dataclass(frozen=True)
 class StepCall:
-    """A tool that the model calls; ``text``: its arguments, as the model wrote them."""
+    """The model's call of a tool. ``text``: the arguments as the model wrote them."""
 
     id: str
     name: str
@@ -366,24 +384,25 @@ class StepCall:
     def arguments(self) -> dict[str, Any]:
         """The arguments by name. Raises ``EngineError`` if the model wrote no JSON object."""
         with suppress(ValueError, RecursionError):
-            if isinstance(read := json.loads(self.text), dict):
-                return read
+            arguments = json.loads(self.text)
+            if isinstance(arguments, dict):
+                return arguments
         raise EngineError(f"the model called {self.name} with {self.text!r:.80}: no JSON object")
 
     def result(self, content: str) -> dict[str, Any]:
-        """The message that tells the model what the call has returned."""
+        """Return the message that gives the model the call's result."""
         return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": content}
 
 
 @dataclass(slots=True)
 class Step:
-    """What is new in an answer. ``finish_reason`` is set in the last step of a sequence alone.
+    """A piece of an answer. Only the last step of a sequence has a ``finish_reason``.
 
     ``ids``: the new token ids; an id comes with the text that it completes, so the bytes of one
-    character come together. ``stop_reason``: the stop string that ended the answer. ``index``: of
-    the sequence, where several were asked for. Of a conversation, ``text`` is without ``reasoning``
-    and ``calls``, which are the calls that became complete. ``log_probs`` and ``top_log_probs`` are
-    those of ``ids``, if asked for.
+    character come together. ``stop_reason``: the stop string that ended the answer. ``index``: the
+    number of the sequence, of those that ``num_return_sequences`` asks for. In a conversation,
+    ``text`` is without ``reasoning`` and ``calls``; ``calls`` are those that became complete.
+    ``log_probs`` and ``top_log_probs``: of ``ids``, if the options ask for them.
     """
 
     ids: TokenIds
@@ -402,30 +421,38 @@ class Step:
 
     @property
     def message(self) -> dict[str, Any]:
-        """What the model has said, as a message for the next turn of the conversation."""
+        """The answer so far as a message for the next turn of the conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
-            message["reasoning"] = message["reasoning_content"] = self.reasoning
+            message["reasoning"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": function}
-                for call in self.calls
-                for function in [{"name": call.name, "arguments": call.text}]
-            ]
+            message["tool_calls"] = []
+        for call in self.calls:
+            function = {"name": call.name, "arguments": call.text}
+            message["tool_calls"].append({"id": call.id, "type": "function", "function": function})
         return message
 
 
 def joined(steps: Sequence[Step]) -> Step:
-    """Steps of one sequence as one. The logits are those of the last step that has some."""
-    last = steps[-1]
+    """Join the steps of one sequence. The logits are those of the last step that has some."""
+    ids: list[int] = []
+    calls: list[StepCall] = []
+    log_probs: list[float | None] = []
+    top_log_probs: list[TopLogProbs] = []
+    for step in steps:
+        ids += step.ids
+        calls += step.calls
+        log_probs += step.log_probs
+        top_log_probs += step.top_log_probs
     return replace(
-        last,
-        ids=tuple(itertools.chain.from_iterable(step.ids for step in steps)),
+        steps[-1],
+        ids=tuple(ids),
         text="".join([step.text for step in steps]),
         reasoning="".join([step.reasoning for step in steps]),
-        calls=tuple(itertools.chain.from_iterable(step.calls for step in steps)),
-        log_probs=tuple(itertools.chain.from_iterable(step.log_probs for step in steps)),
-        top_log_probs=tuple(itertools.chain.from_iterable(step.top_log_probs for step in steps)),
+        calls=tuple(calls),
+        log_probs=tuple(log_probs),
+        top_log_probs=tuple(top_log_probs),
     )
 
 
@@ -433,63 +460,67 @@ class _Answer:
     """The orchestrator's sink of one request, and the task that runs it."""
 
     def __init__(self, orchestrator: Orchestrator, request: TextRequest) -> None:
-        self.arrived: asyncio.Queue[TextChunk | None] = asyncio.Queue()  # None: the end
-        self._left = self._cut = False  # nobody takes the rest; it ended before its end for that
+        self.chunks: asyncio.Queue[TextChunk | None] = asyncio.Queue()  # None: the end
+        self._is_abandoned = False  # nobody reads the further chunks
+        self._is_incomplete = False  # it was abandoned before its end
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = self._loop.create_task(
             orchestrator.run(request, self)
         )
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_done)
 
     async def ready(self) -> None:
         """Return once the reader has taken all steps."""
-        await self.arrived.join()
+        await self.chunks.join()
 
     def send(self, chunk: TextChunk) -> None:
         """Take a chunk of the orchestrator."""
-        self.arrived.put_nowait(chunk)
+        self.chunks.put_nowait(chunk)
 
     async def raise_failure(self) -> None:
-        """Raise what ended the answer, which is over, unless it ended well."""
-        if self._cut:
+        """Raise the error of an answer that has ended with one."""
+        if self._is_incomplete:
             raise EngineError("the answer was left before its end")
-        # The traceback of a task that failed refers to this object: kept here, both would stay
-        # until a garbage collection.
-        task, self._task = self._task, None
+        # The traceback of a task that failed refers to this object. If this object kept the task,
+        # both would stay until a garbage collection.
+        task = self._task
+        self._task = None
         if task is not None:
             await task
 
-    def leave(self) -> None:
-        """End the engine's work, unless it has ended; any thread may call it."""
+    def abandon(self) -> None:
+        """End the engine's work, unless it has ended. Any thread may call it."""
         if self._task is not None:
-            with suppress(RuntimeError):  # the loop is closed, and the work over
-                self._loop.call_soon_threadsafe(self._leave)
+            with suppress(RuntimeError):  # the loop is closed, and the work has ended
+                self._loop.call_soon_threadsafe(self._abandon)
 
     async def aclose(self) -> None:
-        """The same, and return when it has ended."""
+        """End the engine's work, and return when it has ended."""
         task = self._task
-        self._leave()
+        self._abandon()
         if task is not None:
             await asyncio.wait({task})
 
-    def _leave(self) -> None:
-        self._left = True
+    def _abandon(self) -> None:
+        self._is_abandoned = True
         if self._task is not None and not self._task.cancel(CancelCause.CALLER_LEFT.value):
-            self._ended(self._task)
+            self._on_done(self._task)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if self._left:  # asyncio would log an error that nobody took
-            self._cut = task.cancelled() or task.exception() is not None
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if self._is_abandoned:
+            # asyncio would log an exception that nobody reads.
+            self._is_incomplete = task.cancelled() or task.exception() is not None
             self._task = None
-        self.arrived.put_nowait(None)
+        self.chunks.put_nowait(None)
 
 
 @dataclass(frozen=True)
-class Responsible:
-    """Tells of a refused call whose mistake it was: that of the caller, or of the pipeline.
+class Provenance:
+    """The parts of a language model's call that came from the pipeline's caller as they are.
 
-    ``fields``: the options that the caller sent, by name, and ``messages``. ``prompt``: the name of
-    the caller's input that is the prompt.
+    A refused call is the caller's mistake if the refused part is one of these, else the pipeline's.
+    ``fields``: names of options, and ``messages``. ``prompt``: the name of the caller's input that
+    is the prompt.
     """
 
     fields: Set[str] = frozenset()
@@ -498,22 +529,24 @@ class Responsible:
     @classmethod
     def of(
         cls,
-        caller: PipelineRequest | None,
+        request: PipelineRequest | None,
         options: Mapping[str, Any],
         tools: Any = None,
         prompt: str | None = None,
-    ) -> Responsible | None:
-        """Return who is responsible for a call; None: no request makes it."""
-        if caller is None:
+    ) -> Provenance | None:
+        """Return the provenance of a call, or None if no pipeline's request makes it."""
+        if request is None:
             return None
-        name = None if prompt is None else caller.input_with(prompt)
-        fields = caller.sent(options, tools)
+        input_name = None
+        if prompt is not None:
+            input_name = request.input_with(prompt)
+        fields = request.sent(options, tools)
         if not fields.isdisjoint(_GUIDE_OPTIONS):
-            fields.add("json_schema")  # as a refused guide is called, whatever its kind
-        return cls(fields, name)
+            fields.add("json_schema")  # the field of each refused guide, whatever its kind
+        return cls(fields, input_name)
 
     def failure(self, error: TrtllmBlsError) -> TrtllmBlsError:
-        """Return the error as ``answer`` gets it: an ``EngineError`` for what was refused."""
+        """Return the error as ``answer`` gets it: a refusal becomes an ``EngineError``."""
         if isinstance(error, Overloaded):
             return EngineUnavailable(str(error))
         if not isinstance(error, InvalidRequest):
@@ -530,36 +563,40 @@ class Responsible:
 
 
 @contextmanager
-def _answered_for(responsible: Responsible | None) -> Iterator[None]:
-    """Raise what is raised inside as ``Responsible.failure`` tells it."""
+def _translated_errors(provenance: Provenance | None) -> Iterator[None]:
+    """Raise an error inside the context as ``Provenance.failure`` has it."""
     try:
         yield
     except TrtllmBlsError as error:
-        failure = error if responsible is None else responsible.failure(error)
+        if provenance is None:
+            raise
+        failure = provenance.failure(error)
         if failure is error:
             raise
         raise failure from error
 
 
 def _option_of(field: str) -> str:
-    """The option that a field of a refusal belongs to, which may be an engine's input."""
+    """Return the option of a refused field, which may be an engine's input."""
     name = field.partition("[")[0]
     if name in PROMPT_FIELDS:
         return "messages"
     if name in (GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT):
         return "json_schema"
-    if name in _HINTS:
+    if name in _CONVERSATION_HINTS:
         return name
+    if name in _OPTIONS_OF_WORD_LISTS:
+        return _OPTIONS_OF_WORD_LISTS[name]
     tensor = ENGINE.input_named.get(name)
-    return _OPTIONS_OF_IDS.get(name, name if tensor is None else tensor.key)
+    return name if tensor is None else tensor.key
 
 
 class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
-    """The answers to one request of a language model, step by step; they begin to run at once.
+    """The answers to one request of a language model, step by step. The engine starts at once.
 
-    A step holds all tokens that arrived since the one before, so a slow reader gets fewer, larger
+    A step holds all tokens that arrived since the step before, so a slow reader gets fewer, larger
     steps. Leaving before the end in any way (``aclose``, the end of ``async with``, dropping the
-    object, the end of a pipeline's request) frees the engine's slot. Raises what the engine raises.
+    object, the end of a pipeline's request) frees the engine's slot. Raises the engine's errors.
     """
 
     def __init__(
@@ -567,28 +604,30 @@ class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
         orchestrator: Orchestrator,
         request: TextRequest,
         parsers: Sequence[ChatParser | EventParser] = (),
-        responsible: Responsible | None = None,
+        provenance: Provenance | None = None,
     ) -> None:
         self._parsers = parsers
-        self._responsible = responsible
-        self._calls: dict[int, tuple[ToolCall, list[str]]] = {}  # of each sequence, the open one
-        self._taken: list[Step] | None = None if request.messages is None else []
-        self._caller = CALLER.get()
-        if self._caller is not None:
-            self._caller.begins(self)
+        self._provenance = provenance
+        # The call of each sequence that is not complete yet, and the pieces of its arguments.
+        self._open_calls: dict[int, tuple[ToolCall, list[str]]] = {}
+        self._is_conversation = request.messages is not None
+        self._steps: list[Step] = []  # the steps of a conversation so far
+        self._pipeline_request = CURRENT_REQUEST.get()
+        if self._pipeline_request is not None:
+            self._pipeline_request.begins(self)
         self._answer = _Answer(orchestrator, request)
 
     async def __anext__(self) -> Step:
         answer = self._answer
-        chunk = await answer.arrived.get()
+        chunk = await answer.chunks.get()
         if chunk is None:
-            answer.arrived.put_nowait(None)  # for a reader that asks again
-            if self._caller is not None:
-                self._caller.ended(self)
-            with _answered_for(self._responsible):
+            answer.chunks.put_nowait(None)  # for a reader that iterates again
+            if self._pipeline_request is not None:
+                self._pipeline_request.ended(self)
+            with _translated_errors(self._provenance):
                 await answer.raise_failure()
             raise StopAsyncIteration
-        answer.arrived.task_done()
+        answer.chunks.task_done()
         tokens = chunk.tokens or ()
         step = Step(tuple([token.token_id for token in tokens]), chunk.text)
         step.index = chunk.sequence_index
@@ -601,68 +640,81 @@ class Steps(AsyncIterator[Step], AbstractAsyncContextManager["Steps"]):
         if tokens and tokens[0].log_prob is not None:
             step.log_probs = tuple([token.log_prob for token in tokens])
             step.top_log_probs = tuple([token.top_log_probs for token in tokens])
-        step.context_logits, step.generation_logits = chunk.context_logits, chunk.generation_logits
+        step.context_logits = chunk.context_logits
+        step.generation_logits = chunk.generation_logits
         if self._parsers:
             self._parse(step)
-        if self._taken is not None:
-            self._taken.append(step)
-        if (caller := self._caller) is not None:
-            caller.tokens += len(step.ids)
-            caller.prompt_tokens += step.prompt_tokens
-            caller.finish_reason = step.finish_reason or caller.finish_reason
+        if self._is_conversation:
+            self._steps.append(step)
+        request = self._pipeline_request
+        if request is not None:
+            request.tokens += len(step.ids)
+            request.prompt_tokens += step.prompt_tokens
+            request.finish_reason = step.finish_reason or request.finish_reason
         return step
 
     def _parse(self, step: Step) -> None:
-        """Divide the text into what is said, thought and called."""
-        texts, calls = {Content: "", Reasoning: ""}, []
-        ends = step.finish_reason is not None
-        reason = FinishReason(step.finish_reason) if ends else None
+        """Divide a step's text into content, reasoning and complete calls."""
+        reason: FinishReason | None = None
+        if step.finish_reason is not None:
+            reason = FinishReason(step.finish_reason)
+        texts = {Content: "", Reasoning: ""}
+        calls: list[StepCall] = []
         events: Iterable[Any] = self._parsers[step.index].feed(step.text, reason)
-        for event in (*events, *([None] if ends else [])):
+        for event in events:
             if isinstance(event, Arguments):
-                self._calls[step.index][1].append(event.text)
+                self._open_calls[step.index][1].append(event.text)
                 continue
-            if (call := self._calls.pop(step.index, None)) is not None:
-                calls.append(StepCall(call[0].id, call[0].name, "".join(call[1]) or "{}"))
+            if step.index in self._open_calls:  # any other event ends its arguments
+                calls.append(self._complete_call(step.index))
             if isinstance(event, ToolCall):
-                self._calls[step.index] = event, []
-            elif event is not None:
+                self._open_calls[step.index] = (event, [])
+            else:
                 texts[type(event)] += event.separator + event.text
-        step.text, step.reasoning, step.calls = texts[Content], texts[Reasoning], tuple(calls)
+        if reason is not None and step.index in self._open_calls:
+            calls.append(self._complete_call(step.index))
+        step.text = texts[Content]
+        step.reasoning = texts[Reasoning]
+        step.calls = tuple(calls)
+
+    def _complete_call(self, index: int) -> StepCall:
+        """Remove a sequence's open call, and return it as a complete one."""
+        call, pieces = self._open_calls.pop(index)
+        return StepCall(call.id, call.name, "".join(pieces) or "{}")
 
     async def answers(self) -> list[Step]:
-        """The whole answers, one for each sequence that was asked for."""
+        """Return the complete answers, one for each of ``num_return_sequences``."""
         steps: dict[int, list[Step]] = {}
         async for step in self:
             steps.setdefault(step.index, []).append(step)
-        return [joined(parts) for _, parts in sorted(steps.items())]
+        return [joined(steps[index]) for index in sorted(steps)]
 
     @property
     def message(self) -> dict[str, Any]:
-        """What the model has said so far in a conversation, as a message for the next turn."""
-        return joined([step for step in self._taken or () if not step.index]).message
+        """The answer of a conversation so far, as a message for the next turn."""
+        return joined([step for step in self._steps if step.index == 0]).message
 
     async def aclose(self) -> None:
         """End the engine's work, unless it has ended. May be called twice."""
         await self._answer.aclose()
-        if self._caller is not None:
-            self._caller.ended(self)
+        if self._pipeline_request is not None:
+            self._pipeline_request.ended(self)
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
         if hasattr(self, "_answer"):  # ``break`` out of a plain ``async for`` ends here
-            self._answer.leave()
+            self._answer.abandon()
 
 
 class LLM:
-    """A language model; any number of answers run at once on one event loop.
+    """A language model. Any number of answers run at once on one event loop.
 
-    Each method begins an answer and returns its steps. A call raises ``TrtllmBlsError`` for an
-    option that does not exist, and ``InvalidRequest`` for a value that is of another type or out of
-    its bounds; the steps raise ``InvalidRequest`` and ``EngineError``. In a pipeline's request,
-    ``EngineRefusal``, an ``EngineError``, takes the place of ``InvalidRequest``.
+    Each method starts an answer and returns its steps. A call raises ``TrtllmBlsError`` for an
+    option that does not exist, and ``InvalidRequest`` for a value of a wrong type or out of bounds.
+    The steps raise ``InvalidRequest`` and ``EngineError``. In a pipeline's request,
+    ``EngineRefusal``, which is an ``EngineError``, takes the place of ``InvalidRequest``.
     """
 
     def __init__(
@@ -679,19 +731,19 @@ class LLM:
 
     def generate(self, ids: Sequence[int], **options: Unpack[Options]) -> Steps:
         """Continue a prompt of token ids. Special tokens are part of ``Step.text``."""
-        responsible = Responsible.of(CALLER.get(), options)
+        provenance = Provenance.of(CURRENT_REQUEST.get(), options)
         prompt = tuple([int(token_id) for token_id in ids])
-        with _answered_for(responsible):
+        with _translated_errors(provenance):
             fields = request_fields({"skip_special_tokens": False, **options})
         request = TextRequest(prompt_ids=prompt, **fields, **_STREAMED)
-        return self._begin(request, responsible)
+        return self._start(request, provenance)
 
     def text(self, prompt: str, **options: Unpack[Options]) -> Steps:
         """Continue a text."""
-        responsible = Responsible.of(CALLER.get(), options, prompt=prompt)
-        with _answered_for(responsible):
+        provenance = Provenance.of(CURRENT_REQUEST.get(), options, prompt=prompt)
+        with _translated_errors(provenance):
             fields = request_fields(options)
-        return self._begin(TextRequest(text=prompt, **fields, **_STREAMED), responsible)
+        return self._start(TextRequest(text=prompt, **fields, **_STREAMED), provenance)
 
     def chat(
         self,
@@ -700,25 +752,29 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Unpack[ConversationOptions],
     ) -> Steps:
-        """Answer a conversation (``[{"role": "user", "content": "…"}]``) by the chat template.
+        """Answer a conversation (``[{"role": "user", "content": "…"}]``) with the chat template.
 
-        ``tools`` (as in OpenAI's API) may be called: see ``Step.calls``.
+        ``tools`` are as in OpenAI's API. ``Step.calls`` has the model's calls of them.
         """
-        caller = CALLER.get()
-        if caller is not None and caller.own_options:
-            own = caller.own_options
-            options = {name: value for name, value in options.items() if name not in own}  # type: ignore[assignment]
-        responsible = Responsible.of(caller, options, tools)
-        with _answered_for(responsible):
-            fields = request_fields(options, _HINTS)
-            form_field = next(
-                (name for name in _GUIDE_OPTIONS if options.get(name) is not None), "extras"
-            )
+        pipeline_request = CURRENT_REQUEST.get()
+        chat_options: dict[str, Any] = dict(options)
+        if pipeline_request is not None:
+            # Pipelines pass ``ChatRequest.options`` on, which also has options of their own.
+            for name in pipeline_request.pipeline_options:
+                chat_options.pop(name, None)
+        provenance = Provenance.of(pipeline_request, chat_options, tools)
+        with _translated_errors(provenance):
+            fields = request_fields(chat_options, _CONVERSATION_HINTS)
+            form_field = "extras"
+            for name in _GUIDE_OPTIONS:
+                if chat_options.get(name) is not None:
+                    form_field = name
+                    break
             conversation = _conversation(messages, tools or (), fields, form_field)
-            self._check_calls_are_read(conversation)
+            self._check_tool_parser(conversation)
             turn = self._turns.turn(conversation)
         parsers = [turn.parser() for _ in range(fields.get("num_return_sequences", 1))]
-        return self._begin(turn.request(**fields, **_STREAMED), responsible, parsers)
+        return self._start(turn.request(**fields, **_STREAMED), provenance, parsers)
 
     @property
     def tokenizer(self) -> Any:
@@ -731,11 +787,11 @@ class LLM:
         return self._loaded.first_table_id
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The token ids of a text."""
+        """Return the token ids of a text."""
         return list(self._loaded.encode(text, add_special_tokens))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return self._loaded.decode([int(token_id) for token_id in ids], skip_special_tokens)
 
     @property
@@ -753,26 +809,28 @@ class LLM:
         reasoning = REASONING_TAGS.get(self._reasoning_parser)
         return ChatTurns(None, ChatFormats(tools, reasoning))
 
-    def _check_calls_are_read(self, conversation: Conversation) -> None:
-        """Raise ``Unsupported`` where the model may call tools in a form that nobody knows."""
-        is_known = self._turns.formats.tools is not None or self._tool_parser == "none"
-        if is_known or not conversation.tools or conversation.choice != "auto":
+    def _check_tool_parser(self, conversation: Conversation) -> None:
+        """Raise ``Unsupported`` if the model may call tools and no parser reads its calls."""
+        has_parser = self._turns.formats.tools is not None or self._tool_parser == "none"
+        if has_parser or not conversation.tools or conversation.choice != "auto":
             return
         problem = "the chat template has none of the formats of calls that are known"
-        mend = f"set the parameter tool_parser: none (calls are text), {', '.join(TOOL_FORMATS)}"
-        raise Unsupported("tools", f"{problem}; {mend}")
+        remedy = f"set the parameter tool_parser: none (calls are text), {', '.join(TOOL_FORMATS)}"
+        raise Unsupported("tools", f"{problem}; {remedy}")
 
-    def _begin(
+    def _start(
         self,
         request: TextRequest,
-        responsible: Responsible | None,
+        provenance: Provenance | None,
         parsers: Sequence[ChatParser | EventParser] = (),
     ) -> Steps:
-        caller = CALLER.get()
-        request.request_id = f"{caller.id if caller else 'llm'}/{next(_numbers)}"
-        if caller is not None:
-            request.traceparent = caller.traceparent
-            request.tenant = caller.key
-            if caller.cache_salt is not None:
-                request.cache_salt = CacheSalt.parsed(caller.cache_salt)
-        return Steps(self._orchestrator, request, parsers, responsible)
+        pipeline_request = CURRENT_REQUEST.get()
+        prefix = "llm"
+        if pipeline_request is not None:
+            prefix = pipeline_request.id
+            request.traceparent = pipeline_request.traceparent
+            request.tenant = pipeline_request.key
+            if pipeline_request.cache_salt is not None:
+                request.cache_salt = CacheSalt.parsed(pipeline_request.cache_salt)
+        request.request_id = f"{prefix}/{next(_call_numbers)}"
+        return Steps(self._orchestrator, request, parsers, provenance)

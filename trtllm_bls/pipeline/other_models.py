@@ -1,7 +1,7 @@
 """Calls of the other models of a server, over its gRPC port.
 
-What a model declares is asked once. It is asked again where a request does not fit it or fails,
-since the model may have been loaded anew meanwhile.
+A model's declaration (its inputs and outputs) is fetched once. The model may be loaded anew later,
+so a request that does not fit the declaration, or fails, has it fetched again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,15 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,15 +51,18 @@ from trtllm_bls.wire.kserve import (
     packed_infer_message,
 )
 
-_OTHER_CONFIG_SECONDS = 10.0  # for the server to send a model's configuration
+_DECLARATION_SECONDS = 10.0  # timeout of a request for a model's configuration
 _READY_POLL_SECONDS = 0.2
-_Answer = TypeVar("_Answer")
+_CallResult = TypeVar("_CallResult")
 
 
 class CallOptions(TypedDict, total=False):
-    """Of a call of another model. ``version``: by default the newest that is loaded. ``timeout_s``:
-    seconds after which it ends with an ``EngineError``. ``parameters``: of the request.
-    ``sequence_id``, ``sequence_start`` and ``sequence_end``: of a model that keeps a state."""
+    """The options of a call of another model.
+
+    ``version``: by default the newest that is loaded. ``timeout_s``: seconds after which the call
+    ends with an ``EngineError``. ``parameters``: the parameters of the request. ``sequence_id``,
+    ``sequence_start`` and ``sequence_end``: for a model that keeps a state.
+    """
 
     version: str
     timeout_s: float
@@ -63,7 +74,7 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Origin:
-    """Who calls another model. ``context`` returns what the call passes on; None: nothing."""
+    """The request that calls another model. ``context``: returns the call's context, if any."""
 
     request_id: str
     traceparent: str | None = None
@@ -74,7 +85,7 @@ class Origin:
 class DeclaredModel:
     """The inputs and outputs that a model declares. ``rows``: the first dimension is the batch.
 
-    Without ``checked`` nothing is declared, and a value has the type that numpy gives it.
+    If ``checked`` is False, nothing is declared, and a value has the type that numpy gives it.
     """
 
     name: str
@@ -86,18 +97,14 @@ class DeclaredModel:
 
     @classmethod
     def of(cls, config: Any) -> DeclaredModel:
-        """From Triton's ``ModelConfig`` message."""
-        sides = []
-        for declared in (config.input, config.output):
-            tensors = {}
-            for tensor in declared:
-                datatype = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
-                required = not getattr(tensor, "optional", False)
-                dims = tuple(tensor.dims)
-                tensors[tensor.name] = Tensor(tensor.name, datatype, dims, required=required)
-            sides.append(tensors)
-        decoupled = config.model_transaction_policy.decoupled
-        return cls(config.name, sides[0], sides[1], config.max_batch_size > 0, decoupled)
+        """Return the declaration in Triton's ``ModelConfig`` message."""
+        return cls(
+            name=config.name,
+            inputs=_declared_tensors(config.input),
+            outputs=_declared_tensors(config.output),
+            rows=config.max_batch_size > 0,
+            decoupled=config.model_transaction_policy.decoupled,
+        )
 
     def packed(
         self,
@@ -106,15 +113,17 @@ class DeclaredModel:
         origin: Origin,
         **options: Any,
     ) -> bytes:
-        """A request with ``CallOptions``, serialised. Raises ``TrtllmBlsError`` for what the model
-        does not take."""
+        """Return a serialised request with ``CallOptions``.
+
+        Raises ``TrtllmBlsError`` for values that do not fit the declaration.
+        """
         try:
-            typed = self.arrays(inputs, outputs)
+            arrays = self.arrays(inputs, outputs)
         except TrtllmBlsError as error:
             raise TrtllmBlsError(f"{self.name}: {error}") from error
         if unknown := options.keys() - CallOptions.__annotations__.keys():
-            mend = suggestion(min(unknown), CallOptions.__annotations__)
-            raise TrtllmBlsError(f"{min(unknown)} is no option of a call; {mend}")
+            remedy = suggestion(min(unknown), CallOptions.__annotations__)
+            raise TrtllmBlsError(f"{min(unknown)} is no option of a call; {remedy}")
         options.pop("timeout_s", None)
         version = options.pop("version", "")
         parameters = {**options.pop("parameters", {}), **options}
@@ -124,7 +133,7 @@ class DeclaredModel:
         return packed_infer_message(
             self.name,
             origin.request_id,
-            typed,
+            arrays,
             outputs,
             origin.traceparent,
             version=version,
@@ -134,36 +143,55 @@ class DeclaredModel:
     def arrays(
         self, inputs: Mapping[str, Any], outputs: Sequence[str]
     ) -> list[tuple[str, str, Array]]:
-        """Name, Triton's data type and array of each input. Raises ``TrtllmBlsError``."""
+        """Return name, Triton's data type and array of each input. Raises ``TrtllmBlsError``."""
         if self.checked:
-            sides = (("input", inputs, self.inputs), ("output", outputs, self.outputs))
-            for side, names, known in sides:
-                if unknown := set(names) - known.keys():
-                    name = min(unknown)
-                    problem = f"there is no such {side}; {suggestion(name, known)}"
-                    raise TrtllmBlsError(f"{name}: {problem}")
+            self._check_names("input", inputs, self.inputs)
+            self._check_names("output", outputs, self.outputs)
             required = {name for name, tensor in self.inputs.items() if tensor.required}
             if missing := required - inputs.keys():
                 raise TrtllmBlsError(f"{min(missing)}: is missing")
-        return [(name, *self.typed(name, value, self.inputs)) for name, value in inputs.items()]
+        arrays = []
+        for name, value in inputs.items():
+            datatype, array = self.typed(name, value, self.inputs)
+            arrays.append((name, datatype, array))
+        return arrays
 
-    def typed(self, name: str, value: Any, declared: Mapping[str, Tensor]) -> tuple[str, Array]:
-        """Triton's data type and the array of one value. Raises ``TrtllmBlsError``."""
+    def _check_names(
+        self, kind: str, names: Collection[str], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Raise ``TrtllmBlsError`` for a name that the model does not declare."""
+        if unknown := set(names) - tensors.keys():
+            name = min(unknown)
+            raise TrtllmBlsError(f"{name}: there is no such {kind}; {suggestion(name, tensors)}")
+
+    def typed(self, name: str, value: Any, tensors: Mapping[str, Tensor]) -> tuple[str, Array]:
+        """Return Triton's data type and the array of one value. Raises ``TrtllmBlsError``."""
         if not self.checked:
             array = array_of(name, value)
             return datatype_of(array), array
-        if name not in declared:
-            raise TrtllmBlsError(f"{name}: is not declared; {suggestion(name, declared)}")
-        return declared[name].datatype, declared[name].array(value, rows=self.rows)
+        if name not in tensors:
+            raise TrtllmBlsError(f"{name}: is not declared; {suggestion(name, tensors)}")
+        return tensors[name].datatype, tensors[name].array(value, rows=self.rows)
+
+
+def _declared_tensors(messages: Iterable[Any]) -> dict[str, Tensor]:
+    """Return the inputs or the outputs in Triton's ``ModelConfig`` by name."""
+    tensors = {}
+    for message in messages:
+        datatype = model_config_pb2.DataType.Name(message.data_type).removeprefix("TYPE_")
+        required = not getattr(message, "optional", False)
+        dims = tuple(message.dims)
+        tensors[message.name] = Tensor(message.name, datatype, dims, required=required)
+    return tensors
 
 
 class OtherModels:
-    """``url`` is the server's gRPC port, ``names`` are models that a misspelt name may mean."""
+    """The models of a server. ``url``: its gRPC port. ``names``: hints for misspelt names."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         self.channel = GrpcChannel(url, tls=tls)
         self.names: Collection[str] = ()
-        self._declared: dict[tuple[str, str], DeclaredModel] = {}
+        self._models: dict[tuple[str, str], DeclaredModel] = {}  # by name and version
 
     async def infer(
         self,
@@ -173,16 +201,16 @@ class OtherModels:
         origin: Origin,
         **options: Any,
     ) -> dict[str, Array]:
-        """The one response of a model that is not decoupled."""
+        """Return the one response of a model that is not decoupled."""
+        seconds: float | None = options.get("timeout_s")
 
-        async def once(declared: DeclaredModel) -> dict[str, Array]:
+        async def attempt(declared: DeclaredModel) -> dict[str, Array]:
             if declared.decoupled:
                 raise EngineError(f"{model}: it is decoupled; use stream")
             message = declared.packed(inputs, outputs, origin, **options)
             return _outputs(model, await self._unary(model, "ModelInfer", message, seconds))
 
-        seconds: float | None = options.get("timeout_s")
-        return await self.as_declared(model, options.get("version", ""), once)
+        return await self.as_declared(model, options.get("version", ""), attempt)
 
     def stream(
         self,
@@ -193,61 +221,67 @@ class OtherModels:
         on_end: Callable[[OtherStream], object] = lambda stream: None,
         **options: Any,
     ) -> OtherStream:
-        """The responses of a decoupled model."""
+        """Return the responses of a decoupled model."""
 
-        def begin(declared: DeclaredModel) -> ModelStream:
+        def start(declared: DeclaredModel) -> ModelStream:
             message = declared.packed(inputs, outputs, origin, **options)
             return ModelStream(model, self.channel, message)
 
-        ask = partial(self.as_declared, model, options.get("version", ""))
-        return OtherStream(model, ask, begin, on_end, options.get("timeout_s"))
+        as_declared = partial(self.as_declared, model, options.get("version", ""))
+        return OtherStream(model, as_declared, start, on_end, options.get("timeout_s"))
 
     async def ready(self) -> None:
         """Return once the server is ready."""
         while True:
             with suppress(EngineError):
-                answer = await self._unary("server", "ServerReady", b"", _OTHER_CONFIG_SECONDS)
+                answer = await self._unary("server", "ServerReady", b"", _DECLARATION_SECONDS)
                 if service_pb2.ServerReadyResponse.FromString(answer).ready:
                     return
             await asyncio.sleep(_READY_POLL_SECONDS)
 
     async def close(self) -> None:
-        """End what runs, and disconnect."""
+        """End the calls that run, and disconnect."""
         await self.channel.close()
 
     async def as_declared(
-        self, model: str, version: str, once: Callable[[DeclaredModel], Awaitable[_Answer]]
-    ) -> _Answer:
-        """What ``once`` makes of what the model declares; made again where it failed, and the model
-        declares something else by now."""
-        known = self._declared.get((model, version))
-        if known is None:
-            known = self._declared[model, version] = await self.ask(model, version)
-        try:
-            return await once(known)
-        except TrtllmBlsError:
-            now = known
-            with suppress(EngineError):
-                now = self._declared[model, version] = await self.ask(model, version)
-            if now == known:
-                raise
-        return await once(now)
+        self, model: str, version: str, attempt: Callable[[DeclaredModel], Awaitable[_CallResult]]
+    ) -> _CallResult:
+        """Return the result of ``attempt``, which gets the model's declaration.
 
-    async def ask(self, model: str, version: str) -> DeclaredModel:
-        """What a model declares now. Raises ``EngineError``, with the nearest of ``names``."""
+        If it fails, the declaration is fetched anew. If that is another one, there is a second
+        attempt.
+        """
+        cached = self._models.get((model, version))
+        if cached is None:
+            cached = await self.fetch(model, version)
+            self._models[model, version] = cached
         try:
-            return await self._ask(model, version)
+            return await attempt(cached)
+        except TrtllmBlsError:
+            current = cached
+            with suppress(EngineError):
+                current = await self.fetch(model, version)
+                self._models[model, version] = current
+            if current == cached:
+                raise
+        return await attempt(current)
+
+    async def fetch(self, model: str, version: str) -> DeclaredModel:
+        """Fetch a model's declaration. Raises ``EngineError``, with the nearest of ``names``."""
+        try:
+            return await self._fetch(model, version)
         except EngineUnavailable:
             raise
         except EngineError as error:
-            # Not the list of all: a pipeline may take the name from its caller.
-            if model in self.names or not (hint := nearest(model, self.names)):
+            # A pipeline may take the name from its caller, who must not learn all names.
+            hint = nearest(model, self.names)
+            if model in self.names or not hint:
                 raise
             raise EngineError(f"{error}; {hint}") from error
 
-    async def _ask(self, model: str, version: str) -> DeclaredModel:
+    async def _fetch(self, model: str, version: str) -> DeclaredModel:
         request = service_pb2.ModelConfigRequest(name=model, version=version).SerializeToString()
-        answer = await self._unary(model, "ModelConfig", request, _OTHER_CONFIG_SECONDS)
+        answer = await self._unary(model, "ModelConfig", request, _DECLARATION_SECONDS)
         return DeclaredModel.of(service_pb2.ModelConfigResponse.FromString(answer).config)
 
     async def _unary(self, model: str, method: str, message: bytes, seconds: float | None) -> bytes:
@@ -258,7 +292,7 @@ class OtherModels:
 
 
 class OtherStream(AsyncIterator[dict[str, Array]]):
-    """The responses of a decoupled model, one by one, which begins to work when the first is read.
+    """The responses of a decoupled model, one by one. The call is sent when the first is read.
 
     Leaving early in any way (``aclose``, ``timeout_s``, dropping the object, the end of a
     pipeline's request) ends the model's work.
@@ -268,71 +302,72 @@ class OtherStream(AsyncIterator[dict[str, Array]]):
         self,
         model: str,
         as_declared: Callable[[Callable[[DeclaredModel], Awaitable[Any]]], Awaitable[Any]],
-        begin: Callable[[DeclaredModel], ModelStream],
+        start: Callable[[DeclaredModel], ModelStream],
         on_end: Callable[[OtherStream], object] = lambda stream: None,
         timeout_s: float | None = None,
     ) -> None:
         self.model = model
         self._as_declared = as_declared
-        self._begin = begin
-        self._on_end, self._timeout_s = on_end, timeout_s
+        self._start = start
+        self._on_end = on_end
+        self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._responses: ModelStream | None = None
-        self._over = False
-        self._problem: str | None = None
+        self._has_ended = False
+        self._problem: str | None = None  # why this side ended the call, if it did
         self._is_late = False
 
     async def __anext__(self) -> dict[str, Array]:
         try:
             if self._problem is not None:
-                raise self._left()
-            if self._over:
+                raise self._problem_error()
+            if self._has_ended:
                 raise StopAsyncIteration
             if self._responses is not None:
                 return await anext(self._responses)
             if self._timeout_s is not None and self._timer is None:
-                late = f"did not end within {self._timeout_s:g} s"
-                self._timer = self._loop.call_later(self._timeout_s, self._leave, late)
-            return dict(await self._as_declared(self._first))
+                problem = f"did not end within {self._timeout_s:g} s"
+                self._timer = self._loop.call_later(self._timeout_s, self._expire, problem)
+            return dict(await self._as_declared(self._first_response))
         except (StopAsyncIteration, TrtllmBlsError) as error:
             self._end()
             if self._problem is not None and not isinstance(error, StopAsyncIteration):
-                raise self._left() from None
+                raise self._problem_error() from None
             raise
 
-    def _left(self) -> EngineError:
+    def _problem_error(self) -> EngineError:
         kind = EngineTimeout if self._is_late else EngineError
         return kind(f"{self.model}: {self._problem}")
 
-    async def _first(self, declared: DeclaredModel) -> dict[str, Array]:
+    async def _first_response(self, declared: DeclaredModel) -> dict[str, Array]:
         if self._problem is not None:
             raise EngineError(self._problem)
-        self._responses = self._begin(declared)
+        self._responses = self._start(declared)
         return await anext(self._responses)
 
     async def aclose(self) -> None:
-        """End the model's work, unless it has ended; a reader that waits gets an error."""
-        if not self._over:
-            self._problem = self._problem or "the stream was left before its end"
+        """End the model's work, unless it has ended. A reader that waits gets an error."""
+        if not self._has_ended and self._problem is None:
+            self._problem = "the stream was left before its end"
         self._end()
         if self._responses is not None:
             await self._responses.aclose()
 
-    def _leave(self, problem: str) -> None:
+    def _expire(self, problem: str) -> None:
         self._problem = problem
         self._is_late = True
         if self._responses is not None:
-            self._leaving = self._loop.create_task(self._responses.aclose())
+            self._closing = self._loop.create_task(self._responses.aclose())
 
     def _end(self) -> None:
-        self._over = True
+        self._has_ended = True
         if self._timer is not None:
             self._timer.cancel()
         self._on_end(self)
 
     def __del__(self) -> None:
-        if self._responses is not None and not self._over:
+        if self._responses is not None and not self._has_ended:
             responses = self._responses
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(lambda: self._loop.create_task(responses.aclose()))
@@ -346,12 +381,12 @@ def _outputs(model: str, answer: bytes) -> dict[str, Array]:
 
 
 class ModelStream(ResponseStream[dict[str, Array]]):
-    """An async iterator over the responses of a decoupled model; ``aclose`` ends its work."""
+    """An async iterator over the responses of a decoupled model. ``aclose`` ends its work."""
 
     def __init__(self, model: str, channel: GrpcChannel, message: bytes) -> None:
         super().__init__(close_or_cancel)
         self._model = model
-        self._taken: deque[dict[str, Array]] = deque()
+        self._responses: deque[dict[str, Array]] = deque()
         self._call = channel.open(SERVICE + "ModelStreamInfer", self.on_messages, self.on_end)
         self._call.send(message)
 
@@ -359,22 +394,22 @@ class ModelStream(ResponseStream[dict[str, Array]]):
         return self
 
     async def __anext__(self) -> dict[str, Array]:
-        if not self._taken:
+        if not self._responses:
             await self.wait()
-            self._taken.extend(self.take())
-        if not self._taken:
+            self._responses.extend(self.take())
+        if not self._responses:
             raise StopAsyncIteration
-        return self._taken.popleft()
+        return self._responses.popleft()
 
     async def aclose(self) -> None:
-        """End the model's work, unless it has ended; a reader that waits gets an error."""
+        """End the model's work, unless it has ended. A reader that waits gets an error."""
         self.fail(EngineUnavailable(f"{self._model}: its request has ended"))
 
     def _read(self, messages: list[bytes], items: list[dict[str, Array]]) -> bool:
         for message in messages:
             reply = service_pb2.ModelStreamInferResponse.FromString(message)
             if reply.error_message:
-                raise _named(self._model, from_wire(reply.error_message))
+                raise _error_of_model(self._model, from_wire(reply.error_message))
             if reply.infer_response.outputs:
                 items.append(dict(output_arrays(reply.infer_response)))
             if is_final(reply.infer_response):
@@ -389,19 +424,21 @@ class ModelStream(ResponseStream[dict[str, Array]]):
 
 
 def failure_of(model: str, error: GrpcError) -> Exception:
-    """What the status of a call of another model means."""
+    """Return the error of a failed call of another model."""
     if error.status == "DEADLINE_EXCEEDED":
         return EngineTimeout(f"{model}: {error.details}")
     if error.unreachable:
         return EngineUnavailable(f"{model}: {error.details}")
-    hint = "; use request.stream" if "decoupled transaction policy" in error.details else ""
-    return _named(model, from_wire(error.details + hint))
+    text = error.details
+    if "decoupled transaction policy" in text:
+        text += "; use request.stream"
+    return _error_of_model(model, from_wire(text))
 
 
-def _named(model: str, error: Exception) -> Exception:
-    """The error of another model; a mistake in what it was sent is not the caller's."""
+def _error_of_model(model: str, error: Exception) -> Exception:
+    """Return another model's error with its name. A refusal is the pipeline's mistake."""
     if isinstance(error, (CallChainTooLong, CycleWithoutPlace)):
-        return error  # which names all models of the chain
+        return error  # it names all models of the chain
     if isinstance(error, InvalidRequest):
         return EngineRefusal(f"{model}: {error}", error)
     kind: type[EngineError] = EngineError

@@ -1,6 +1,6 @@
 """A Triton model that a user writes as one async function (docs/pipelines.md).
 
-``trtllm_bls.pipeline`` names what is for users.
+Users import its public names from ``trtllm_bls.pipeline``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,13 @@ from trtllm_bls.pipeline.faces import (
     face_tensors,
     requested_face,
 )
-from trtllm_bls.pipeline.language_model import CALLER, LLM, ConversationOptions, Step, Steps
+from trtllm_bls.pipeline.language_model import (
+    CURRENT_REQUEST,
+    LLM,
+    ConversationOptions,
+    Step,
+    Steps,
+)
 from trtllm_bls.pipeline.other_models import CallOptions, Origin, OtherModels, OtherStream
 from trtllm_bls.pipeline.sessions import Session, SessionStore
 from trtllm_bls.settings.engine_tls import engine_tls
@@ -107,15 +113,15 @@ __all__ = ["EngineError", "InvalidRequest", "Step", "Tensor"]  # for ``trtllm_bl
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 Value: TypeAlias = bool | int | float | str
-_WARM_UP_PAUSE = Backoff(1.0, 60.0)  # seconds between two tries
-_WARM_UP_LOG_SECONDS = 10  # between two lines on what a warm-up waits for
+_WARM_UP_BACKOFF = Backoff(1.0, 60.0)
+_WARM_UP_LOG_SECONDS = 10  # between two log lines about a warm-up that still runs
 _PARAMETER_KINDS = {
     bool: FLAG,
     int: Kind("a whole number", int),
     float: Kind("a number", float),
     str: TEXT,
 }
-# The types of a pipeline's own options, and what they are called in an error.
+# The types of a pipeline's own options, and their names in an error.
 _JSON_TYPES = {
     bool: "true or false",
     int: "a whole number",
@@ -124,7 +130,7 @@ _JSON_TYPES = {
     list: "a list",
     dict: "an object",
 }
-AHEAD_S = 2.0  # of playing time that ``Response.send`` lets a caller have in advance
+AHEAD_S = 2.0  # playing time that ``Response.send`` sends in advance
 
 log = logging.getLogger(__name__)
 
@@ -156,16 +162,16 @@ class PipelineParameters(BlsParameters):
 async def connect(
     engine: str, *, tokenizer: str | os.PathLike[str], **parameters: object
 ) -> AsyncIterator[LLM]:
-    """The language model at ``engine``, in any asyncio program.
+    """Connect any asyncio program to the language model at ``engine``.
 
     ``engine``: ``trtllm://HOST:PORT`` or ``triton+grpc://HOST:PORT/MODEL``. ``tokenizer``: the
-    directory of its tokenizer. ``parameters``: of ``tensorrt_llm_bls`` (docs/parameters.md), such
-    as ``request_timeout_seconds``. Raises ``SetupError``.
+    directory of its tokenizer. ``parameters``: parameters of ``tensorrt_llm_bls``
+    (docs/parameters.md), such as ``request_timeout_seconds``. Raises ``SetupError``.
     """
-    given = {"engine": engine, "tokenizer_dir": os.path.abspath(tokenizer)} | parameters
-    texts = {key: {"string_value": str(value)} for key, value in given.items()}
+    values = {"engine": engine, "tokenizer_dir": os.path.abspath(tokenizer)} | parameters
+    config = {key: {"string_value": str(value)} for key, value in values.items()}
     arguments = {
-        "model_config": json.dumps({"name": BLS_NAME, "parameters": texts}),
+        "model_config": json.dumps({"name": BLS_NAME, "parameters": config}),
         "model_repository": str(Path.cwd() / BLS_NAME),
     }
     deployment = PipelineDeployment(Parameters(arguments, {}).read(PipelineParameters))
@@ -179,9 +185,9 @@ async def connect(
 
 
 class PipelineDeployment(BaseDeployment):
-    """What a pipeline has at hand from its load on.
+    """The language models, other models and parameters of a loaded pipeline.
 
-    ``parameters``: its own (``StreamingModel.parameters``), with the values in ``config.pbtxt``.
+    ``parameters``: the model's own (``StreamingModel.parameters``), as ``config.pbtxt`` sets them.
     """
 
     def __init__(
@@ -194,14 +200,16 @@ class PipelineDeployment(BaseDeployment):
         self.parameters: Mapping[str, Any] = {}
         self.warm_up_problem = ""  # why the model is not ready yet
         self.unfinished: set[Response] = set()
-        directory = parameters.session_dir
-        self.sessions = SessionStore(Path(directory) if directory else None)
+        directory: Path | None = None
+        if parameters.session_dir:
+            directory = Path(parameters.session_dir)
+        self.sessions = SessionStore(directory)
         self.other_models = OtherModels(parameters.engine_url, engine_tls(parameters))
         self._llms: dict[tuple[str, ...], LLM] = {}
         self._orchestrators: list[Orchestrator] = []
 
     async def engine_problems(self) -> dict[str, str]:
-        """As of the engines; until ``warm_up`` has succeeded, its problem stands for them."""
+        """Return the engines' problems, or only the one of a ``warm_up`` that has not succeeded."""
         if self.warm_up_problem:
             return {self.name: self.warm_up_problem}
         return await super().engine_problems()
@@ -214,13 +222,13 @@ class PipelineDeployment(BaseDeployment):
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> LLM:
-        """The language model that the parameters name, or another one.
+        """Return the language model that the parameters name, or another one.
 
-        ``name``: of a model of this server, or an address as the parameter ``engine`` has it.
+        ``name``: a model of this server, or an address in the form of the parameter ``engine``.
         ``tokenizer``: the directory of its tokenizer, by default ``tokenizer_dir``.
-        ``tool_parser`` and ``reasoning_parser``: how it writes calls and reasoning; by default the
-        parameters of these names say so, and of another tokenizer its chat template. Takes seconds
-        where it is called first. Raises ``SetupError``.
+        ``tool_parser`` and ``reasoning_parser``: the formats of its calls and reasoning. The
+        default is the parameter of that name, or, with another tokenizer, its chat template. The
+        first call takes seconds. Raises ``SetupError``.
         """
         parameters = self.chat_parameters(tokenizer, tool_parser, reasoning_parser)
         if parameters.tokenizer_dir is None:
@@ -235,7 +243,7 @@ class PipelineDeployment(BaseDeployment):
         parsers = (parameters.tool_parser, parameters.reasoning_parser)
         key = (name, str(parameters.tokenizer_dir), *parsers)
         if key not in self._llms:
-            self._llms[key] = self._opened(parameters)
+            self._llms[key] = self._new_llm(parameters)
         return self._llms[key]
 
     def chat_parameters(
@@ -244,34 +252,35 @@ class PipelineDeployment(BaseDeployment):
         tool_parser: str | None,
         reasoning_parser: str | None,
     ) -> PipelineParameters:
-        """The parameters of a language model that is opened so. Raises ``SettingsError``."""
+        """Return the parameters of a language model with these arguments of ``llm``.
+
+        Raises ``SettingsError``.
+        """
         parameters: PipelineParameters = self._parameters
         if tokenizer is not None:
             directory = Path(tokenizer)
-            if directory != parameters.tokenizer_dir:  # a family of its own
+            if directory != parameters.tokenizer_dir:
+                # The model may be of another family, so the parameters do not tell its formats.
                 tool_parser = tool_parser or "auto"
                 reasoning_parser = reasoning_parser or "auto"
             parameters = replace(parameters, tokenizer_dir=directory)
-        chosen = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-        known = parameters_in(PipelineParameters)
-        for key, parser in chosen.items():
+        parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+        declarations = parameters_in(PipelineParameters)
+        for key, parser in parsers.items():
             if parser is not None:
-                value = known[key].parse(self.name, key, parser)
+                value = declarations[key].parse(self.name, key, parser)
                 parameters = replace(parameters, **{key: value})
         return parameters
 
-    def _opened(self, parameters: PipelineParameters) -> LLM:
+    def _new_llm(self, parameters: PipelineParameters) -> LLM:
         assert parameters.tokenizer_dir is not None
         tokenizer = load_tokenizer(parameters.tokenizer_dir, hides_torch=False)
         engine = self.open(parameters, tokenizer)
-        # The pipeline's request has been admitted and is reported; its parts are neither.
-        self._orchestrators.append(Orchestrator(tokenizer, engine, defaults_of(parameters)))
-        return LLM(
-            self._orchestrators[-1],
-            tokenizer,
-            parameters.tool_parser,
-            parameters.reasoning_parser,
-        )
+        # Admission and reports are those of the pipeline's request. Its calls of the language model
+        # have neither.
+        orchestrator = Orchestrator(tokenizer, engine, defaults_of(parameters))
+        self._orchestrators.append(orchestrator)
+        return LLM(orchestrator, tokenizer, parameters.tool_parser, parameters.reasoning_parser)
 
     async def infer(
         self,
@@ -280,9 +289,10 @@ class PipelineDeployment(BaseDeployment):
         outputs: Sequence[str] = (),
         **options: Unpack[CallOptions],
     ) -> dict[str, Array]:
-        """As ``Request.infer``, for the request of this task, or for none in ``warm_up``."""
-        if isinstance(caller := CALLER.get(), Request):
-            return await caller.infer(model, inputs, outputs, **options)
+        """Call ``Request.infer`` of this task's request. In ``warm_up`` there is no request."""
+        request = CURRENT_REQUEST.get()
+        if isinstance(request, Request):
+            return await request.infer(model, inputs, outputs, **options)
         return await self.other_models.infer(model, inputs, outputs, Origin(self.name), **options)
 
     def stream(
@@ -292,13 +302,14 @@ class PipelineDeployment(BaseDeployment):
         outputs: Sequence[str] = (),
         **options: Unpack[CallOptions],
     ) -> OtherStream:
-        """As ``Request.stream``, for the request of this task, or for none in ``warm_up``."""
-        if isinstance(caller := CALLER.get(), Request):
-            return caller.stream(model, inputs, outputs, **options)
+        """Call ``Request.stream`` of this task's request. In ``warm_up`` there is no request."""
+        request = CURRENT_REQUEST.get()
+        if isinstance(request, Request):
+            return request.stream(model, inputs, outputs, **options)
         return self.other_models.stream(model, inputs, outputs, Origin(self.name), **options)
 
     def load(self) -> Load:
-        """Of the pipeline's requests: those without a response wait."""
+        """Count the pipeline's requests. A request without a response is a waiting one."""
         responses = self.unfinished.copy()
         waiting = sum(not response.responses for response in responses)
         tokens = sum(orchestrator.load().tokens for orchestrator in self._orchestrators)
@@ -306,7 +317,7 @@ class PipelineDeployment(BaseDeployment):
 
     @property
     def handed_over(self) -> bool:
-        """A pipeline may call a model until it has ended."""
+        """True if no request runs. A pipeline's request may call models until its end."""
         return not self.unfinished
 
     async def close(self) -> None:
@@ -318,16 +329,17 @@ class PipelineDeployment(BaseDeployment):
 class Request:
     """One request: its inputs by name (``request["wav"]``), as Triton gives them.
 
-    ``id`` is unique in the process, ``client_id`` the caller's own. ``parameters``: the request's,
-    as the caller sent them. ``traceparent``: the caller's trace context (W3C). ``key``: a digest of
-    the client's API key, if there are keys. ``cache_salt``: which KV cache blocks the caller may
-    share. ``callers``: the pipelines that wait for this request, the one that the client called
-    first. ``session``: what the model remembers of the conversation; None: the request is part of
-    none. The request's calls of all models have these, too. ``tokens``, ``prompt_tokens``: of the
-    language model's answers so far; ``finish_reason``: of the last one.
+    ``id``: unique in the process. ``client_id``: the id that the caller chose. ``parameters``: the
+    request's parameters as the caller sent them. ``traceparent``: the caller's trace context (W3C).
+    ``key``: a digest of the client's API key, if there are keys. ``cache_salt``: tells apart the
+    callers that may share blocks of the KV cache. ``callers``: the pipelines that wait for this
+    request, beginning with the one that the client called. ``session``: the value that the model
+    keeps for the conversation; None: the request is part of no conversation. All calls of models
+    that the request makes pass these on. ``tokens`` and ``prompt_tokens``: the sums over the
+    language model's answers so far. ``finish_reason``: that of the last answer.
     """
 
-    own_options: Collection[str] = ()  # of ``ChatRequest.options``, which no language model has
+    pipeline_options: Collection[str] = ()  # the pipeline's own in ``ChatRequest.options``
 
     def __init__(
         self,
@@ -338,39 +350,46 @@ class Request:
     ) -> None:
         self._arrays = call.arrays
         self._other_models = deployment.other_models
-        self._inputs = inputs
+        self._input_names = inputs
         if rows:
             self._arrays = {name: array[0] for name, array in call.arrays.items()}
-        self._texts: dict[str, str] = {}  # that were read, by the names of their inputs
+        self._texts: dict[str, str] = {}  # the texts that ``text`` returned, by input name
         self.id = call.id
         self.client_id = call.client_id
         self.parameters: dict[str, Any] = json.loads(call.parameters)
         self.parameters.pop(CONTEXT_PARAMETER, None)
-        trace = self.parameters.get("traceparent")
-        self.traceparent = valid_traceparent(trace) if isinstance(trace, str) else None
+        self.traceparent: str | None = None
+        traceparent = self.parameters.get("traceparent")
+        if isinstance(traceparent, str):
+            self.traceparent = valid_traceparent(traceparent)
         self.key = call.context.key
         self.cache_salt = call.context.cache_salt
         self.callers = call.context.models
         self.session: Session | None = None
-        session = call.context.session
-        if session is None and call.sequence_id:
-            session = f"sequence {call.sequence_id}"
-        if session is not None:
-            self.session = Session(deployment.sessions, deployment.name, self.key, session)
+        session_id = call.context.session
+        if session_id is None and call.sequence_id:
+            session_id = f"sequence {call.sequence_id}"
+        if session_id is not None:
+            self.session = Session(deployment.sessions, deployment.name, self.key, session_id)
         self._model = deployment.name
-        self.limit: float | None = None  # when its time is over, by the event loop's clock
-        self.tokens = self.prompt_tokens = 0
+        self.deadline: float | None = None  # by the event loop's clock
+        self.tokens = 0
+        self.prompt_tokens = 0
         self.finish_reason = "stop"
-        # What ``close`` ends, unless it has ended. One that nobody refers to any more ends itself.
+        # The streams that ``close`` ends. One that nobody refers to any more ends itself.
         self.streams: weakref.WeakSet[Steps | OtherStream] = weakref.WeakSet()
-        self._calls: dict[asyncio.Future[dict[str, Array]], str] = {}  # of which model
-        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # that called a model
-        self._over = False
+        # The running calls of ``infer``, and the model of each.
+        self._calls: dict[asyncio.Future[dict[str, Array]], str] = {}
+        # The tasks that called a model on the request's behalf.
+        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self._has_ended = False
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._arrays:
-            hint = "" if name in self._inputs else nearest(name, self._inputs)
-            raise InvalidRequest(name, f"is missing; {hint}".rstrip("; "))
+            problem = "is missing"
+            if name not in self._input_names:
+                problem = f"is missing; {nearest(name, self._input_names)}".rstrip("; ")
+            raise InvalidRequest(name, problem)
         return self._arrays[name]
 
     def __contains__(self, name: str) -> bool:
@@ -381,12 +400,14 @@ class Request:
         values = self[name].reshape(-1).tolist()
         if len(values) != 1:
             raise InvalidRequest(name, f"{len(values)} texts; send one")
-        try:
-            text = str(values[0], "utf-8") if isinstance(values[0], bytes) else str(values[0])
-        except UnicodeDecodeError as error:
-            raise InvalidRequest(name, f"is not UTF-8: {error.reason}") from error
-        self._texts[name] = text
-        return text
+        (value,) = values
+        if isinstance(value, bytes):
+            try:
+                value = value.decode()
+            except UnicodeDecodeError as error:
+                raise InvalidRequest(name, f"is not UTF-8: {error.reason}") from error
+        self._texts[name] = str(value)
+        return self._texts[name]
 
     async def infer(
         self,
@@ -395,13 +416,13 @@ class Request:
         outputs: Sequence[str] = (),
         **options: Unpack[CallOptions],
     ) -> dict[str, Array]:
-        """The response of another model of this server. ``outputs``: those wanted; none = all.
+        """Return the response of another model of this server. ``outputs``: empty for all.
 
-        Values become the types and shapes that the model declares, exactly. Cancelled with the
-        request. Raises ``TrtllmBlsError`` for a value that does not fit, ``EngineError`` for what
-        the model answers, ``EngineUnavailable`` while the server cannot be reached.
+        Values become exactly the types and shapes that the model declares. The call is cancelled
+        with the request. Raises ``TrtllmBlsError`` for a value that does not fit, ``EngineError``
+        for an error of the model, ``EngineUnavailable`` while the server cannot be reached.
         """
-        self._check(f"a call of {model}")
+        self._check_running(f"a call of {model}")
         answer = self._other_models.infer(model, inputs, outputs, self._origin(), **options)
         call = asyncio.ensure_future(answer)
         self._calls[call] = model
@@ -417,9 +438,9 @@ class Request:
         outputs: Sequence[str] = (),
         **options: Unpack[CallOptions],
     ) -> OtherStream:
-        """The responses of a decoupled model of this server, one by one; otherwise as ``infer``.
+        """Return the responses of a decoupled model of this server; otherwise like ``infer``.
 
-        ``aclose`` ends the model's work, as dropping the stream and the end of the request do.
+        ``aclose``, dropping the stream and the end of the request end the model's work.
         """
         origin = self._origin()
         stream = self._other_models.stream(model, inputs, outputs, origin, self.ended, **options)
@@ -428,55 +449,66 @@ class Request:
 
     @property
     def called(self) -> set[str]:
-        """The other models that the request has called and that have not ended."""
-        streams = [stream for stream in self.streams if isinstance(stream, OtherStream)]
-        return {*self._calls.values(), *[stream.model for stream in streams]}
+        """The other models that run for this request now."""
+        models = {*self._calls.values()}
+        for stream in self.streams:
+            if isinstance(stream, OtherStream):
+                models.add(stream.model)
+        return models
 
     def _origin(self) -> Origin:
         return Origin(self.id, self.traceparent, self._context)
 
     def _context(self) -> CallContext:
-        """On whose behalf a model is called now."""
+        """Return the context that a call of a model passes on, with the time left now."""
         seconds = None
-        if self.limit is not None:
-            seconds = max(0.0, self.limit - asyncio.get_running_loop().time())
+        if self.deadline is not None:
+            seconds = max(0.0, self.deadline - asyncio.get_running_loop().time())
+        session_id = None
+        if self.session is not None:
+            session_id = self.session.id
         return CallContext(
             key=self.key,
             cache_salt=self.cache_salt,
-            session=None if self.session is None else self.session.id,
+            session=session_id,
             seconds=seconds,
             models=(*self.callers, self._model),
         )
 
     def sent(self, options: Mapping[str, Any], tools: Any) -> set[str]:
-        """Return which of these the caller sent as they are, and ``messages`` if it sent some."""
+        """Return the names of values that are the caller's own, and ``messages`` of a chat."""
         return set()
 
     def input_with(self, text: str) -> str | None:
         """Return the name of the input that has this text."""
-        return next((name for name, value in self._texts.items() if value == text), None)
+        for name, value in self._texts.items():
+            if value == text:
+                return name
+        return None
 
     def begins(self, call: Steps | OtherStream) -> None:
-        """Note what has to end with the request. Raises where the request has ended."""
-        self._check("an answer")
+        """Add a call, which ends with the request. Raises if the request has ended."""
+        self._check_running("an answer")
         self.streams.add(call)
 
     def ended(self, call: Steps | OtherStream) -> None:
-        """Forget what has ended."""
+        """Remove a call that has ended."""
         self.streams.discard(call)
 
-    def _check(self, what: str) -> None:
-        if self._over:
-            problem = f"{what} was asked for after the request had ended; await it in answer"
+    def _check_running(self, call: str) -> None:
+        """Note the task that makes a call. Raises ``TrtllmBlsError`` if the request has ended."""
+        if self._has_ended:
+            problem = f"{call} was asked for after the request had ended; await it in answer"
             log.warning("%s: %s", self.id, problem)
             raise TrtllmBlsError(problem)
         task = asyncio.current_task()
-        if task is not None and CALLER.get() is self:  # one that ``load`` began is no request's
+        # A task that ``load`` started belongs to no request and may outlive this one.
+        if task is not None and CURRENT_REQUEST.get() is self:
             self._tasks.add(task)
 
     async def close(self) -> None:
-        """End what the request has begun and not ended."""
-        self._over = True
+        """End the request's calls of models that still run."""
+        self._has_ended = True
         if count := sum(not task.done() for task in self._tasks - {asyncio.current_task()}):
             line = "%s: answer left tasks behind: %d; their calls of models are ended"
             log.warning(line, self.id, count)
@@ -487,14 +519,13 @@ class Request:
 
 
 class ChatRequest(Request):
-    """A request to answer a conversation, of one of OpenAI's APIs or of Anthropic's.
+    """A request to answer a conversation, from one of OpenAI's APIs or from Anthropic's.
 
-    ``messages`` and ``tools`` are as ``LLM.chat`` takes them. Where the model ``accepts`` parts,
-    the content of a message with one is a list of texts and of ``ContentPart``.
-    ``options`` has what the caller asks of the answer, and of the fields that the API does not have
-    those that ``StreamingModel.options`` declares; what was not sent is absent. ``metadata``,
-    ``user`` and ``prompt_cache_key`` are the caller's, ``headers`` those that
-    ``--pipeline-header`` names, in lower case.
+    ``messages`` and ``tools``: in the form that ``LLM.chat`` takes. If the model ``accepts`` parts,
+    the content of a message with a part is a list of texts and ``ContentPart``s. ``options``: the
+    options of the answer, and the fields that ``StreamingModel.options`` declares; those that the
+    caller did not send are absent. ``metadata``, ``user`` and ``prompt_cache_key``: as the caller
+    sent them. ``headers``: those that ``--pipeline-header`` names, in lower case.
     """
 
     def __init__(
@@ -507,15 +538,15 @@ class ChatRequest(Request):
         super().__init__(call, deployment, inputs)
         chat = _checked_chat(self.text(CHAT_REQUEST))
         self.messages: list[dict[str, Any]] = chat["messages"]
-        if {*PART_INPUTS.values()}.intersection(inputs):
+        if not {*PART_INPUTS.values()}.isdisjoint(inputs):
             self.messages = with_parts(self.messages, self._arrays)
         self.tools: list[dict[str, Any]] = chat["tools"]
         self.options: dict[str, Any] = chat["options"]
-        if "token_bias" in self.options:  # whose keys JSON has as texts
+        if "token_bias" in self.options:  # JSON's keys are texts
             bias = self.options["token_bias"]
             self.options["token_bias"] = {int(key): value for key, value in bias.items()}
-        self.own_options = options
-        self.options |= _own_options(options, chat["further"])
+        self.pipeline_options = options
+        self.options |= _pipeline_options(options, chat["further"])
         self.metadata: dict[str, Any] = chat["metadata"]
         self.user: str | None = chat["user"]
         self.prompt_cache_key: str | None = chat["prompt_cache_key"]
@@ -549,22 +580,24 @@ class ChatRequest(Request):
         for message in self.messages:
             content = message.get("content")
             if isinstance(content, list):
-                pieces = []
+                texts = []
                 for part in content:
-                    pieces.append(replacement(part) if isinstance(part, ContentPart) else part)
-                message = {**message, "content": "\n".join(pieces)}
+                    if isinstance(part, ContentPart):
+                        part = replacement(part)
+                    texts.append(part)
+                message = {**message, "content": "\n".join(texts)}
             messages.append(message)
         return messages
 
 
-def _own_options(declared: Mapping[str, type], sent: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a pipeline declares, as far as they were sent.
+def _pipeline_options(types: Mapping[str, type], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request that the pipeline declares.
 
-    Raises ``InvalidRequest`` for a value of another type.
+    Raises ``InvalidRequest`` for a value of a wrong type.
     """
     options = {}
-    for name, kind in declared.items():
-        value = sent.get(name)
+    for name, kind in types.items():
+        value = fields.get(name)
         if value is None:
             continue
         if kind is float and type(value) is int:
@@ -576,7 +609,7 @@ def _own_options(declared: Mapping[str, type], sent: Mapping[str, Any]) -> dict[
 
 
 class FaceRequest(Request):
-    """A request for ``embed``, ``speak`` or ``rerank``; ``fields``: what the endpoint was sent."""
+    """A request for ``embed``, ``speak`` or ``rerank``. ``fields``: the endpoint's request body."""
 
     def __init__(
         self, call: Call, deployment: PipelineDeployment, inputs: Collection[str], face: Face
@@ -587,7 +620,7 @@ class FaceRequest(Request):
 
 
 def _checked_chat(text: str) -> dict[str, Any]:
-    """What ``engines.chat_model`` sends, which any client of Triton may send, too.
+    """Read the JSON text that ``engines.chat_model`` writes, or any client of Triton.
 
     Raises ``InvalidRequest``.
     """
@@ -620,12 +653,13 @@ def _checked_chat(text: str) -> dict[str, Any]:
     return chat
 
 
-# What ``StreamingModel.chat`` gives: text, a step of a language model, or an event by its kind:
-# ``{"refusal": text}``, ``{"annotation": {…}}`` as OpenAI's APIs have annotations.
+# An item of ``StreamingModel.chat``: a text, a step of a language model, or an event by its kind:
+# ``{"refusal": text}``, ``{"annotation": {…}}`` in the form of OpenAI's APIs.
 ChatPart: TypeAlias = str | Step | Mapping[str, Any]
 
 
 def _events(part: ChatPart) -> list[Mapping[str, Any]]:
+    """Return an item of ``StreamingModel.chat`` as events."""
     if isinstance(part, str):
         part = {"text": part}
     if isinstance(part, Mapping):
@@ -633,20 +667,25 @@ def _events(part: ChatPart) -> list[Mapping[str, Any]]:
         return [part] if part != {"text": ""} else []
     if not isinstance(part, Step):
         raise TrtllmBlsError(f"chat gave a {type(part).__name__}; give a text, a Step or an event")
-    texts = [{kind: text} for kind in ("reasoning", "text") if (text := getattr(part, kind))]
-    calls = [
-        {"call": {"id": call.id, "name": call.name, "arguments": call.text}} for call in part.calls
-    ]
-    return [*texts, *calls]
+    events: list[Mapping[str, Any]] = []
+    if part.reasoning:
+        events.append({"reasoning": part.reasoning})
+    if part.text:
+        events.append({"text": part.text})
+    for call in part.calls:
+        events.append({"call": {"id": call.id, "name": call.name, "arguments": call.text}})
+    return events
 
 
 class Response(RequestTimes):
-    """Where the outputs of one request go."""
+    """The sender of one request's outputs."""
 
-    def __init__(self, call: Call, declared: Mapping[str, Tensor], rows: bool = False) -> None:
+    def __init__(self, call: Call, outputs: Mapping[str, Tensor], rows: bool = False) -> None:
         super().__init__()
-        self._call, self._declared, self._rows = call, declared, rows
-        self._whole: Mapping[str, Array] = {}
+        self._call = call
+        self._outputs = outputs
+        self._has_rows = rows
+        self._only_response: Mapping[str, Array] = {}  # if the model is not decoupled
         self._played_until = 0.0
 
     async def send(
@@ -654,23 +693,23 @@ class Response(RequestTimes):
     ) -> None:
         """Send one response: arrays, numbers, texts or bytes by the names of declared outputs.
 
-        Waits until Triton has taken earlier ones. Over gRPC, Triton keeps what the caller has not
-        read, in memory and without a bound. ``seconds``: how long the caller takes to play it; then
-        this waits while the caller has 2 s or more to play. ``final``: the last one; without it the
-        end of ``answer`` ends the response.
+        Waits until Triton has taken the earlier responses. Over gRPC, Triton keeps responses that
+        the caller has not read in memory, without a bound. ``seconds``: the playing time of this
+        response. With it, this method waits while the caller still has 2 s or more to play.
+        ``final``: marks the last response; without it, an empty one follows the end of ``answer``.
         """
-        if unknown := outputs.keys() - self._declared.keys():
-            mend = suggestion(min(unknown), self._declared)
-            raise TrtllmBlsError(f"output {min(unknown)} is not declared by this model; {mend}")
+        if unknown := outputs.keys() - self._outputs.keys():
+            remedy = suggestion(min(unknown), self._outputs)
+            raise TrtllmBlsError(f"output {min(unknown)} is not declared by this model; {remedy}")
         if self.responses and not self._call.decoupled:
             raise TrtllmBlsError("this model is not decoupled and answers once per request")
         if not self._call.outbox.sequences:
             raise TrtllmBlsError("nothing can follow the last response of a request")
         try:
-            arrays = {name: self._declared[name].array(value) for name, value in outputs.items()}
+            arrays = {name: self._outputs[name].array(value) for name, value in outputs.items()}
         except TrtllmBlsError as error:
             raise TrtllmBlsError(f"output {error}") from error
-        if self._rows:
+        if self._has_rows:
             arrays = {name: array[None] for name, array in arrays.items()}
         if self._call.decoupled:
             if seconds is not None:
@@ -681,32 +720,32 @@ class Response(RequestTimes):
             await self._call.ready()
             self._call.send(arrays, final)
         else:
-            self._whole = arrays  # leaves when nothing can go wrong any more
+            self._only_response = arrays  # ``finish`` sends it: ``answer`` may still fail
         self.note_response()
 
     def finish(self) -> None:
-        """``answer`` has returned: send the one response of a model that is not decoupled."""
+        """Send the only response of a model that is not decoupled, once ``answer`` has returned."""
         if not self._call.decoupled:
             if not self.responses:
                 raise TrtllmBlsError("this model is not decoupled and has not answered")
-            self._call.send(self._whole, True)
+            self._call.send(self._only_response, True)
 
 
 class StreamingModel(ServedModel):
-    """A model of a user's own, written as ``answer``; ``trtllm-bls new`` writes the files for it.
+    """A user's own model, written as ``answer``. ``trtllm-bls new`` writes the files for it.
 
-    Declare ``inputs`` and ``outputs``; Triton checks types and shapes before ``answer`` sees a
-    request. Requests run concurrently on one event loop, so nothing in ``answer`` may block. A
-    caller that leaves, the time limit (``request_timeout_seconds``) and a failure end ``answer`` by
-    an exception at its ``await``, and with it the engine's work and calls of other models.
+    Declare ``inputs`` and ``outputs``; Triton checks types and shapes before ``answer`` gets a
+    request. Requests run concurrently on one event loop, so nothing in ``answer`` may block. When
+    the caller leaves, the time limit (``request_timeout_seconds``) passes or the engine fails, an
+    ``await`` in ``answer`` raises. The engine's work and calls of other models then end, too.
     """
 
     inputs: ClassVar[tuple[Tensor, ...]] = ()
     outputs: ClassVar[tuple[Tensor, ...]] = ()
-    # Its own parameters in ``config.pbtxt``, with their defaults, of which each has the type.
+    # The model's own parameters in ``config.pbtxt``. The default gives the type.
     parameters: ClassVar[Mapping[str, Value]] = {}
-    # Fields of requests of OpenAI's APIs that it reads beside theirs, with the type of each: bool,
-    # int, float, str, list or dict. They come in ``ChatRequest.options``.
+    # Further fields of requests of OpenAI's APIs, with the type of each: bool, int, float, str,
+    # list or dict. ``ChatRequest.options`` has their values.
     options: ClassVar[Mapping[str, type]] = {}
     parameters_type = PipelineParameters
     deployment_type = PipelineDeployment
@@ -717,17 +756,17 @@ class StreamingModel(ServedModel):
         """Called once before the first request: take ``deployment.llm()``, read files."""
 
     async def warm_up(self, deployment: PipelineDeployment) -> None:
-        """Called once the server answers, which it does when all of its models are loaded; requests
-        wait for its end. Call other models here: ``deployment.infer``, ``deployment.stream``."""
+        """Called once all models of the server are loaded; requests wait until it returns. Call
+        other models here: ``deployment.infer``, ``deployment.stream``."""
 
-    # Where a subclass has one of these, with these arguments, the model also answers an endpoint of
-    # OpenAI's API, and its own inputs are optional.
+    # With one of these methods the model also answers an endpoint of OpenAI's API, and its own
+    # inputs become optional.
     # ``async def chat(self, request)``: an async generator of ``ChatPart``.
     chat: Callable[..., Any] | None = None
-    # ``accepts``: which of image, audio and file its conversations may have as ``ContentPart``.
+    # ``accepts``: the kinds of ``ContentPart`` in its conversations: image, audio, file.
     accepts: ClassVar[Collection[str]] = frozenset()
-    # ``async def embed(self, texts)``: an array of one vector for each text, which may be of
-    # several requests. ``dimensions``: lengths that the vectors may be cut to.
+    # ``async def embed(self, texts)``: an array of one vector for each text. The texts may come
+    # from several requests. ``dimensions``: lengths that the vectors may be truncated to.
     embed: Any = None
     dimensions: ClassVar[tuple[int, ...]] = ()
     # ``async def speak(self, text, voice)``: an async generator of sound, as ``speech`` declares.
@@ -757,10 +796,9 @@ class StreamingModel(ServedModel):
         *args: _Arguments.args,
         **kw: _Arguments.kwargs,
     ) -> _Result:
-        """Run a function that takes more than a few milliseconds, and return what it returns.
+        """Run a function that takes more than a few milliseconds in a thread; return its result.
 
-        It runs in a thread of its own, where it holds up no request. The end of the request does
-        not end it.
+        It holds up no other request there. The end of the request does not end it.
         """
         return await self._server.run_in_thread(partial(function, *args, **kw))
 
@@ -775,32 +813,33 @@ class StreamingModel(ServedModel):
         if rows and face_tensors(type(self))[0]:
             raise SettingsError(f"max_batch_size: {rows}: a model with chat needs 0")
         self._faces = Faces(self)
-        self._rows = rows == 1
+        self._has_rows = rows == 1
         inputs, outputs = self.tensors()
-        self._inputs = [tensor.name for tensor in inputs]
-        self._declared = {tensor.name: tensor for tensor in outputs}
+        self._input_names = [tensor.name for tensor in inputs]
+        self._output_tensors = {tensor.name: tensor for tensor in outputs}
         for option, kind in self.options.items():
             if kind not in _JSON_TYPES:
-                mend = "write bool, int, float, str, list or dict"
-                raise SettingsError(f"options = {{{option!r}: {kind!r}}}: {mend}")
+                remedy = "write bool, int, float, str, list or dict"
+                raise SettingsError(f"options = {{{option!r}: {kind!r}}}: {remedy}")
             if option in ConversationOptions.__annotations__:
                 raise SettingsError(f"options: {option!r} is an option of every chat; rename it")
         for tensor in (*self.inputs, *self.outputs):
-            if tensor.dtype == "BF16":  # of a Python model's tensors
+            if tensor.dtype == "BF16":
                 raise SettingsError(f"{tensor.name}: Triton gives a Python model no BF16; use FP32")
-        self._running: set[Request] = set()  # those that have a place
-        self._warm: asyncio.Future[None] | None = None
-        self._warm_up_failed = False  # and is tried again
-        self._config, self._directory = config, Path(args["model_repository"])
+        self._admitted: set[Request] = set()
+        self._warm_up_task: asyncio.Future[None] | None = None
+        self._warm_up_failed = False  # at least once; it runs again
+        self._config = config
+        self._directory = Path(args["model_repository"])
         super().initialize(args, pb_utils)
 
     def make(self, parameters: Any) -> None:
-        name, declared = self.deployment.name, self._config.get("parameters", {})
-        texts = {key: str(value["string_value"]) for key, value in declared.items()}
-        for problem in undeclared(texts, self.parameters):
+        parameters_config = self._config.get("parameters", {})
+        texts = {key: str(value["string_value"]) for key, value in parameters_config.items()}
+        for problem in undeclared_parameters(texts, self.parameters):
             log.warning("%s", problem)
-        self.deployment.parameters = own_parameters(name, texts, self.parameters)
-        # Of the files: ``serve`` closes the API that lists a server's models.
+        self.deployment.parameters = own_parameters(self.deployment.name, texts, self.parameters)
+        # ``serve`` closes Triton's API that lists a server's models, so read the repository.
         files = self._directory.parent.glob("*/config.pbtxt")
         models = self.deployment.other_models
         models.names = models.names or {file.parent.name for file in files}
@@ -808,18 +847,18 @@ class StreamingModel(ServedModel):
     async def begin(self) -> None:
         try:
             await self.load(self.deployment)
+        except TrtllmBlsError:
+            raise
         except BaseException as raised:
-            error = raised
-            if not isinstance(raised, TrtllmBlsError):
-                error = _told(raised, f"model {self.deployment.name}: load")
+            error = _reported_error(raised, f"model {self.deployment.name}: load")
             if error is raised:
                 raise
             raise error from raised
         if type(self).warm_up is not StreamingModel.warm_up:
-            self._warm = asyncio.ensure_future(self._warm_up())
+            self._warm_up_task = asyncio.ensure_future(self._warm_up())
 
     async def _warm_up(self) -> None:
-        """Run ``warm_up`` until it succeeds; until then the server is not ready for this model."""
+        """Run ``warm_up`` until it succeeds. Until then the server is not ready for this model."""
         name = self.deployment.name
         pause = 0.0
         while True:
@@ -827,9 +866,9 @@ class StreamingModel(ServedModel):
             try:
                 await self._warm_up_once()
             except BaseException as raised:
-                if self._warm is None and not isinstance(raised, Exception):
-                    raise  # the model ends meanwhile
-                pause = _WARM_UP_PAUSE.after(pause)
+                if self._warm_up_task is None and not isinstance(raised, Exception):
+                    raise  # the model is being unloaded
+                pause = _WARM_UP_BACKOFF.after(pause)
                 self._warm_up_failed = True
                 self.deployment.warm_up_problem = f"{name}: its warm_up failed: {one_line(raised)}"
                 log.exception("warm_up failed; it is tried again in %g s", pause)
@@ -839,59 +878,59 @@ class StreamingModel(ServedModel):
             await asyncio.sleep(pause)
 
     async def _warm_up_once(self) -> None:
-        """Wait for the other models and warm up; the log tells what takes long."""
+        """Wait for the other models, and warm up. The log names a step that takes long."""
         step = "the other models of this server"
 
-        async def tell() -> None:
+        async def log_progress() -> None:
             seconds = 0
             while True:
                 await asyncio.sleep(_WARM_UP_LOG_SECONDS)
                 seconds += _WARM_UP_LOG_SECONDS
                 log.warning("the warm-up waits for %s, for %d s now", step, seconds)
 
-        teller = asyncio.ensure_future(tell())
+        progress = asyncio.ensure_future(log_progress())
         try:
             await self.deployment.other_models.ready()
             step = "its method warm_up"
             await self.warm_up(self.deployment)
         finally:
-            teller.cancel()
+            progress.cancel()
+
+    async def _warm_up_end(self) -> None:
+        """Wait for the first ``warm_up``. Raises ``EngineUnavailable`` if it has failed."""
+        if self._warm_up_task is None or self._warm_up_task.done():
+            return
+        if self._warm_up_failed:
+            raise EngineUnavailable(self.deployment.warm_up_problem)
+        await asyncio.shield(self._warm_up_task)
 
     async def end(self) -> None:
-        warm, self._warm = self._warm, None
-        if warm is not None:
-            warm.cancel()
+        task = self._warm_up_task
+        self._warm_up_task = None
+        if task is not None:
+            task.cancel()
         await self.unload()
 
     async def handle(self, call: Call) -> None:
-        request: Request
-        face = requested_face(call.arrays)
-        if CHAT_REQUEST in call.arrays:
-            request = ChatRequest(call, self.deployment, self._inputs, self.options)
-        elif face is not None:
-            request = FaceRequest(call, self.deployment, self._inputs, face)
-        else:
-            request = Request(call, self.deployment, self._inputs, self._rows)
-        response = Response(call, self._declared, self._rows)
-        CALLER.set(request)
+        request = self._request(call)
+        response = Response(call, self._output_tensors, self._has_rows)
+        CURRENT_REQUEST.set(request)
         self.deployment.unfinished.add(response)
         error: BaseException | None = None
         seconds = self.deployment.defaults.timeout_s
-        too_late = f"the time limit of {seconds or 0:g} s is over"
-        left = call.context.seconds
-        if left is not None and (seconds is None or left < seconds):
-            seconds = left
-            too_late = f"the time of the request that {' → '.join(request.callers)} answers is over"
+        timeout_problem = f"the time limit of {seconds or 0:g} s is over"
+        callers_seconds = call.context.seconds
+        if callers_seconds is not None and (seconds is None or callers_seconds < seconds):
+            seconds = callers_seconds
+            callers = " → ".join(request.callers)
+            timeout_problem = f"the time of the request that {callers} answers is over"
         limit = timeout(seconds)
         try:
-            async with limit, self._place(request):
+            async with limit, self._admission(request):
                 if seconds is not None:
-                    request.limit = response.arrived_at + seconds
+                    request.deadline = response.arrived_at + seconds
                 response.begun_at = asyncio.get_running_loop().time()
-                if self._warm is not None and not self._warm.done():
-                    if self._warm_up_failed:
-                        raise EngineUnavailable(self.deployment.warm_up_problem)
-                    await asyncio.shield(self._warm)
+                await self._warm_up_end()
                 if isinstance(request, ChatRequest):
                     await self._chat(request, response)
                 elif isinstance(request, FaceRequest):
@@ -903,10 +942,10 @@ class StreamingModel(ServedModel):
             response.finish()
         except BaseException as raised:
             if isinstance(raised, asyncio.TimeoutError) and has_expired(limit):
-                error = DeadlineExceeded(too_late)
+                error = DeadlineExceeded(timeout_problem)
             else:
-                error = _told(raised, is_cancelled=call.cancelled is not None)
-            if error is raised:  # as its own cause it would be a reference cycle
+                error = _reported_error(raised, is_cancelled=call.cancelled is not None)
+            if error is raised:  # an error that is its own cause is a reference cycle
                 raise
             raise error from raised
         finally:
@@ -922,33 +961,42 @@ class StreamingModel(ServedModel):
             )
             response.add_to(stats, streamed=True)
             self.deployment.reports.add(stats)
-            error = None  # whose traceback refers to this frame: a reference cycle
+            error = None  # its traceback refers to this frame, which would be a reference cycle
+
+    def _request(self, call: Call) -> Request:
+        """Return the request of a chat, of a face, or for ``answer``."""
+        if CHAT_REQUEST in call.arrays:
+            return ChatRequest(call, self.deployment, self._input_names, self.options)
+        face = requested_face(call.arrays)
+        if face is not None:
+            return FaceRequest(call, self.deployment, self._input_names, face)
+        return Request(call, self.deployment, self._input_names, self._has_rows)
 
     @asynccontextmanager
-    async def _place(self, request: Request) -> AsyncIterator[None]:
-        """A place for a request while the context is entered; waits for it.
+    async def _admission(self, request: Request) -> AsyncIterator[None]:
+        """Wait for a place of the deployment's admission, and hold it in the context.
 
-        Raises ``CallChainTooLong``, and ``CycleWithoutPlace`` where those that have the places may
-        wait for the request itself.
+        Raises ``CallChainTooLong``, and ``CycleWithoutPlace`` if every request that holds a place
+        may wait for this one.
         """
         chain = (*request.callers, self.deployment.name)
         if len(request.callers) > MAX_CALL_DEPTH:
             raise CallChainTooLong.of(chain, MAX_CALL_DEPTH)
         admission = self.deployment.admission
         if request.callers and not admission.has_place:
-            waiting = {*request.callers}
-            all_wait = all(running.called & waiting for running in self._running)
-            if self.deployment.name in waiting or all_wait:
+            callers = {*request.callers}
+            all_wait = all(admitted.called & callers for admitted in self._admitted)
+            if self.deployment.name in callers or all_wait:
                 raise CycleWithoutPlace.of(chain, admission.places)
         async with admission.acquire(1):
-            self._running.add(request)
+            self._admitted.add(request)
             try:
                 yield
             finally:
-                self._running.discard(request)
+                self._admitted.discard(request)
 
     async def _chat(self, request: ChatRequest, response: Response) -> None:
-        assert self.chat is not None  # or there would be no such input
+        assert self.chat is not None  # a model without it has no such input
         async with aclosing(self.chat(request)) as parts:
             async for part in parts:
                 if events := _events(part):
@@ -961,72 +1009,73 @@ class StreamingModel(ServedModel):
         await response.send({CHAT_EVENTS: json.dumps([{"end": end}])}, final=True)
 
 
-def undeclared(texts: Iterable[str], declared: Iterable[str]) -> Iterator[str]:
-    """A line for each parameter of a pipeline's configuration that neither it nor we know."""
-    known = [*parameters_in(PipelineParameters), *map(str, declared), *COMMON_KEYS]
-    for key in sorted({*texts} - {*known}):
-        yield f"parameter {key} is not declared by this model; {suggestion(key, known)}"
+def undeclared_parameters(keys: Iterable[str], declarations: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each parameter in a pipeline's configuration that nobody declares."""
+    known_keys = [*parameters_in(PipelineParameters), *map(str, declarations), *COMMON_KEYS]
+    for key in sorted({*keys} - {*known_keys}):
+        yield f"parameter {key} is not declared by this model; {suggestion(key, known_keys)}"
 
 
 def own_parameters(
-    model: str, texts: Mapping[str, str], declared: Mapping[str, Value]
+    model: str, texts: Mapping[str, str], defaults: Mapping[str, Value]
 ) -> dict[str, Value]:
-    """A pipeline's own parameters: what the configuration says, or the default.
+    """Return a pipeline's own parameters: the configuration's values, or the defaults.
 
-    Raises ``SettingsError`` for a value of another type.
+    Raises ``SettingsError`` for a value of a wrong type.
     """
-    for key, default in declared.items():
+    for key, default in defaults.items():
         if not isinstance(key, str) or type(default) not in _PARAMETER_KINDS:
-            mend = "write a name, and a text, a number, True or False"
-            raise SettingsError(f"model {model}: parameters = {{{key!r}: {default!r}}}: {mend}")
-    return {
-        key: Parameter(_PARAMETER_KINDS[type(default)], "", str(default)).parse(
-            model, key, texts.get(key, "")
-        )
-        for key, default in declared.items()
-    }
+            remedy = "write a name, and a text, a number, True or False"
+            raise SettingsError(f"model {model}: parameters = {{{key!r}: {default!r}}}: {remedy}")
+    values = {}
+    for key, default in defaults.items():
+        parameter = Parameter(_PARAMETER_KINDS[type(default)], "", str(default))
+        values[key] = parameter.parse(model, key, texts.get(key, ""))
+    return values
 
 
-def _told(
+def _reported_error(
     raised: BaseException, method: str = "answer", *, is_cancelled: bool = False
 ) -> BaseException:
-    """What the end of a request is told as, or of another method of the pipeline.
+    """Return the error that reports an exception of the pipeline's method.
 
-    What the caller sent is the caller's mistake, and what an engine or another model failed at is
-    an ``EngineError``. All else is a ``Defect`` of the pipeline, a time limit of its own excepted.
-    The failures of a task group are told in their own words. ``SystemExit`` and a cancellation of
-    the pipeline's own would end the event loop or look like the caller's leaving.
-    ``is_cancelled``: the server has cancelled the request.
+    A refusal of a value that the caller sent is an ``InvalidRequest``, and a failure of an engine
+    or another model an ``EngineError``. Anything else is a ``Defect`` of the pipeline, except a
+    time limit of its own. The failures of a task group keep their texts. ``SystemExit`` would end
+    the event loop, and a cancellation of the pipeline's own would look as if the caller had left,
+    so both are reported as a ``RuntimeError``. ``is_cancelled``: the server cancelled the request.
     """
-    inner = []
+    group = []
     for error in getattr(raised, "exceptions", ()):
-        inner.append(_told(error, method, is_cancelled=is_cancelled))
-    if inner and all(isinstance(error, TrtllmBlsError) for error in inner):
-        return _joined(inner)
-    if inner:
-        return next(error for error in inner if not isinstance(error, TrtllmBlsError))
+        group.append(_reported_error(error, method, is_cancelled=is_cancelled))
+    for error in group:
+        if not isinstance(error, TrtllmBlsError):
+            return error
+    if group:
+        return _combined(group)
     if isinstance(raised, EngineRefusal):
         return raised.callers_mistake or Defect(str(raised))
-    if type(raised) is TrtllmBlsError:  # a misuse of what the pipeline was given
+    if type(raised) is TrtllmBlsError:  # the pipeline misused this package
         return Defect(str(raised))
     if isinstance(raised, asyncio.TimeoutError):
         log.error("a time limit of the pipeline's own is over", exc_info=raised)
         return DeadlineExceeded(f"a time limit in {method} is over; the server's log tells which")
-    own_cancel = isinstance(raised, asyncio.CancelledError) and not is_cancelled
-    if own_cancel or isinstance(raised, (SystemExit, KeyboardInterrupt)):
+    cancelled_itself = isinstance(raised, asyncio.CancelledError) and not is_cancelled
+    if cancelled_itself or isinstance(raised, (SystemExit, KeyboardInterrupt)):
         return RuntimeError(f"{method} raised {raised!r}")
     return raised
 
 
-def _joined(errors: Sequence[BaseException]) -> BaseException:
-    """Several failures as one, of the kind that they have in common."""
-    texts = dict.fromkeys(str(error) for error in errors)
+def _combined(errors: Sequence[BaseException]) -> BaseException:
+    """Return one error for several, of the kind that they have in common."""
+    texts = list(dict.fromkeys([str(error) for error in errors]))
     if len(texts) == 1:
         return errors[0]
     mistakes = [error for error in errors if isinstance(error, InvalidRequest)]
     if len(mistakes) == len(errors):
-        others = [text for text in texts if text != str(mistakes[0])]
-        return InvalidRequest(mistakes[0].field, "; ".join([mistakes[0].problem, *others]))
-    has_defect = any(isinstance(error, Defect) for error in errors)
-    kind = Defect if has_defect else EngineError
-    return kind("; ".join(texts))
+        # The first text begins with the field, which the new error adds again.
+        problems = [mistakes[0].problem, *texts[1:]]
+        return InvalidRequest(mistakes[0].field, "; ".join(problems))
+    if any(isinstance(error, Defect) for error in errors):
+        return Defect("; ".join(texts))
+    return EngineError("; ".join(texts))

@@ -1,4 +1,4 @@
-"""Runs a model without Triton: the fake keeps the rules that the real Triton punishes.
+"""A fake Triton that runs a model, and reports each breach of Triton's rules.
 
 ::
 
@@ -6,10 +6,10 @@
         answer = model.ask(prompt="hello").wait()
     assert answer.said("text") == ["a", "b"]
 
-A request ends in exactly one FINAL; nothing is sent after it, and an error only with it; a closed
-sender is never asked whether its caller has gone; no two sends of one request overlap; only
-requested outputs are sent. A breach raises where it happens and is kept in ``FakeTriton.broken``,
-since a thread may swallow what is raised in it; ``serving`` raises it at its end.
+The rules: A request ends in exactly one FINAL. Nothing is sent after it, and an error only with it.
+``is_cancelled`` is never called after FINAL. No two sends of one request overlap. Only requested
+outputs are sent. A breach raises where it happens. A thread may swallow that exception, so the
+breach also stays in ``FakeTriton.broken``, and ``serving`` raises it at its end.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -47,7 +48,7 @@ from trtllm_bls.pipeline.streaming_model import (
     PipelineDeployment,
     PipelineParameters,
     StreamingModel,
-    undeclared,
+    undeclared_parameters,
 )
 from trtllm_bls.settings.model_config import model_class
 from trtllm_bls.text.stopping import StopMatcher
@@ -69,14 +70,15 @@ SECONDS = 20  # a test that waits longer than this has failed
 
 
 class TritonModelError(Exception):
-    """What the real utilities raise from C++."""
+    """The exception that the real utilities raise from C++."""
 
 
 class Tensor:
     def __init__(self, name: str, array: Any) -> None:
         if array.ndim < 1 or array.dtype.kind == "U":
             raise TritonModelError(f"{name}: {array.dtype} of shape {array.shape}")
-        self._name, self._array = name, array
+        self._name = name
+        self._array = array
 
     def name(self) -> str:
         return self._name
@@ -86,11 +88,17 @@ class Tensor:
 
 
 class TritonError:
-    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG = "UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG"
-    UNAVAILABLE, UNSUPPORTED, CANCELLED = "UNAVAILABLE", "UNSUPPORTED", "CANCELLED"
+    UNKNOWN = "UNKNOWN"
+    INTERNAL = "INTERNAL"
+    NOT_FOUND = "NOT_FOUND"
+    INVALID_ARG = "INVALID_ARG"
+    UNAVAILABLE = "UNAVAILABLE"
+    UNSUPPORTED = "UNSUPPORTED"
+    CANCELLED = "CANCELLED"
 
     def __init__(self, message: str, code: str = INTERNAL) -> None:
-        self._message, self._code = message, code
+        self._message = message
+        self._code = code
 
     def message(self) -> str:
         return self._message
@@ -104,7 +112,8 @@ class TritonError:
 
 class InferenceResponse:
     def __init__(self, tensors: Sequence[Tensor], error: TritonError | None = None) -> None:
-        self._tensors, self._error = list(tensors), error
+        self._tensors = list(tensors)
+        self._error = error
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
@@ -117,10 +126,10 @@ class InferenceResponse:
 
 
 class Ask:
-    """One request to a decoupled model, its caller, and everything the caller got.
+    """One request to a decoupled model, its caller, and the responses that the caller got.
 
-    ``on_send`` is called in the sending thread with each response before it arrives: it may block,
-    or raise as Triton does where a send fails.
+    ``on_send`` is called in the sending thread with each response before it arrives. It may block,
+    or raise as Triton does if a send fails.
     """
 
     def __init__(
@@ -131,39 +140,46 @@ class Ask:
         self.sent_parameters: dict[str, Any] = {}
         self.sequence_id: int | str = 0
         self.gone = False
-        self.questions = 0  # how often the model has asked whether the caller is gone
-        self._triton, self._inputs, self._outputs, self._id = triton, inputs, outputs, id
+        self.questions = 0  # the model's calls of ``is_cancelled``
+        self._triton = triton
+        self._inputs = inputs
+        self._outputs = outputs
+        self._id = id
         self.on_send: Callable[[InferenceResponse | None], object] = bool
         self._closed = False
         self._changed = threading.Condition()
         self._sending = threading.Lock()
 
-    # --- what the caller does and sees ---
+    # --- the caller's side ---
 
     def leave(self) -> None:
-        """The caller goes away, as a cancelled gRPC call or a closed HTTP connection does."""
+        """Make the caller leave, like a cancelled gRPC call or a closed HTTP connection."""
         self.gone = True
 
     def wait(self, responses: int = 0) -> Ask:
-        """Until so many responses came, or by default until FINAL."""
+        """Wait until this number of responses came, or by default until FINAL."""
         with self._changed:
-            enough = self._changed.wait_for(
+            has_come = self._changed.wait_for(
                 lambda: self._closed or 0 < responses <= len(self.responses), SECONDS
             )
-        assert enough, f"no answer: {self.responses}"
+        assert has_come, f"no answer: {self.responses}"
         return self
 
     def said(self, output: str) -> list[Any]:
-        """One output of every response that has it, as plain lists without the batch dimension.
+        """Return one output of every response that has it, as lists without the batch dimension.
 
-        Texts have none.
+        Texts have no batch dimension.
         """
-        arrays = [response[output] for response in self.responses if output in response]
-        if self._triton.batched:
-            arrays = [array[0] if array.ndim > 1 else array for array in arrays]
-        return [array.tolist() for array in arrays]
+        values = []
+        for response in self.responses:
+            if output in response:
+                array = response[output]
+                if self._triton.batched and array.ndim > 1:
+                    array = array[0]
+                values.append(array.tolist())
+        return values
 
-    # --- what the model sees ---
+    # --- the model's side ---
 
     def request_id(self) -> str:
         return self._id
@@ -175,7 +191,7 @@ class Ask:
         return self.sequence_id
 
     def inputs(self) -> list[Tensor]:
-        return [Tensor(name, _lent(array)) for name, array in self._inputs.items()]
+        return [Tensor(name, _foreign_view(array)) for name, array in self._inputs.items()]
 
     def requested_output_names(self) -> list[str]:
         return list(self._outputs)
@@ -198,7 +214,7 @@ class Ask:
                 if self._closed:
                     raise self._triton.breach("send after FINAL")
                 if response is not None:
-                    self._take(response, flags == FINAL)
+                    self._receive(response, flags == FINAL)
                 elif flags != FINAL:
                     raise self._triton.breach("an empty send without FINAL")
                 self._closed = flags == FINAL
@@ -206,23 +222,23 @@ class Ask:
         finally:
             self._sending.release()
 
-    def _take(self, response: InferenceResponse, final: bool) -> None:
+    def _receive(self, response: InferenceResponse, final: bool) -> None:
         if response.has_error():
             if not final:
                 raise self._triton.breach("an error without FINAL in the same send")
             self.error = response.error()
             return
         arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-        if more := arrays.keys() - set(self._outputs):
-            raise self._triton.breach(f"outputs nobody asked for: {more}: the stub would crash")
+        if extra := arrays.keys() - set(self._outputs):
+            raise self._triton.breach(f"outputs nobody asked for: {extra}: the stub would crash")
         wide = [name for name, array in arrays.items() if array.shape[0] != 1]
         if wide and self._triton.batched:
             raise self._triton.breach(f"first dimension of a response is not 1: {wide}")
         self.responses.append(arrays)
 
 
-def _lent(array: Any) -> Any:
-    """An array over memory that stays the lender's, as far as an array tells that."""
+def _foreign_view(array: Any) -> Any:
+    """Return a view that does not own its memory, like the inputs that Triton gives a model."""
     if array.dtype == object or not array.size:
         return array
     return np.frombuffer(memoryview(array), array.dtype).reshape(array.shape)
@@ -234,7 +250,9 @@ class FakeTriton:
     ``batched``: the model's ``max_batch_size`` is not 0, so the first dimension is the batch.
     """
 
-    Tensor, TritonError, InferenceResponse = Tensor, TritonError, InferenceResponse
+    Tensor = Tensor
+    TritonError = TritonError
+    InferenceResponse = InferenceResponse
 
     def __init__(self, batched: bool = True) -> None:
         self.batched = batched
@@ -248,37 +266,37 @@ class FakeTriton:
 
     def _log_error(self, text: str) -> None:
         self.lines.append(("error", text))
-        sys.stderr.write(f"{text}\n")  # which a test shows when it fails
+        sys.stderr.write(f"{text}\n")  # pytest shows it if the test fails
 
     def breach(self, rule: str) -> Exception:
         self.broken.append(rule)
         return TritonModelError(rule)
 
     def ask(self, inputs: Mapping[str, Any], *outputs: str, id: str = "") -> Ask:
-        """A request as Triton hands it to a model; see ``Ask``."""
+        """Return a request as Triton gives it to a model; see ``Ask``."""
         return Ask(self, inputs, outputs, id)
 
 
 # --- a pipeline's model, without an engine or other models ----------------------------------
 
-# What a language model says to one request: a text is a token, an exception a failure, ``None`` a
+# A language model's answer to one request. A text is a token, an exception a failure, ``None`` a
 # wait that only a cancellation ends.
 Pieces: TypeAlias = Iterable["str | Exception | None"] | AsyncIterator["str | Exception | None"]
-# The same to every request, or a list of it for one request after another, or a function of the
-# request.
+# The pieces of every request, or a list of pieces for one request after another, or a function of
+# the request.
 Script: TypeAlias = Sequence[Any] | Callable[[TextRequest], Pieces]
 Play: TypeAlias = Callable[[Mapping[str, Array]], Any]
 
 
 class ScriptedLLM(Orchestrator):
-    """Plays an orchestrator by a script. ``live``: answers that run; ``requests``: all so far."""
+    """An orchestrator whose answers are scripted. ``live``: the number of answers that run."""
 
     def __init__(
         self, script: Script, encode: Callable[[str], Sequence[int]] | None = None
     ) -> None:
-        self._script, self.encode = script, encode
-        # One for each request, where there are several.
-        self._scripts: Iterator[Any] | None = None
+        self._script = script
+        self.encode = encode
+        self._scripts: Iterator[Any] | None = None  # if the script is a list of one per request
         if not callable(script) and any(isinstance(item, (list, tuple)) for item in script):
             self._scripts = iter(script)
         self.live = 0
@@ -294,11 +312,11 @@ class ScriptedLLM(Orchestrator):
         self.live += 1
         try:
             for index in range(request.num_return_sequences):
-                await self._say(self._next(request), request, sink, index)
+                await self._answer(self._pieces(request), request, sink, index)
         finally:
             self.live -= 1
 
-    def _next(self, request: TextRequest) -> Any:
+    def _pieces(self, request: TextRequest) -> Any:
         if callable(self._script):
             return self._script(request)
         if self._scripts is None:
@@ -307,13 +325,13 @@ class ScriptedLLM(Orchestrator):
         assert pieces is not None, f"the script of the language model is over: {request}"
         return pieces
 
-    async def _say(self, pieces: Any, request: TextRequest, sink: TextSink, index: int) -> None:
+    async def _answer(self, pieces: Any, request: TextRequest, sink: TextSink, index: int) -> None:
         ending = Ending(finish_reason=FinishReason.END_ID, prompt_tokens=1, completion_tokens=0)
         stops = StopMatcher(request.stop_words, request.include_stop)
         limit = timeout(request.timeout_s)
         try:
             async with limit:
-                async for piece in _each(pieces):
+                async for piece in _items(pieces):
                     if ending.completion_tokens == request.max_tokens:
                         ending.finish_reason = FinishReason.LENGTH
                         break
@@ -322,14 +340,18 @@ class ScriptedLLM(Orchestrator):
                         await asyncio.Event().wait()
                     if isinstance(piece, Exception):
                         raise piece
-                    *head, last = self.encode(piece) if self.encode else [ending.completion_tokens]
-                    tokens = [TokenText(token, b"", None) for token in head]
-                    tokens.append(TokenText(last, piece.encode(), None))
+                    ids: Sequence[int] = [ending.completion_tokens]
+                    if self.encode is not None:
+                        ids = self.encode(piece)
+                    # A text comes with the last of its ids, as from a detokeniser.
+                    tokens = [TokenText(token_id, b"", None) for token_id in ids[:-1]]
+                    tokens.append(TokenText(ids[-1], piece.encode(), None))
                     cut = stops.feed(piece)
                     sink.send(TextChunk(cut.text, sequence_index=index, tokens=tuple(tokens)))
                     ending.completion_tokens += 1
                     if cut.stop is not None:
-                        ending.finish_reason, ending.stop_reason = FinishReason.STOP, cut.stop
+                        ending.finish_reason = FinishReason.STOP
+                        ending.stop_reason = cut.stop
                         break
         except asyncio.TimeoutError:
             if not has_expired(limit):
@@ -337,31 +359,35 @@ class ScriptedLLM(Orchestrator):
             ending.finish_reason = FinishReason.TIMEOUT
         finally:
             del limit  # it refers to the task, whose error refers to this frame
-        tail = "" if ending.stop_reason else stops.flush()
+        tail = ""
+        if not ending.stop_reason:
+            tail = stops.flush()
         sink.send(TextChunk(tail, sequence_index=index, ending=ending, tokens=()))
 
 
-async def _each(value: Any) -> AsyncIterator[Any]:
-    """The items of anything that a script or a double gives."""
+async def _items(value: Any) -> AsyncIterator[Any]:
+    """Yield the items of a script's or a double's value, which may be asynchronous."""
     if inspect.isawaitable(value):
         value = await value
     if hasattr(value, "__aiter__"):
         async for item in value:
             yield item
         return
-    for item in [value] if isinstance(value, Mapping) else value:
+    if isinstance(value, Mapping):
+        value = [value]
+    for item in value:
         await asyncio.sleep(0)
         yield item
 
 
 @dataclass
 class Double:
-    """Another model. ``play``: from its inputs to its outputs, or to a list or an async iterator of
-    them, where it is decoupled; it may be asynchronous.
+    """A double of another model. ``play``: a function from its inputs to its outputs.
 
-    ``inputs`` and ``outputs`` are declared as in a pipeline, or in the model's ``config`` file.
-    Without them, types are not checked, and a value has numpy's own. ``rows``: ``max_batch_size``
-    is not 0.
+    ``play`` may be asynchronous. That of a decoupled model returns a list or an async iterator of
+    outputs. ``inputs`` and ``outputs`` are declared as in a pipeline, or in the model's ``config``
+    file. Without a declaration, types are not checked, and a value has the type that numpy gives
+    it. ``rows``: ``max_batch_size`` is not 0.
     """
 
     play: Play
@@ -371,8 +397,8 @@ class Double:
     rows: bool = False
     decoupled: bool | None = None  # ``None``: it may be called both ways
 
-    def declared(self, name: str) -> DeclaredModel:
-        """What ``OtherModels`` would be told by Triton."""
+    def declaration(self, name: str) -> DeclaredModel:
+        """Return the declaration that ``OtherModels`` would fetch from Triton."""
         if self.config is not None:
             text = Path(self.config).read_text(encoding="utf-8")
             config = text_format.Parse(text, model_config_pb2.ModelConfig())
@@ -385,9 +411,9 @@ class Double:
 
 @dataclass
 class Called:
-    """A call of another model, as the model sees it.
+    """A call of another model, as the model gets it.
 
-    ``context``: on whose behalf the request makes it. ``over``: it has ended, or been cancelled.
+    ``context``: the context that the call passes on. ``over``: the call has ended or was cancelled.
     """
 
     model: str
@@ -400,7 +426,7 @@ class Called:
 
 
 class FakeServer(GrpcChannel):
-    """The gRPC port of a server whose models are ``doubles``; ``calls``: all so far."""
+    """The gRPC port of a server whose models are ``doubles``. ``calls``: all calls so far."""
 
     def __init__(self, doubles: Mapping[str, Double]) -> None:
         super().__init__("other models of the test:0")
@@ -416,37 +442,27 @@ class FakeServer(GrpcChannel):
         pass
 
     async def answers(self, method: str, message: bytes) -> AsyncIterator[Any]:
-        """The messages of a call. Raises ``GrpcError``."""
+        """Yield the messages of a call. Raises ``GrpcError``."""
         if method == "ServerReady":
             yield service_pb2.ServerReadyResponse(ready=True)
             return
         request = service_pb2.ModelInferRequest.FromString(message)
-        declared = self.known(request.model_name)
-        inputs = arrays_of(request.inputs, request.raw_input_contents)
-        parameters = {
-            name: getattr(parameter, parameter.WhichOneof("parameter_choice"))
-            for name, parameter in request.parameters.items()
-            if name != "triton_enable_empty_final_response"
-        }
-        names = {output.name for output in request.outputs}
-        context = context_of(declared.name, parameters)
-        parameters.pop(CONTEXT_PARAMETER, None)
-        version = request.model_version
-        call = Called(declared.name, inputs, request.id, version, parameters, context)
+        model = self.declaration(request.model_name)
+        call = _received_call(request)
         self.calls.append(call)
-        double, streams = self.doubles[declared.name], method == "ModelStreamInfer"
+        double = self.doubles[model.name]
+        streams = method == "ModelStreamInfer"
         if double.decoupled and not streams:
             raise GrpcError("UNIMPLEMENTED", "ModelInfer: decoupled transaction policy")
-        count = 0
+        requested_names = {output.name for output in request.outputs}
         try:
-            async for outputs in _each(double.play(inputs)):
-                response = service_pb2.ModelInferResponse(model_name=declared.name, id=request.id)
+            async for outputs in _items(double.play(call.inputs)):
+                response = service_pb2.ModelInferResponse(model_name=model.name, id=request.id)
                 for name, value in outputs.items():
-                    if not names or name in names:
-                        datatype, array = declared.typed(name, value, declared.outputs)
+                    if not requested_names or name in requested_names:
+                        datatype, array = model.typed(name, value, model.outputs)
                         response.outputs.add(name=name, datatype=datatype, shape=array.shape)
                         response.raw_output_contents.append(packed_array(datatype, array))
-                count += 1
                 if streams:
                     yield service_pb2.ModelStreamInferResponse(infer_response=response)
                 else:
@@ -458,25 +474,46 @@ class FakeServer(GrpcChannel):
         finally:
             call.over = True
         if streams:
-            last = service_pb2.ModelInferResponse(model_name=declared.name, id=request.id)
-            last.parameters["triton_final_response"].bool_param = True
-            yield service_pb2.ModelStreamInferResponse(infer_response=last)
+            final = service_pb2.ModelInferResponse(model_name=model.name, id=request.id)
+            final.parameters["triton_final_response"].bool_param = True
+            yield service_pb2.ModelStreamInferResponse(infer_response=final)
 
-    def known(self, name: str) -> DeclaredModel:
-        """What a model declares. Raises ``GrpcError``."""
+    def declaration(self, name: str) -> DeclaredModel:
+        """Return a model's declaration. Raises ``GrpcError``."""
         if name not in self.doubles:
             problem = f"Request for unknown model: '{name}' is not found; name it in ``models``"
             raise GrpcError("NOT_FOUND", problem)
-        return self.doubles[name].declared(name)
+        return self.doubles[name].declaration(name)
+
+
+def _received_call(request: Any) -> Called:
+    """Return the call in a ``ModelInferRequest`` message."""
+    parameters = {}
+    for name, parameter in request.parameters.items():
+        if name != "triton_enable_empty_final_response":
+            parameters[name] = getattr(parameter, parameter.WhichOneof("parameter_choice"))
+    context = context_of(request.model_name, parameters)
+    parameters.pop(CONTEXT_PARAMETER, None)
+    return Called(
+        request.model_name,
+        arrays_of(request.inputs, request.raw_input_contents),
+        request.id,
+        request.model_version,
+        parameters,
+        context,
+    )
 
 
 class _FakeConnection:
-    """Of one call to a ``FakeServer``, whose task plays the model."""
+    """A connection for one call to a ``FakeServer``. Its task plays the model."""
 
     def __init__(self, server: FakeServer, call: GrpcCall, method: str) -> None:
-        self._server, self._call, self._method = server, call, method.rpartition("/")[2]
+        self._server = server
+        self._call = call
+        self._method = method.rpartition("/")[2]
         self._task: asyncio.Task[None] | None = None
-        self.protocol, self.calls = self, {call.stream_id: call}
+        self.protocol = self
+        self.calls = {call.stream_id: call}
 
     def send(self, stream_id: int, message: bytes) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(message))
@@ -504,7 +541,7 @@ class _FakeConnection:
                 self._call.on_messages([answer.SerializeToString()])
         except GrpcError as raised:
             error = raised
-            if self._method == "ModelStreamInfer":  # as Triton tells it
+            if self._method == "ModelStreamInfer":  # Triton sends a message, then the status OK
                 response = service_pb2.ModelStreamInferResponse(error_message=raised.details)
                 self._call.on_messages([response.SerializeToString()])
                 error = None
@@ -515,22 +552,23 @@ class _FakeConnection:
 class _Models(OtherModels):
     def __init__(self, server: FakeServer) -> None:
         super().__init__(server.target, None)
-        self.channel = self._server = server
+        self.channel = server
+        self._server = server
         self.names = server.doubles
 
-    async def _ask(self, model: str, version: str) -> DeclaredModel:
+    async def _fetch(self, model: str, version: str) -> DeclaredModel:
         try:
-            return self._server.known(model)
+            return self._server.declaration(model)
         except GrpcError as error:
             raise failure_of(model, error) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The client of a request, as the OpenAI API tells of it.
+    """The client of a request, as the OpenAI API describes it.
 
-    ``models``: pipelines that made the request on the client's behalf. ``seconds``: of their time
-    that are left. The other fields are those of ``ChatRequest``.
+    ``models``: the pipelines that made the request on the client's behalf. ``seconds``: the time
+    that they have left. The other fields are those of ``ChatRequest``.
     """
 
     key: str | None = None
@@ -545,7 +583,7 @@ class Caller:
 
     @property
     def context(self) -> CallContext:
-        """What the server itself says of the client."""
+        """The part that travels in the server's signed parameter."""
         return CallContext(
             key=self.key,
             cache_salt=self.cache_salt,
@@ -555,13 +593,13 @@ class Caller:
         )
 
 
-_NOBODY = Caller()
+_ANONYMOUS = Caller()
 
 
 class LoadedModel:
-    """A model that ``serving`` has loaded. ``llm``: its language model; ``llms``: all, by name.
+    """A model that ``serving`` has loaded.
 
-    ``calls``: those of other models.
+    ``llm``: its language model. ``llms``: all of them by name. ``calls``: calls of other models.
     """
 
     def __init__(
@@ -571,7 +609,10 @@ class LoadedModel:
         llms: Mapping[str, ScriptedLLM],
         server: FakeServer,
     ) -> None:
-        self.model, self.triton, self.llms, self.llm = model, triton, llms, llms[""]
+        self.model = model
+        self.triton = triton
+        self.llms = llms
+        self.llm = llms[""]
         self.calls = server.calls
 
     def ask(
@@ -579,17 +620,22 @@ class LoadedModel:
         *,
         outputs: Sequence[str] = (),
         id: str = "",
-        caller: Caller = _NOBODY,
+        caller: Caller = _ANONYMOUS,
         **inputs: Any,
     ) -> Ask:
-        """Send a request; ``inputs`` are arrays, numbers, texts or bytes by name. See ``Ask``."""
-        sides = [{tensor.name: tensor for tensor in side} for side in self.model.tensors()]
-        declared = DeclaredModel("model", sides[0], sides[1], self.triton.batched)
+        """Send a request. ``inputs`` are arrays, numbers, texts or bytes by name. See ``Ask``."""
+        input_tensors, output_tensors = self.model.tensors()
+        model = DeclaredModel(
+            "model",
+            {tensor.name: tensor for tensor in input_tensors},
+            {tensor.name: tensor for tensor in output_tensors},
+            self.triton.batched,
+        )
         try:
-            arrays = {name: array for name, _, array in declared.arrays(inputs, outputs)}
+            arrays = {name: array for name, _, array in model.arrays(inputs, outputs)}
         except TrtllmBlsError as error:
             raise AssertionError(f"Triton would refuse the request: {error}") from error
-        ask = self.triton.ask(arrays, *(outputs or declared.outputs), id=id)
+        ask = self.triton.ask(arrays, *(outputs or model.outputs), id=id)
         if caller.context != NO_CONTEXT:
             name = self.model.deployment.name
             ask.sent_parameters[CONTEXT_PARAMETER] = signed_context(name, caller.context)
@@ -601,46 +647,56 @@ class LoadedModel:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Any] = (),
-        caller: Caller = _NOBODY,
+        caller: Caller = _ANONYMOUS,
         **options: Any,
     ) -> list[dict[str, Any]]:
-        """What the model's ``chat`` gives for a conversation, as events.
+        """Answer a conversation with the model's ``chat``, and return the events.
 
-        The content of a message may be a list of texts and of ``ContentPart``.
-        ``options``: those of ``LLM.chat``, and the fields that the model declares. Raises
-        ``AssertionError`` with its error, if it answers one.
+        The content of a message may be a list of texts and ``ContentPart``s. ``options``: those of
+        ``LLM.chat``, and the fields that the model declares. Raises ``AssertionError`` with the
+        error, if the model answers with one.
         """
-        known = ConversationOptions.__annotations__
-        sent, parts = split_parts([_sent_message(message) for message in messages])
+        chat_options = {}
+        further = {}
+        for name, value in options.items():
+            if name in ConversationOptions.__annotations__:
+                chat_options[name] = value
+            else:
+                further[name] = value
+        wire_messages, parts = split_parts([_wire_message(message) for message in messages])
         request = {
-            "messages": sent,
+            "messages": wire_messages,
             "tools": tools,
-            "options": {name: value for name, value in options.items() if name in known},
-            "further": {name: value for name, value in options.items() if name not in known},
+            "options": chat_options,
+            "further": further,
             "metadata": caller.metadata,
             "user": caller.user,
             "prompt_cache_key": caller.prompt_cache_key,
             "headers": caller.headers,
         }
-        text = json.dumps(request)
-        inputs: dict[str, Any] = {"chat_request": text, **parts}
+        inputs: dict[str, Any] = {"chat_request": json.dumps(request), **parts}
         ask = self.ask(outputs=["chat_events"], caller=caller, **inputs).wait()
         assert ask.error is None, ask.error
-        return [event for (text,) in ask.said("chat_events") for event in json.loads(text)]
+        events = []
+        for (text,) in ask.said("chat_events"):
+            events += json.loads(text)
+        return events
 
 
-def _sent_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _wire_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as the OpenAI API sends it to a pipeline."""
     content = message.get("content")
     if isinstance(content, list):
-        content = [_sent_part(part) for part in content]
+        content = [_wire_part(part) for part in content]
     return {**message, "content": content}
 
 
-def _sent_part(part: Any) -> Any:
+def _wire_part(part: Any) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    return part.fields if isinstance(part, ContentPart) else part
+    if isinstance(part, ContentPart):
+        return part.fields
+    return part
 
 
 @contextmanager
@@ -655,19 +711,24 @@ def serving(
 ) -> Iterator[LoadedModel]:
     """Load ``model`` and serve requests until the end of the block.
 
-    ``llm``: what the language model says (``Script``); of several, by the names that
-    ``deployment.llm`` is given, the one without a name under ``""``. ``models``: other models by
-    name (``Double``). ``parameters``: the model's; with ``tokenizer_dir`` its tokenizer is loaded
-    as in Triton. ``rows``: ``max_batch_size`` is 1. Raises ``AssertionError`` at the end if a rule
-    of Triton was broken, or an answer or a call of another model still runs.
+    ``llm``: the ``Script`` of the language model, or of several by the names that
+    ``deployment.llm`` gets (``""`` without a name). ``models``: other models by name (``Double``).
+    ``parameters``: those of the model; with ``tokenizer_dir`` its tokenizer is loaded as in Triton.
+    ``rows``: ``max_batch_size`` is 1. Raises ``AssertionError`` at the end if a rule of Triton was
+    broken, or an answer or a call of another model still runs.
     """
     triton = FakeTriton(batched=rows)
-    scripts: Mapping[str, Script] = llm if isinstance(llm, Mapping) else {"": llm}
-    llms = {name: ScriptedLLM(script) for name, script in {"": (), **scripts}.items()}
-    doubles = {
-        name: each if isinstance(each, Double) else Double(each)
-        for name, each in (models or {}).items()
-    }
+    scripts: dict[str, Script] = {"": ()}
+    if isinstance(llm, Mapping):
+        scripts.update(llm)
+    else:
+        scripts[""] = llm
+    llms = {name: ScriptedLLM(script) for name, script in scripts.items()}
+    doubles = {}
+    for name, double in (models or {}).items():
+        if not isinstance(double, Double):
+            double = Double(double)
+        doubles[name] = double
     server = FakeServer(doubles)
 
     class LoadedDeployment(PipelineDeployment):
@@ -684,16 +745,15 @@ def serving(
             reasoning_parser: str | None = None,
         ) -> LLM:
             assert name in llms, f"a test without a script for {name}: serving(llm={{{name!r}: …}})"
-            known = self.chat_parameters(tokenizer, tool_parser, reasoning_parser)
+            chat = self.chat_parameters(tokenizer, tool_parser, reasoning_parser)
             loaded = None
-            if known.tokenizer_dir is not None:
-                loaded = load_tokenizer(known.tokenizer_dir, hides_torch=False)
-            if loaded is not None:
-                llms[name].encode = lambda text: loaded.encode(text, False)
+            if chat.tokenizer_dir is not None:
+                loaded = load_tokenizer(chat.tokenizer_dir, hides_torch=False)
+                llms[name].encode = partial(loaded.encode, add_special_tokens=False)
             self._orchestrators.append(llms[name])
-            return LLM(llms[name], loaded, known.tool_parser, known.reasoning_parser)
+            return LLM(llms[name], loaded, chat.tool_parser, chat.reasoning_parser)
 
-    problems = list(undeclared(parameters, model.parameters))
+    problems = list(undeclared_parameters(parameters, model.parameters))
     assert not problems, problems
     if "tokenizer_dir" in parameters:
         parameters["tokenizer_dir"] = os.path.abspath(str(parameters["tokenizer_dir"]))
@@ -712,13 +772,13 @@ def serving(
     finally:
         served.finalize()
     assert not triton.broken, triton.broken
-    running = sum(each.live for each in llms.values())
+    running = sum(scripted.live for scripted in llms.values())
     assert not running, f"{running} answers of the language model still run"
     calls = [call for call in server.calls if not call.over]
     assert not calls, f"calls of other models still run: {calls}"
 
 
 def load(model_file: str | os.PathLike[str]) -> Any:
-    """The class ``TritonPythonModel`` of a ``model.py``, also of one that imports Triton's own
+    """Return the class ``TritonPythonModel`` of a ``model.py``, which may import Triton's own
     utilities."""
     return model_class(model_file)
