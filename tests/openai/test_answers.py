@@ -26,7 +26,7 @@ from trtllm_bls import __version__
 from trtllm_bls.orchestrator.orchestrator import Defaults
 from trtllm_bls.orchestrator.status import StatusDirectory
 from trtllm_bls.settings.parameters import STATUS_DIR
-from trtllm_bls.triton.engine_service import tell_longest
+from trtllm_bls.triton.engine_service import publish_longest_sequence
 from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
 
 JSON = {"Content-Type": "application/json"}
@@ -407,7 +407,7 @@ async def test_an_engine_of_this_server_tells_how_long_a_sequence_it_takes(
     engine = saying(SAYS)
     _, client = connect(engine, status_dir=str(tmp_path))
     assert (await card_of(client))["max_model_len"] is None
-    await tell_longest(saying(SAYS, max_sequence_tokens=77), engine.name)
+    await publish_longest_sequence(saying(SAYS, max_sequence_tokens=77), engine.name)
     assert (await card_of(client))["max_model_len"] == 77
     StatusDirectory(tmp_path).clear()
     assert (await card_of(client))["max_model_len"] is None
@@ -418,7 +418,7 @@ async def test_a_length_that_cannot_be_told_is_said_in_the_log(
 ) -> None:
     """What is missing, of which model, and why; the engine's model goes on."""
     monkeypatch.setenv(STATUS_DIR, str(tmp_path / "missing"))
-    await tell_longest(saying(SAYS, max_sequence_tokens=77), "tensorrt_llm")
+    await publish_longest_sequence(saying(SAYS, max_sequence_tokens=77), "tensorrt_llm")
     (record,) = caplog.records
     said = record.getMessage()
     assert said.startswith("tensorrt_llm: /v1/models does not tell its longest sequence: ")

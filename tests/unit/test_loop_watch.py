@@ -79,7 +79,7 @@ def test_a_loop_that_only_waits_is_not_blocked(caplog: pytest.LogCaptureFixture)
     thread.start()
     assert started.wait(60)
     watch = LoopWatch(loop, thread, clock=lambda: next(times))
-    watch._turn = lambda: None  # type: ignore[method-assign]
+    watch._on_callback = lambda: None  # type: ignore[method-assign]
     for _ in range(3):
         watch.look()
     loop.call_soon_threadsafe(loop.stop)

@@ -1,9 +1,9 @@
 """The ``tensorrt_llm`` model: any ``Engine`` served with TensorRT-LLM's own tensors.
 
-Owns what belongs to the wire rather than to running tokens: batch rows, the prompt in front of
-non-streaming output, stop requests by request id, and which response is the last. The engine's
-steps and requests are on Triton's ``/metrics`` as the C++ backend's are, its longest sequence is in
-the status directory.
+The engine generates tokens. This module does the rest: batch rows, the prompt in front of
+non-streaming output, stop requests by request id, and the flag of the last response. It publishes
+the engine's steps and requests on Triton's ``/metrics``, under the C++ backend's names, and the
+engine's longest sequence in the status directory.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from trtllm_bls.triton.request_server import Call
 from trtllm_bls.triton.tensors import ChunkWriter, engine_requests, is_stop, traceparent_of
 from trtllm_bls.types import EngineChunk, EngineRequest
 
-EVERY_SECONDS = 1.0  # each report of figures is a round trip to the server
+EVERY_SECONDS = 1.0  # between two reports of figures; each is a round trip to the server
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class EngineService:
-    """Answers calls with ``engine``; ``exclude_input`` is the model's default for that option.
+    """Answers calls with ``engine``. ``exclude_input``: the model's default for that option.
 
-    ``limits``: the sizes that a request may have. ``expose_kv_cache_metrics``: report how much of a
-    prompt was in the KV cache already.
+    ``limits``: the sizes that a request may have. ``expose_kv_cache_metrics``: report the part of a
+    prompt that was in the KV cache already.
     """
 
     engine: Engine
@@ -52,19 +52,20 @@ class EngineService:
     limits: RequestLimits = field(default_factory=RequestLimits)
     expose_kv_cache_metrics: bool = False
     _chunks: int = field(default=0, init=False)
-    _rows: int = field(default=0, init=False)  # that run
-    _begun: int = field(default=0, init=False)  # of these, with a token
+    _running_rows: int = field(default=0, init=False)
+    _scheduled_rows: int = field(default=0, init=False)  # running rows that have a token
 
     def figures(self) -> dict[str, int]:
-        """Steps, requests with a token, and those without one, as TensorRT-LLM names them. Any
-        thread may ask."""
-        rows, begun = self._rows, self._begun
-        return {STEPS_LABEL[1]: self._chunks, "scheduled": begun, "waiting": max(rows - begun, 0)}
+        """Return the numbers of steps, scheduled requests and waiting ones, as TensorRT-LLM names
+        them. Any thread may call it."""
+        scheduled = self._scheduled_rows
+        waiting = max(self._running_rows - scheduled, 0)
+        return {STEPS_LABEL[1]: self._chunks, "scheduled": scheduled, "waiting": waiting}
 
     async def handle(self, call: Call) -> None:
         """Answer one call: a request, or a stop request for another."""
         if is_stop(call.arrays):
-            call.stop_namesakes(newest_only=True)  # as upstream's does
+            call.stop_namesakes(newest_only=True)  # like upstream's model
             return
         sequences: list[_SequenceResponses] = []
         call.may_be_stopped = True
@@ -73,51 +74,59 @@ class EngineService:
         except asyncio.CancelledError:
             if not call.stopped:
                 raise
-        for sequence in sequences:  # of a stopped call; each still ends with its normal response
-            if not sequence.ended:
+        # The sequences of a stopped call still end with a normal response.
+        for sequence in sequences:
+            if not sequence.has_ended:
                 sequence.add(EngineChunk((), sequence.index, final=True))
 
     async def _answer(self, call: Call, sequences: list[_SequenceResponses]) -> None:
-        """Run all rows; ``sequences`` gets the responses of each of their sequences."""
+        """Run all rows, and add the responses of each of their sequences to ``sequences``."""
         for output in ("output_ids", "sequence_length"):
-            if output not in call.wanted:  # upstream refuses too: padding could not be recognised
+            # Without them a caller could not tell padding from tokens. Upstream refuses, too.
+            if output not in call.wanted:
                 raise InvalidRequest(output, "must be among the requested outputs")
         capacity = await self.engine.capacity()
         rows = engine_requests(
             call.arrays, call.id, capacity.vocab_size, self.limits, self.exclude_input
         )
-        first = rows[0][0]
-        sequences_each = first.num_return_sequences
+        first_request, _ = rows[0]
+        sequences_per_row = first_request.num_return_sequences
         if not call.decoupled:
             call.check_one_response(
-                streaming=first.streaming, input_ids=len(rows), sequences=sequences_each
+                streaming=first_request.streaming,
+                input_ids=len(rows),
+                sequences=sequences_per_row,
             )
-        for asked, _ in rows:
-            self.limits.check("max_output_tokens", "request_output_len", asked.max_tokens, "tokens")
-            self.limits.check_guide(asked.guide)
-        logit_rows = sum(asked.logit_rows(capacity) for asked, _ in rows)
+        logit_rows = 0
+        for request, _ in rows:
+            self.limits.check(
+                "max_output_tokens", "request_output_len", request.max_tokens, "tokens"
+            )
+            self.limits.check_guide(request.guide)
+            logit_rows += request.logit_rows(capacity)
         self.limits.check_logits(logit_rows, capacity.vocab_size)
-        call.outbox.sequences = len(rows) * sequences_each
+        call.outbox.sequences = len(rows) * sequences_per_row
         tasks = []
-        for number, (asked, excludes) in enumerate(rows):
-            writer = ChunkWriter(asked, excludes, number if len(rows) > 1 else None)
-            # Always streamed inside, so that a stopped request can answer with what there is.
-            request = replace(
-                asked,
+        for number, (request, exclude_input) in enumerate(rows):
+            batch_index = number if len(rows) > 1 else None
+            writer = ChunkWriter(request, exclude_input, batch_index)
+            responses = []
+            for index in range(request.num_return_sequences):
+                responses.append(_SequenceResponses(call, writer, index, request.streaming))
+            sequences += responses
+            # The engine always streams, so that a stopped request is answered with the tokens that
+            # it has.
+            engine_request = replace(
+                request,
                 request_id=f"{call.id}/{number}",
                 streaming=True,
                 traceparent=traceparent_of(call.parameters),
             )
-            own = [
-                _SequenceResponses(call, writer, index, asked.streaming)
-                for index in range(asked.num_return_sequences)
-            ]
-            sequences += own
-            tasks.append(asyncio.create_task(self._row(call, request, own)))
+            tasks.append(asyncio.create_task(self._row(call, engine_request, responses)))
         await run_rows(tasks)
 
-    def _told(self, chunk: EngineChunk) -> EngineChunk:
-        """Leave out the reuse of the KV cache where the deployment does not expose it."""
+    def _without_hidden_metrics(self, chunk: EngineChunk) -> EngineChunk:
+        """Remove the reuse of the KV cache from a chunk, unless the deployment exposes it."""
         if not self.expose_kv_cache_metrics:
             chunk.cached_tokens = None
             chunk.metrics = chunk.metrics and chunk.metrics.without_reuse()
@@ -126,7 +135,8 @@ class EngineService:
     async def _row(
         self, call: Call, request: EngineRequest, sequences: list[_SequenceResponses]
     ) -> None:
-        self._rows, begun = self._rows + 1, False
+        self._running_rows += 1
+        is_scheduled = False
         try:
             async with aclosing(self.engine.generate(request)) as stream:
                 await stream.wait()
@@ -136,40 +146,44 @@ class EngineService:
                 await call.ready()
                 while chunks := stream.take():
                     self._chunks += len(chunks)
-                    self._begun, begun = self._begun + (not begun), True
+                    if not is_scheduled:
+                        is_scheduled = True
+                        self._scheduled_rows += 1
                     for sequence in sequences:
-                        own = [chunk for chunk in chunks if chunk.sequence_index == sequence.index]
-                        if own:
+                        new = [chunk for chunk in chunks if chunk.sequence_index == sequence.index]
+                        if new:
                             await call.ready()
-                            sequence.add(self._told(join_chunks(own)))
+                            sequence.add(self._without_hidden_metrics(join_chunks(new)))
                     await stream.wait()
                     await call.ready()
         finally:
-            self._rows, self._begun = self._rows - 1, self._begun - begun
+            self._running_rows -= 1
+            if is_scheduled:
+                self._scheduled_rows -= 1
 
 
 @dataclass(eq=False)
 class _SequenceResponses:
-    """The responses of one sequence: chunk by chunk, or collected into a single response."""
+    """The responses of one sequence: chunk by chunk, or joined into a single response."""
 
     _call: Call
     _writer: ChunkWriter
     index: int
     _streaming: bool
-    _collected: list[EngineChunk] = field(default_factory=list)
-    ended: bool = False
+    _chunks: list[EngineChunk] = field(default_factory=list)
+    has_ended: bool = False
 
     def add(self, chunk: EngineChunk) -> None:
-        self.ended = chunk.final
+        self.has_ended = chunk.final
         if not self._streaming:
-            self._collected.append(chunk)
+            self._chunks.append(chunk)
             if not chunk.final:
                 return
-            chunk = join_chunks(self._collected)
+            chunk = join_chunks(self._chunks)
         self._call.send(self._writer.arrays(chunk), final=chunk.final)
 
 
-async def tell_longest(engine: Engine, model: str) -> None:
+async def publish_longest_sequence(engine: Engine, model: str) -> None:
     """Write the engine's longest sequence, in tokens, for the other processes of ``serve``."""
     try:
         directory = os.environ.get(STATUS_DIR)
@@ -181,27 +195,32 @@ async def tell_longest(engine: Engine, model: str) -> None:
 
 
 class EngineSteps:
-    """Reports ``figures()`` every second until closed, on a thread: steps and requests, by the
-    values of their labels. ``args``: of the model's ``initialize``."""
+    """A thread that reports ``figures()`` to Triton's metrics every second until ``close``.
+
+    ``figures``: the numbers of steps and requests by label. ``args``: those of ``initialize``.
+    """
 
     def __init__(
         self, pb_utils: Any, args: Mapping[str, str], figures: Callable[[], Mapping[str, int]]
     ) -> None:
-        self._version, self._figures = args["model_version"], figures
-        self._told = dict.fromkeys(figures(), 0)
-        self._rows = {}
-        for value in self._told:
-            name, label = ENGINE_REQUESTS, REQUESTS_LABEL
+        self._version = args["model_version"]
+        self._figures = figures
+        self._reported = dict.fromkeys(figures(), 0)
+        self._gauges = {}
+        for value in self._reported:
+            name = ENGINE_REQUESTS
+            label = REQUESTS_LABEL
             if value == STEPS_LABEL[1]:
-                name, label = ENGINE_STEPS, STEPS_LABEL[0]
-            self._rows[value] = Metric(
+                name = ENGINE_STEPS
+                label = STEPS_LABEL[0]
+            self._gauges[value] = Metric(
                 name,
                 "Of the engine, as TensorRT-LLM names and labels them",
                 kind="gauge",
                 labels=("version", label),
                 known=((self._version, value),),
             )
-        self._metrics = TritonMetrics(pb_utils, args["model_name"], self._rows.values())
+        self._metrics = TritonMetrics(pb_utils, args["model_name"], self._gauges.values())
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
@@ -214,9 +233,10 @@ class EngineSteps:
     def _run(self) -> None:
         while not self._closing.wait(EVERY_SECONDS):
             try:
-                for value, now in self._figures().items():
-                    new, self._told[value] = now - self._told[value], now
-                    self._metrics.record(self._rows[value], (self._version, value), new)
+                for value, figure in self._figures().items():
+                    change = figure - self._reported[value]
+                    self._reported[value] = figure
+                    self._metrics.record(self._gauges[value], (self._version, value), change)
                 self._metrics.publish()
-            except Exception:  # whatever Triton raises, requests go on
+            except Exception:  # requests go on, whatever Triton raises here
                 log.exception("the engine's figures could not be told")

@@ -1,4 +1,4 @@
-"""Says which line blocks an event loop: while it does, no request of the process goes on."""
+"""A watch that logs the line that blocks an event loop. A blocked loop holds up every request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-BLOCKED_SECONDS = 0.5  # from which on a loop counts as blocked
-_TURN_SECONDS = 0.2  # between two callbacks that the loop is to run
+BLOCKED_SECONDS = 0.5  # a loop that runs no callback for this long is blocked
+_CALLBACK_SECONDS = 0.2  # between two callbacks that the watch posts
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 class LoopWatch:
     """Watches ``loop``, which ``thread`` runs, in a thread of its own from ``start`` to ``close``.
 
-    ``request_of`` returns the id of the request whose task runs, if it is known.
+    The watch posts a callback to the loop and measures how long the loop takes to run it.
+    ``request_of`` returns the id of a task's request, if it is known.
     """
 
     def __init__(
@@ -34,10 +35,10 @@ class LoopWatch:
         self._thread = thread
         self._request_of = request_of
         self._clock = clock
-        self._asked_at = clock()
-        self._turned_at = self._asked_at
-        self._has_turned = True  # since it was asked
-        self._is_told = False
+        self._posted_at = clock()
+        self._ran_at = self._posted_at
+        self._has_run = True  # the loop has run the callback that was posted last
+        self._is_logged = False  # the log says that the loop is blocked
         self._closing = threading.Event()
         self._own_thread = threading.Thread(target=self._run, name="loop-watch", daemon=True)
 
@@ -50,52 +51,58 @@ class LoopWatch:
         self._own_thread.join()
 
     def _run(self) -> None:
-        while not self._closing.wait(_TURN_SECONDS):
+        while not self._closing.wait(_CALLBACK_SECONDS):
             self.look()
 
     def look(self) -> None:
-        """Log the line at which the loop is blocked, once, and afterwards for how long it was."""
+        """Log the line that blocks the loop, once, and afterwards for how long it was blocked."""
         now = self._clock()
-        waited = now - self._asked_at
-        if self._has_turned:
-            if self._is_told:
-                self._is_told = False
-                blocked = self._turned_at - self._asked_at
-                log.warning("the event loop runs again; it was blocked for %.1f s", blocked)
-            self._asked_at = now
-            self._has_turned = False
-            self._loop.call_soon_threadsafe(self._turn)
-        elif waited >= BLOCKED_SECONDS and not self._is_told:
-            self._tell(waited)
+        seconds = now - self._posted_at
+        if self._has_run:
+            if self._is_logged:
+                self._is_logged = False
+                blocked_seconds = self._ran_at - self._posted_at
+                log.warning("the event loop runs again; it was blocked for %.1f s", blocked_seconds)
+            self._posted_at = now
+            self._has_run = False
+            self._loop.call_soon_threadsafe(self._on_callback)
+        elif seconds >= BLOCKED_SECONDS and not self._is_logged:
+            self._log_blocked(seconds)
 
-    def _turn(self) -> None:
-        self._turned_at = self._clock()
-        self._has_turned = True
+    def _on_callback(self) -> None:
+        self._ran_at = self._clock()
+        self._has_run = True
 
-    def _tell(self, waited: float) -> None:
+    def _log_blocked(self, seconds: float) -> None:
         frame = sys._current_frames().get(self._thread.ident or 0)
-        # A loop that waits for events has no processor, or its process was stopped.
+        # A loop that waits for events is not blocked: its process was paused, or got no CPU.
         if frame is None or frame.f_code.co_filename.endswith("selectors.py"):
             return
-        self._is_told = True
+        self._is_logged = True
+        prefix = ""
         task = asyncio.current_task(self._loop)
-        request = None if task is None else self._request_of(task)
+        if task is not None:
+            request = self._request_of(task)
+            if request is not None:
+                prefix = f"{request}: "
         log.warning(
             "%sthe event loop is blocked for %.1f s, and every request waits, at %s; use await "
             "self.run_in_thread(function, …)",
-            "" if request is None else f"{request}: ",
-            waited,
-            _place(frame),
+            prefix,
+            seconds,
+            _location(frame),
         )
 
 
-def _place(frame: FrameType) -> str:
-    """The line that runs, and where a library runs it, the line of a model that called it."""
-    caller: FrameType | None = frame
-    while caller is not None and not caller.f_code.co_filename.endswith("model.py"):
-        caller = caller.f_back
-    place = _line(frame)
-    return place if caller is None or caller is frame else f"{place}, called by {_line(caller)}"
+def _location(frame: FrameType) -> str:
+    """Return the line that runs, and the line of a ``model.py`` that called it, if there is one."""
+    location = _line(frame)
+    model_frame: FrameType | None = frame
+    while model_frame is not None and not model_frame.f_code.co_filename.endswith("model.py"):
+        model_frame = model_frame.f_back
+    if model_frame is not None and model_frame is not frame:
+        location += f", called by {_line(model_frame)}"
+    return location
 
 
 def _line(frame: FrameType) -> str:

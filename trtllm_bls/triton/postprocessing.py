@@ -10,10 +10,10 @@ from trtllm_bls.triton.text_service import Postprocessor
 
 
 class TritonPythonModel(ArraysModel):
-    """Detokenises ids."""
+    """Converts token ids to text."""
 
     def answer(self, parameters: Parameters) -> ArraysFunction:
         """See ``ArraysModel``."""
-        read = parameters.read(PostprocessingParameters)
-        tokenizer = load_tokenizer(read.tokenizer_dir)
-        return Postprocessor(tokenizer, read.skip_special_tokens, read.limits).arrays
+        settings = parameters.read(PostprocessingParameters)
+        tokenizer = load_tokenizer(settings.tokenizer_dir)
+        return Postprocessor(tokenizer, settings.skip_special_tokens, settings.limits).arrays

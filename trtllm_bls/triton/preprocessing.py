@@ -10,10 +10,10 @@ from trtllm_bls.triton.text_service import Preprocessor
 
 
 class TritonPythonModel(ArraysModel):
-    """Tokenises text."""
+    """Converts text to token ids."""
 
     def answer(self, parameters: Parameters) -> ArraysFunction:
         """See ``ArraysModel``."""
-        read = parameters.read(PreprocessingParameters)
-        tokenizer = load_tokenizer(read.tokenizer_dir)
-        return Preprocessor(tokenizer, read.add_special_tokens, read.limits).arrays
+        settings = parameters.read(PreprocessingParameters)
+        tokenizer = load_tokenizer(settings.tokenizer_dir)
+        return Preprocessor(tokenizer, settings.add_special_tokens, settings.limits).arrays

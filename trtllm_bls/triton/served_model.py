@@ -1,5 +1,5 @@
-"""What stands around a Triton model: ``ServedModel`` answers through a deployment, ``ArraysModel``
-with one function of arrays."""
+"""Bases of the Triton models. ``ServedModel`` answers with a deployment, ``ArraysModel`` with one
+function of arrays."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def triton_utilities() -> Any:
 
 
 class ServedModel(ABC):
-    """A ``TritonPythonModel``: one instance serves all requests; none waits for another.
+    """A ``TritonPythonModel`` whose one instance serves all requests. None waits for another.
 
-    Its parameters are those of ``tensorrt_llm_bls``. A subclass gives ``make`` and ``handle``. This
-    class does the rest: Triton's log, the deployment, threads, cancellation, drain.
+    Its parameters are those of ``tensorrt_llm_bls``. A subclass implements ``make`` and ``handle``.
+    This class does the rest: Triton's log, the deployment, threads, cancellation, drain.
     """
 
     parameters_type: ClassVar[type[BlsParameters]] = BlsParameters
     deployment_type: ClassVar[type[BaseDeployment]] = Deployment
-    owns_process: ClassVar[bool] = True  # so that its garbage collector may be set up
-    # Called in Triton's thread with requests that came together, before any of them is handled.
+    owns_process: ClassVar[bool] = True  # the server may set up the garbage collector
+    # Triton's thread calls it with the requests of a batch, before any of them is handled.
     prepare_batch: Callable[[Sequence[Call]], None] | None = None
 
     def initialize(self, args: Mapping[str, str], pb_utils: Any = None) -> None:
@@ -52,7 +52,7 @@ class ServedModel(ABC):
             self.handle,
             decoupled=parameters.decoupled,
             model=name,
-            log_ends=not parameters.log_requests,  # which has a line for them, too
+            log_ends=not parameters.log_requests,  # that log has a line for each end, too
             prepare_batch=self.prepare_batch,
             before_error_status=partial(
                 stream_thread_has_returned, parameters.engine_url, engine_tls(parameters)
@@ -70,7 +70,7 @@ class ServedModel(ABC):
                 self._lifecycle = Lifecycle(self._server, self.deployment, parameters.status_dir)
         except BaseException:
             self._loop_watch.close()
-            self._server.close(self._close)  # its threads would keep the process
+            self._server.close(self._close)  # its threads would keep the process alive
             raise
         self.deployment.start(self._server.loop)
         self.execute = self._server.accept  # Triton calls it with its requests
@@ -88,21 +88,21 @@ class ServedModel(ABC):
 
     @abstractmethod
     def make(self, parameters: BlsParameters) -> None:
-        """Make what ``handle`` needs; the event loop does not run yet."""
+        """Prepare ``handle``. The event loop does not run yet."""
 
     @abstractmethod
     async def handle(self, call: Call) -> None:
-        """Answer one request; what it raises is answered as an error."""
+        """Answer one request. The caller gets an exception as an error."""
 
     async def begin(self) -> None:  # noqa: B027 - most models have nothing to do here
-        """Called on the event loop before the first request; what it raises fails the load."""
+        """Called on the event loop before the first request. An exception fails the load."""
 
     async def end(self) -> None:  # noqa: B027
         """Called on the event loop after the last request."""
 
 
 class ArraysModel(ABC):
-    """A ``TritonPythonModel`` that gives each request one response, made of its arrays."""
+    """A ``TritonPythonModel`` whose one response to a request is a function of its arrays."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Called by Triton."""
@@ -128,4 +128,4 @@ class ArraysModel(ABC):
 
     @abstractmethod
     def answer(self, parameters: Parameters) -> ArraysFunction:
-        """The function that makes a response's arrays of a request's. Raises ``SetupError``."""
+        """Return the function from a request's arrays to the response's. Raises ``SetupError``."""

@@ -1,6 +1,7 @@
-"""The Triton model ``tensorrt_llm`` in Python: the embedded engine, or another, same tensors.
+"""The Triton model ``tensorrt_llm`` in Python: the embedded engine or another one.
 
-``trtllm-bls configure`` puts TensorRT-LLM's C++ backend in this place for production.
+It has the tensors of TensorRT-LLM's C++ backend, which ``trtllm-bls configure`` puts in its place
+for production.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from trtllm_bls.engines.own_port import stream_thread_has_returned
 from trtllm_bls.orchestrator.log_lines import log_to_triton
 from trtllm_bls.settings.parameters import EngineParameters, Parameters, own_grpc_url
 from trtllm_bls.text.tokenizer import load_tokenizer
-from trtllm_bls.triton.engine_service import EngineService, EngineSteps, tell_longest
+from trtllm_bls.triton.engine_service import EngineService, EngineSteps, publish_longest_sequence
 from trtllm_bls.triton.request_server import RequestServer
 from trtllm_bls.triton.served_model import triton_utilities
 
 
 class TritonPythonModel:
-    """Serves one checkpoint; all requests run in flight together."""
+    """Serves one checkpoint. All requests run concurrently."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Called by Triton."""
-        pb_utils, name = triton_utilities(), args["model_name"]
+        pb_utils = triton_utilities()
+        name = args["model_name"]
         log_to_triton(pb_utils, name)
         parameters = Parameters(args).read(EngineParameters)
         self._engine = open_local_engine(
@@ -45,8 +47,8 @@ class TritonPythonModel:
             before_error_status=partial(stream_thread_has_returned, own_grpc_url()),
         )
         self.execute = self._server.accept  # Triton calls it with its requests
-        work = tell_longest(self._engine, name)
-        asyncio.run_coroutine_threadsafe(work, self._server.loop)
+        publishing = publish_longest_sequence(self._engine, name)
+        asyncio.run_coroutine_threadsafe(publishing, self._server.loop)
 
     def finalize(self) -> None:
         """Called by Triton when it unloads the model."""

@@ -9,7 +9,7 @@ from trtllm_bls.triton.text_service import TextService
 
 
 class TritonPythonModel(ServedModel):
-    """One instance serves all streams; requests never wait for each other."""
+    """Serves all streams in one instance. Requests never wait for each other."""
 
     def make(self, parameters: BlsParameters) -> None:
         """See ``ServedModel``."""
