@@ -1,9 +1,9 @@
-"""On whose behalf a model of a server is called, as one signed parameter of the request.
+"""The context of a call between models of a server, as one signed parameter of the request.
 
-A pipeline that calls a model, and an HTTP worker that calls a pipeline, pass on who asks, how much
-time is left and which models wait for the answer. Any client of Triton may send any parameter, so
-this one is signed with a secret of the server's run, which ``serve`` puts into the environment of
-its processes. A parameter that was signed otherwise, or for another model, counts as absent.
+A pipeline that calls a model, and an HTTP worker that calls a pipeline, pass on the client's
+identity, the time left and the models that wait for the answer. Any client of Triton may send any
+parameter, so this one is signed with a secret of the server's run, which ``serve`` puts into the
+environment of its processes. A parameter with another signature counts as absent.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 RUN_SECRET = "TRTLLM_BLS_RUN_SECRET"
 CONTEXT_PARAMETER = "trtllm_bls_context"
 MAX_CALL_DEPTH = 8
-# Without ``serve`` there is no secret of the run, and a process reads its own contexts alone.
-_OWN_SECRET = secrets.token_bytes(32)
+# Without ``serve`` there is no secret of the run, and a process trusts only its own contexts.
+_PROCESS_SECRET = secrets.token_bytes(32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallContext:
     """The request for which a model is called.
 
-    ``key``: a digest of the API key of the client. ``cache_salt``: which KV cache blocks its calls
-    of language models may share. ``session``: the conversation that the request is part of.
-    ``seconds``: until its time limit, from the moment when the call was sent; ``None``: it has no
-    limit. ``models``: the pipelines that wait for the answer, the one that the client called first.
+    ``key``: a digest of the client's API key. ``cache_salt``: calls of language models with the
+    same salt may share blocks of the KV cache. ``session``: the id of the conversation.
+    ``seconds``: the time left when the call is sent; None: it has no limit. ``models``: the
+    pipelines that wait for the answer, beginning with the one that the client called.
     """
 
     key: str | None = None
@@ -65,5 +65,5 @@ def context_of(model: str, parameters: Mapping[str, Any]) -> CallContext:
 
 def _signature(model: str, text: str) -> str:
     message = f"{model}\n{text}".encode()
-    secret = os.environ.get(RUN_SECRET, "").encode() or _OWN_SECRET
+    secret = os.environ.get(RUN_SECRET, "").encode() or _PROCESS_SECRET
     return hmac.new(secret, message, hashlib.sha256).hexdigest()

@@ -1,13 +1,14 @@
-"""The wire contract: every tensor of the five models, spelled once.
+"""The wire contract: every tensor of the five models, declared once.
 
-First the declaration of a tensor, then the rows: five models, in the last form that TensorRT-LLM
-shipped, plus renamed older spellings. The models, the client, validation and the checked-in
-``config.pbtxt`` files (``make generate``) follow from there. Nothing else in the package spells a
-tensor's type, shape or bounds; configure/tensors.csv says which releases of TensorRT-LLM have it.
+First comes the class of a tensor, then a row for each tensor. The rows are those of TensorRT-LLM's
+last models, plus older spellings of the same tensors. The models, the client, validation and the
+checked-in ``config.pbtxt`` files (``make generate``) are made from the rows. Nothing else in the
+package spells a tensor's type, shape or bounds. configure/tensors.csv tells which releases of
+TensorRT-LLM have each.
 
-Multimodal and disaggregated-serving tensors are left out on purpose. Rows marked
-"ours" are additions: always optional, and outputs among them are harmless to a client that does
-not know them (docs/contract.md says when each one appears).
+Tensors of multimodal and disaggregated serving are left out on purpose. Rows marked "ours" are
+additions. They are optional, and a client that does not know such an output may ignore it
+(docs/contract.md says when each one appears).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ NUMPY_TYPES: Mapping[str, type] = {
     "INT64": np.int64,
     "FP16": np.float16,
     "FP32": np.float32,
-    "BF16": np.float32,  # numpy has none; Triton's protocol is packed in wire/kserve.py
+    "BF16": np.float32,  # numpy has no BF16; wire/kserve.py packs it for Triton's protocol
     "FP64": np.float64,
     "STRING": np.object_,
 }
@@ -52,12 +53,11 @@ _FLOATS = ("FP64", "FP32", "FP16", "BF16")
 
 
 def array_of(name: str, value: Any, dtype: str = "") -> Array:
-    """Make a value the array of a tensor of Triton's type ``dtype``, by default of its own type.
+    """Convert a value to the array of a tensor of Triton's type ``dtype``, by default its own type.
 
     Every element keeps its value: texts become UTF-8, bytes stay, and only a float type rounds, to
     its own precision. A single value gets one dimension. Raises ``TrtllmBlsError``.
     """
-    is_array = isinstance(value, np.ndarray)
     array = _unchanged_array(name, value, dtype)
     if dtype == "STRING" and not array.size:
         return np.empty(array.shape, np.object_)
@@ -71,9 +71,9 @@ def array_of(name: str, value: Any, dtype: str = "") -> Array:
         texts = [_utf8(name, text) for text in array.reshape(-1).tolist()]
         cast = np.array([*texts, None], np.object_)[:-1].reshape(array.shape)
         if dtype not in ("STRING", ""):
-            raise _not_of(dtype, name, value)
+            raise _type_error(dtype, name, value)
     elif dtype == "STRING":
-        raise _not_of(dtype, name, value)
+        raise _type_error(dtype, name, value)
     else:
         numpy_type: Any = np.float64  # Triton has no longer type
         if dtype:
@@ -84,36 +84,43 @@ def array_of(name: str, value: Any, dtype: str = "") -> Array:
             cast = array.astype(numpy_type, copy=False)
             if dtype == "BF16":
                 cast = (bf16_bits(cast).astype(np.uint32) << 16).view(np.float32)
-        if cast.dtype.kind == "f":
-            is_exact = not (np.isinf(cast) & ~np.isinf(array)).any()
-        elif cast.dtype.kind in "iu" and kind in "iu" and is_array:
-            bounds: Any = np.iinfo(cast.dtype)
-            is_exact = not array.size or (bounds.min <= array.min() and array.max() <= bounds.max)
-        elif is_array:
-            is_exact = cast.tolist() == array.tolist()
-        else:  # numpy may have rounded some numbers of a list already
-            is_exact = cast.tolist() == np.array(value, object).tolist()
-        if not is_exact:
-            raise _not_of(dtype, name, value)
+        if not _is_exact(cast, array, value):
+            raise _type_error(dtype, name, value)
     if not cast.ndim:
         cast = cast.reshape(1)
     return cast
 
 
+def _is_exact(cast: Array, array: Array, value: Any) -> bool:
+    """Return True if ``cast`` has the values of ``array``, which was made of ``value``.
+
+    A float type may round, but not to infinity.
+    """
+    if cast.dtype.kind == "f":
+        return not (np.isinf(cast) & ~np.isinf(array)).any()
+    if not isinstance(value, np.ndarray):
+        # numpy may have rounded some numbers of a list already.
+        return bool(cast.tolist() == np.array(value, object).tolist())
+    if cast.dtype.kind in "iu" and array.dtype.kind in "iu":
+        bounds: Any = np.iinfo(cast.dtype)
+        return not array.size or bool(bounds.min <= array.min() and array.max() <= bounds.max)
+    return bool(cast.tolist() == array.tolist())
+
+
 def _unchanged_array(name: str, value: Any, dtype: str) -> Array:
-    """Make the value an array in which every element is unchanged."""
-    if isinstance(value, np.ma.MaskedArray):  # whose array has values where there are none
+    """Convert the value to an array in which every element is unchanged."""
+    if isinstance(value, np.ma.MaskedArray):  # numpy would ignore the mask
         raise TrtllmBlsError(f"{name}: is a masked array; fill it first, as with .filled(0)")
     try:
-        value = _without_numpys_bytes(value, dtype)
+        value = _with_python_bytes(value, dtype)
         try:
             array = np.asarray(value)
-            is_fixed = array.dtype.kind in "SU" and not isinstance(value, np.ndarray)
-        except UnicodeDecodeError:  # bytes stand beside texts
-            is_fixed = True
-        if is_fixed:
-            # As an array of fixed width, numpy would drop NULs at the ends of texts and bytes, and
-            # write numbers beside texts as texts.
+            has_fixed_width = array.dtype.kind in "SU" and not isinstance(value, np.ndarray)
+        except UnicodeDecodeError:  # a list of both bytes and texts
+            has_fixed_width = True
+        if has_fixed_width:
+            # An array of fixed width drops NULs at the ends of texts and bytes, and has numbers
+            # beside texts as texts.
             array = np.array(value, np.object_)
     except ValueError as error:
         raise TrtllmBlsError(f"{name}: its rows differ in length") from error
@@ -124,17 +131,17 @@ def _unchanged_array(name: str, value: Any, dtype: str) -> Array:
         try:  # numpy has no type for whole numbers this large
             array = array.astype(np.float64)
         except OverflowError as error:
-            raise _not_of(dtype, name, value) from error
+            raise _type_error(dtype, name, value) from error
     return array
 
 
-def _without_numpys_bytes(value: Any, dtype: str) -> Any:
-    """Put bytes in place of ``numpy.bytes_``, and for ``STRING`` in place of other buffers.
+def _with_python_bytes(value: Any, dtype: str) -> Any:
+    """Convert ``numpy.bytes_`` to bytes, and for ``STRING`` also other buffers.
 
-    ``numpy.bytes_`` lose NULs at their ends in arrays.
+    In an array, ``numpy.bytes_`` lose NULs at their ends.
     """
     if isinstance(value, list) and value and not isinstance(value[0], (int, float)):
-        return [_without_numpys_bytes(item, dtype) for item in value]
+        return [_with_python_bytes(item, dtype) for item in value]
     is_buffer = dtype == "STRING" and isinstance(value, (bytearray, memoryview))
     if is_buffer or isinstance(value, np.bytes_):
         return bytes(value)
@@ -142,9 +149,11 @@ def _without_numpys_bytes(value: Any, dtype: str) -> Any:
 
 
 def bf16_bits(array: Array) -> Array:
-    """Round numbers to BF16, as 16 bits: to the nearest, to even where there are two."""
+    """Round numbers to BF16 and return their 16 bits: to the nearest, and ties to even.
+
+    The oldest tritonclient that is supported has no such function.
+    """
     bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
-    # The oldest tritonclient that is supported cannot do this.
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
 
@@ -158,20 +167,20 @@ def _utf8(name: str, value: Any) -> bytes:
     if not isinstance(value, bytes):
         kind = type(value).__name__
         raise TrtllmBlsError(f"{name}: holds a {kind}; a tensor holds numbers, texts or bytes")
-    return bytes(value)  # numpy's own lose NULs
+    return bytes(value)  # ``numpy.bytes_`` lose NULs
 
 
-def _not_of(dtype: str, name: str, value: Any) -> TrtllmBlsError:
+def _type_error(dtype: str, name: str, value: Any) -> TrtllmBlsError:
     return TrtllmBlsError(f"{name}: {repr(value)[:80]} is not {dtype}")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that a tensor may hold; their ``str`` stands in error messages."""
+    """The numbers that a tensor may hold. Error messages have their ``str``."""
 
     low: float = -math.inf
     high: float = math.inf
-    above: bool = False  # low itself is not allowed
+    above: bool = False  # True: ``low`` itself is not allowed
 
     def allow(self, value: float) -> bool:
         """Return True if ``value`` is a finite number within the bounds."""
@@ -192,11 +201,11 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output.
+    """An input or output of a model.
 
-    ``dims`` exclude the batch. ``scalar`` inputs arrive at a Python model as ``[B]`` although
-    clients send ``[B, 1]`` (``reshape`` in the configuration). ``field`` is the name of the value
-    inside the package; two rows with one field are two spellings of the same thing.
+    ``dims``: the shape without the batch dimension. ``scalar``: the input arrives at a Python model
+    as ``[B]``, although clients send ``[B, 1]`` (``reshape`` in the configuration). ``field``: the
+    value's name inside the package; two tensors with the same field are two spellings of a value.
     """
 
     name: str
@@ -208,7 +217,7 @@ class Tensor:
     ragged: bool = False
     bounds: Bounds | None = None
     key: str = dataclasses.field(init=False)  # the value's name inside the package
-    numpy_type: type = dataclasses.field(init=False)  # its elements' type; object for STRING
+    numpy_type: type = dataclasses.field(init=False)  # the elements' type; object for STRING
     single: bool = dataclasses.field(init=False)  # exactly one element per batch row
 
     def __post_init__(self) -> None:
@@ -227,10 +236,10 @@ class Tensor:
         return self.dtype
 
     def array(self, value: Any, *, rows: bool = False) -> Array:
-        """Make ``array_of`` this tensor, whose shape has to be the declared one.
+        """Convert a value to this tensor's array with ``array_of``, and check its shape.
 
-        A single value gets as many dimensions as are declared. With ``rows`` a dimension of rows
-        comes first, which the value may lack: then it is one row. Raises ``TrtllmBlsError``.
+        A single value gets as many dimensions as are declared. With ``rows`` the first dimension
+        is the batch; a value without it is one row. Raises ``TrtllmBlsError``.
         """
         array = array_of(self.name, value, self.dtype)
         dims = self.dims
@@ -249,7 +258,7 @@ class Tensor:
         return array
 
     def check(self, value: float) -> None:
-        """Raise ``InvalidRequest`` where the value is outside the tensor's bounds."""
+        """Raise ``InvalidRequest`` if the value is outside the tensor's bounds."""
         if self.bounds is not None and not self.bounds.allow(value):
             expected = str(self.bounds)
             if not math.isfinite(value):
@@ -259,7 +268,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of the repository: its tensors, in the order of the configuration file."""
+    """A model of the repository, with its tensors in the order of the configuration file."""
 
     name: str
     inputs: tuple[Tensor, ...]
@@ -281,7 +290,7 @@ class Model:
 # --- the rows ----------------------------------------------------------------------------------
 
 _AT_LEAST_ONE = Bounds(low=1)
-_SEQUENCES = Bounds(low=1, high=256)  # each costs memory before the engine sees any of them
+_SEQUENCES = Bounds(low=1, high=256)  # a sequence costs memory before the engine gets the request
 _NOT_NEGATIVE = Bounds(low=0)
 _POSITIVE = Bounds(low=0, above=True)
 _FINITE = Bounds()
@@ -294,7 +303,7 @@ def _alike(dtype: str, *names: str, **options: Any) -> tuple[Tensor, ...]:
     return tuple(Tensor(name, dtype, **options) for name in names)
 
 
-# As in the text models. A top_p <= 0 means "not set" on the wire, so it has no lower bound.
+# The text models' names. A top_p <= 0 means "not set" on the wire, so it has no lower bound.
 _TEXT_SAMPLING = (
     Tensor("beam_width", "INT32", bounds=_AT_LEAST_ONE),
     Tensor("temperature", "FP32", bounds=_NOT_NEGATIVE),
@@ -309,9 +318,9 @@ _TEXT_SAMPLING = (
     Tensor("seed", "UINT64", bounds=_UNSIGNED),
     Tensor("random_seed", "UINT64", field="seed", bounds=_UNSIGNED),
 )
-# Upstream only tensorrt_llm has these; our tensorrt_llm_bls has them too, under the same names. The
-# C++ backend looks for runtime_top_p_min under another name, so no release has it, nor min_p. It
-# reads no_repeat_ngram_size, which upstream's configuration does not declare.
+# Upstream, only tensorrt_llm has these. Our tensorrt_llm_bls has them too, under the same names.
+# The C++ backend looks for runtime_top_p_min under another name and does not read min_p, so no
+# release has these two. It reads no_repeat_ngram_size, which upstream's configuration lacks.
 _FINE_SAMPLING = (
     Tensor("runtime_top_p_min", "FP32", field="top_p_min", bounds=_PROBABILITY),
     Tensor("runtime_top_p_decay", "FP32", field="top_p_decay", bounds=_PROBABILITY),
@@ -353,9 +362,10 @@ _RETURN_FLAGS = (
 
 
 _GUIDED = _alike("STRING", GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, ragged=True)
-# Ours, for TensorRT-LLM's LLM API: an adapter of the server's model.yaml, or any by name, id
-# (lora_task_id) and directory, as upstream's llmapi model takes it; a salt, whose prompts share KV
-# cache blocks with each other alone; the rank among waiting requests; a processor of model.yaml.
+# Ours, for TensorRT-LLM's LLM API. An adapter is one of the server's model.yaml, or any one by
+# name, id (lora_task_id) and directory, as in upstream's llmapi model. Prompts share KV cache
+# blocks only with prompts of the same salt. priority ranks waiting requests. The logits
+# post-processor is one of model.yaml.
 _LLM_API = (
     *_alike("STRING", "lora_name", "lora_path", "lora_ckpt_source", "cache_salt", ragged=True),
     Tensor("priority", "FP32", ragged=True, bounds=Bounds(low=0, high=1)),
@@ -408,8 +418,8 @@ ENGINE = Model(
         *_PROMPT_TABLE,
         Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True),
         *_LORA,
-        # For models with an encoder, which none of ours is: preprocessing answers with them, as
-        # upstream's does, and upstream's clients hand them on.
+        # For models with an encoder, which we have none of. Upstream's clients pass them on from
+        # preprocessing, so ours answers with them, too.
         Tensor("decoder_input_ids", "INT32", (-1,), ragged=True),
         Tensor("decoder_input_lengths", "INT32", scalar=True),
         Tensor("retention_token_range_starts", "INT32", (-1,), ragged=True),
@@ -454,15 +464,15 @@ PREPROCESSING = Model(
     PREPROCESSING_NAME,
     inputs=(
         Tensor("QUERY", "STRING", field="text_input"),
-        # A request needs it, yet it is declared optional: Triton ends an ensemble without an answer
-        # where a step lacks a required input. So the model itself refuses a request without it.
+        # Required, but declared optional: Triton ends an ensemble without an answer if a step lacks
+        # a required input. So the model itself refuses a request without it.
         Tensor("REQUEST_OUTPUT_LEN", "INT32", field="max_tokens"),
         *(Tensor(name, dtype, (-1,), field=field) for field, name, dtype in _WORD_LISTS),
         Tensor("END_ID", "INT32", field="end_id", bounds=Bounds(low=-1)),
         Tensor("PAD_ID", "INT32", field="pad_id"),
         Tensor("MESSAGES", "STRING", field="messages"),  # ours
         Tensor("ADD_SPECIAL_TOKENS", "BOOL", field="add_special_tokens"),  # ours
-        # Ours, and STREAM too: see the ensemble.
+        # Ours. The ensemble passes these two on from its own inputs; STREAM has no effect.
         *_alike("INT32", "MIN_TOKENS", "MIN_LENGTH", field="min_tokens", bounds=_NOT_NEGATIVE),
         Tensor("STREAM", "BOOL", field="stream"),
     ),
@@ -510,7 +520,7 @@ ENSEMBLE = Model(
     decoupled=True,
     backend=ENSEMBLE_PLATFORM,
     inputs=(
-        *(replace(tensor, required=False) for tensor in _TEXT_INPUTS),  # see preprocessing
+        *(replace(tensor, required=False) for tensor in _TEXT_INPUTS),  # see REQUEST_OUTPUT_LEN
         *_alike("BOOL", *_RETURN_FLAGS),
         Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES),
         *_TEXT_PROMPT_TABLE,
@@ -551,9 +561,9 @@ BLS = Model(
     ),
 )
 
-# Upstream's ``llmapi`` model, which has the name of the engine's: text in, text out, one prompt, no
-# batch. ``configure --from`` writes it with the code of tensorrt_llm_bls; the field of an input
-# names that model's input with the same meaning. No engine of ours reports kv_cache_missed_block
+# Upstream's ``llmapi`` model, which has the engine's name: text in, text out, one prompt, no batch.
+# ``configure --from`` writes it with the code of tensorrt_llm_bls. The field of an input is the
+# name of that model's input with the same meaning. No engine of ours reports kv_cache_missed_block
 # and kv_cache_hit_rate.
 _TEXT_TENSORS = {tensor.name: tensor for tensor in (*_TEXT_SAMPLING, *_TEXT_INPUTS)}
 

@@ -1,6 +1,6 @@
 """A request's guide, LoRA adapter and cache salt as inputs of an engine, and back.
 
-Elsewhere they are typed values. Only this module knows which inputs each of them has.
+The rest of the package has them as typed values. Only this module knows their inputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TYPED_INPUTS = frozenset((GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT, _SALT_INPUT, *_ADA
 def typed_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields ``guide``, ``adapter`` and ``cache_salt`` of a request with these inputs.
 
-    A value is an array, or one text or number. A field that no input speaks of is not returned.
+    A value is an array, or one text or number. A field without any of its inputs is left out.
     Raises ``InvalidRequest``.
     """
     fields: dict[str, Any] = {}
@@ -67,9 +67,9 @@ def typed_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def required_inputs(request: BaseRequest) -> dict[str, Any]:
-    """Return the values of the typed fields by input name, as far as an engine must obey them.
+    """Return the values that an engine must honour, by input name.
 
-    A cache salt that is not ``required`` is left out.
+    An engine may ignore a cache salt that is not ``required``, so that one is left out.
     """
     values: dict[str, Any] = {}
     if request.guide is not None:
@@ -86,22 +86,25 @@ def required_inputs(request: BaseRequest) -> dict[str, Any]:
 def input_arrays(request: BaseRequest, *, salted: bool) -> dict[str, Array]:
     """Return the typed fields as arrays without a batch dimension.
 
-    A ``salted`` engine keeps KV cache blocks apart, so any cache salt is sent to it.
+    A ``salted`` engine separates KV cache blocks by salt, so it gets every cache salt.
     """
     values = required_inputs(request)
     if salted and request.cache_salt is not None:
         values[_SALT_INPUT] = str(request.cache_salt)
     arrays = {}
     for name, value in values.items():
-        is_array = isinstance(value, np.ndarray)
-        arrays[name] = value if is_array else ENGINE.input_named[name].array(value)
+        if not isinstance(value, np.ndarray):
+            value = ENGINE.input_named[name].array(value)
+        arrays[name] = value
     return arrays
 
 
 def _text(value: Any) -> str | None:
-    """Return one text that is a ``str``, ``bytes`` or an array of either; ``None`` for no text."""
+    """Return the text of a ``str``, ``bytes`` or array; None for None or an empty array."""
     if isinstance(value, np.ndarray):
-        value = value.reshape(-1)[0] if value.size else None
+        if value.size == 0:
+            return None
+        value = value.reshape(-1)[0]
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bytes):

@@ -1,6 +1,6 @@
-"""Word lists as token ids, the ``[2, N]`` layout of stop and bad words; and biases of tokens.
+"""Word lists as token ids in the ``[2, N]`` layout of stop and bad words, and biases of tokens.
 
-Row 0 holds all words' ids end to end, row 1 the running end offset of each word, then -1.
+Row 0 has the ids of all words end to end. Row 1 has each word's end offset in row 0, then -1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trtllm_bls.types import Array, TokenIds
 
 
 def pack_words(words: Sequence[TokenIds], columns: int = 0) -> Array:
-    """``[2, N]`` INT32; N is the number of ids, at least ``columns`` (for batches)."""
+    """Return the ``[2, N]`` layout as INT32. N is the number of ids, or ``columns`` if larger."""
     words = [word for word in words if word]
     ids = array("i", itertools.chain.from_iterable(words))
     width = max(len(ids), columns)
@@ -28,17 +28,20 @@ def pack_words(words: Sequence[TokenIds], columns: int = 0) -> Array:
 
 
 def unpack_words(name: str, packed: Array) -> tuple[TokenIds, ...]:
-    """The words of one row; raises ``InvalidRequest`` for a layout the engine would refuse."""
+    """Return the words of one batch row.
+
+    Raises ``InvalidRequest`` for a layout that the engine would refuse.
+    """
     if packed.ndim != 2 or packed.shape[0] != 2:
         raise InvalidRequest(name, f"shape {list(packed.shape)} is not [2, N]")
     ids, offsets = packed.tolist()
     words: list[TokenIds] = []
     start = 0
-    ended = False
+    is_padding = False
     for offset in offsets:
         if offset == -1:
-            ended = True
-        elif ended or offset > len(ids) or offset <= start:
+            is_padding = True
+        elif is_padding or offset > len(ids) or offset <= start:
             raise InvalidRequest(
                 name,
                 f"end offsets {offsets} must rise strictly, stay within {len(ids)} and then be -1",
@@ -50,8 +53,8 @@ def unpack_words(name: str, packed: Array) -> tuple[TokenIds, ...]:
 
 
 def dense_bias(bias: Iterable[tuple[int, float]], vocab_size: int) -> Array:
-    """An ``embedding_bias`` as one number for each id."""
-    values = np.zeros(vocab_size, np.float32)
-    for token, weight in bias:
-        values[token] += weight
-    return values
+    """Return an ``embedding_bias`` as one number for each token id."""
+    weights = np.zeros(vocab_size, np.float32)
+    for token_id, weight in bias:
+        weights[token_id] += weight
+    return weights
