@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from mypy_extensions import mypyc_attr
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls, wire_id
@@ -46,6 +47,8 @@ from trtllm_bls.settings.parameters import is_true
 from trtllm_bls.types import (
     ENGINE_METRICS,
     GUIDE_TEXT_INPUT,
+    SAMPLING_FIELDS,
+    WANTS_FIELDS,
     Array,
     Draft,
     EngineCapacity,
@@ -279,6 +282,8 @@ class StreamPool:
 # --- the engine's model ---------------------------------------------------------------------
 
 
+# Its cached properties need a ``__dict__``, which a compiled class has not.
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class DeployedModel:
     """The inputs (with Triton's data types), outputs and parameters that one model declares."""
@@ -395,12 +400,13 @@ def request_inputs(
         "num_return_sequences": sequences if sequences > 1 else None,
         "end_id": request.end_id,
         "pad_id": request.pad_id,
-        **vars(request.sampling),
+        **{name: getattr(request.sampling, name) for name in SAMPLING_FIELDS},
         "draft_acceptance_threshold": draft.acceptance_threshold if draft is not None else None,
         "input_lengths": len(request.input_ids),
         "exclude_input_in_output": True if "exclude_input_in_output" in data_types else None,
     }
-    for name, demand in vars(request.wants).items():
+    for name in WANTS_FIELDS:
+        demand = getattr(request.wants, name)
         # Counts are the caller's own business; the engine need not send them.
         if demand and not name.startswith("num_"):
             numbers[f"return_{name}"] = demand

@@ -45,7 +45,7 @@ REASONS = {
     "timeout": FinishReason.TIMEOUT,
     "cancelled": FinishReason.CANCELLED,
 }
-GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
+GUIDE_TYPES: tuple[str, ...] = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 # The setting of an engine of this kind in place of drafts.
 SPECULATES = "it speculates by speculative_config in its own --extra_llm_api_options"
 # The fields of ``Sampling`` that both have, with their names there.

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from trtllm_bls.openai.api_errors import DONE, ApiError, invalid
 from trtllm_bls.openai.conversation import ChatModel, turn_request
@@ -59,6 +60,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ResponseBuilder(ABC):
     """The response to one HTTP request.
 
@@ -197,7 +199,7 @@ class ChoicesBuilder(ResponseBuilder):
                 self._predicted += ending.speculation.predicted
                 self._accepted += ending.speculation.predicted_accepted
         if self.stream:
-            return b"".join(self._frames.event(index, d) for d in self._deltas(index, chunk))
+            return b"".join([self._frames.event(index, d) for d in self._deltas(index, chunk)])
         if well_ended(chunk):  # a whole response has one chunk per choice
             self._ended[index] = chunk
         return b""
@@ -259,6 +261,7 @@ def sse(kind: str, **fields: object) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PartsBuilder(ResponseBuilder):
     """A response of one choice whose parts are opened, grow, and are closed, one after another."""
 

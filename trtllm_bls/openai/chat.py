@@ -113,7 +113,7 @@ class ChatResponse(ChoicesBuilder):
             # OpenAI's package keeps choices in a list, so each has to begin before the next one.
             for earlier in range(index):
                 opening += b"".join(
-                    self._frames.event(earlier, delta) for delta in self._opening(earlier)
+                    [self._frames.event(earlier, delta) for delta in self._opening(earlier)]
                 )
         return opening + super().add(index, chunk)
 

@@ -36,7 +36,8 @@ _PROMPT_FORMS: dict[type, Any] = {
 class CompletionResponse(ChoicesBuilder):
     """Builds the response to a ``CompletionRequest``; raises ``ApiError`` where it cannot."""
 
-    object = chunk_object = "text_completion"
+    object = "text_completion"
+    chunk_object = "text_completion"
     prompt_field = "prompt"
     id_prefix = "cmpl-"
 

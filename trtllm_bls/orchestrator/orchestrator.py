@@ -15,10 +15,12 @@ import secrets
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
+
+from mypy_extensions import mypyc_attr
 
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import (
@@ -122,23 +124,24 @@ class Admission:
         if self.room <= 0:
             raise self._overloaded("as many as may", "max_queued_requests")
 
-    @asynccontextmanager
-    async def acquire(self, sequences: int) -> AsyncIterator[None]:
+    def acquire(self, sequences: int) -> _PlaceContext:
         """Let a request of so many sequences run while the context is entered; wait for that first.
 
         Entering raises what ``take`` does, and ``Overloaded`` after waiting too long.
         """
-        place, timer = self.take(sequences), None
+        return _PlaceContext(self, sequences)
+
+    async def wait(self, place: Place) -> None:
+        """Wait until a request of ``take`` may run. Raises ``Overloaded`` after too long."""
+        timer = None
         if self._max_queue_s is not None and not place.admitted.done():
             loop = place.admitted.get_loop()
             timer = loop.call_later(self._max_queue_s, self._give_up, place.admitted)
         try:
             await place.admitted
-            yield
         finally:
             if timer is not None:
                 timer.cancel()
-            self.leave(place)
 
     def take(self, sequences: int) -> Place:
         """A place for a request of so many sequences, which has to ``leave`` it.
@@ -210,6 +213,28 @@ class Admission:
         return Overloaded.for_now(f"{problem} (parameter {parameter})", max(1, seconds), parameter)
 
 
+class _PlaceContext:
+    """The context in which a request has its place."""
+
+    def __init__(self, admission: Admission, sequences: int) -> None:
+        self._admission = admission
+        self._sequences = sequences
+        self._place: Place | None = None
+
+    async def __aenter__(self) -> None:
+        place = self._admission.take(self._sequences)
+        try:
+            await self._admission.wait(place)
+        except BaseException:
+            self._admission.leave(place)
+            raise
+        self._place = place
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._place is not None:
+            self._admission.leave(self._place)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
     """What a deployment decides where a request is silent.
@@ -257,6 +282,7 @@ class TextSink(Protocol):
         """Take a chunk; never waits. Several may come in a row, one per sequence."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Orchestrator:
     """Serves any number of requests at once on one event loop; usable in any process.
 
@@ -338,13 +364,18 @@ class Orchestrator:
         )
         try:
             self._check(request)
-            async with time_limit, self.admission.acquire(request.num_return_sequences):
-                engine_request, answer = await self._prepare(request)
-                on_prompt(len(engine_request.input_ids))
-                record.asked, record.answer = engine_request, answer
-                record.begun_at = asyncio.get_running_loop().time()
-                stream = self._engine.generate(engine_request)
-                await self._drive(stream, answer, record)
+            async with time_limit:
+                place = self.admission.take(request.num_return_sequences)
+                try:
+                    await self.admission.wait(place)
+                    engine_request, answer = await self._prepare(request)
+                    on_prompt(len(engine_request.input_ids))
+                    record.asked, record.answer = engine_request, answer
+                    record.begun_at = asyncio.get_running_loop().time()
+                    stream = self._engine.generate(engine_request)
+                    await self._drive(stream, answer, record)
+                finally:
+                    self.admission.leave(place)
         except BaseException as error:
             ended_by, so_far = error, record.answer
             timed_out = isinstance(error, asyncio.TimeoutError) and has_expired(time_limit)
@@ -500,6 +531,7 @@ def _with_seed(request: TextRequest) -> TextRequest:
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RequestTimes:
     """When a request came, began and was answered, by the clock of the running event loop."""
 
@@ -623,12 +655,18 @@ def has_expired(limit: Timeout) -> bool:
     The clock does not tell: timers fire up to its resolution early, which is 1 ms in uvloop.
     """
     # In Python 3.10, ``async_timeout`` has a property in place of the method.
-    return bool(limit.expired() if sys.version_info >= (3, 11) else limit.expired)
+    if sys.version_info >= (3, 11):
+        return limit.expired()
+    else:
+        return bool(limit.expired)
 
 
 def seconds_left(limit: Timeout) -> float | None:
     """Return the seconds until ``limit`` raises the timeout; None: it never does."""
-    when = limit.when() if sys.version_info >= (3, 11) else limit.deadline
+    if sys.version_info >= (3, 11):
+        when = limit.when()
+    else:
+        when = limit.deadline
     return None if when is None else when - asyncio.get_running_loop().time()
 
 

@@ -105,7 +105,7 @@ codecs.register_error("trtllm_bls.one_mark_per_byte", _one_mark_per_byte)
 
 # The GPT-2 alphabet: printable Latin-1 stands for itself, the other bytes from U+0100 on.
 _PRINTABLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_SHIFTED_BYTES = (byte for byte in range(256) if byte not in _PRINTABLE_BYTES)
+_SHIFTED_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE_BYTES]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE_BYTES} | {
     chr(256 + index): byte for index, byte in enumerate(_SHIFTED_BYTES)
 }

@@ -35,7 +35,7 @@ def check_words(field: str, words: Sequence[str], most: int, longest: int) -> No
 def checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
     """The stops without empty and repeated ones. Raises ``InvalidRequest`` above the limits."""
     check_words("stop_words", stops, MAX_STOPS, MAX_STOP_CHARS)
-    return tuple(dict.fromkeys(stop for stop in stops if stop))
+    return tuple(dict.fromkeys([stop for stop in stops if stop]))
 
 
 def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:

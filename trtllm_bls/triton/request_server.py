@@ -34,15 +34,16 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from trtllm_bls.errors import (
@@ -351,7 +352,7 @@ class Delay(NamedTuple):
     seconds: float | None
 
 
-@dataclass(slots=True)
+@dataclass
 class Outbox:
     """What one call sends, and when, decided without I/O: its methods return what is to be done.
 
@@ -418,7 +419,7 @@ class Call:
     ``ready`` are called on the event loop. The first three never wait.
     """
 
-    _numbers = itertools.count(1)
+    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
 
     def __init__(
         self,
@@ -598,6 +599,7 @@ class Call:
         return True
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SenderThreads:
     """``threads`` threads that send responses, and the turns that calls take to make them.
 

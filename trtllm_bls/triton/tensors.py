@@ -494,8 +494,11 @@ def _text(text: str) -> Array:
     return np.array([text.encode("utf-8")], dtype=np.object_)
 
 
-def _number_arrays(model: Model, numbers: Mapping[str, float]) -> dict[str, Array]:
-    """Each number as ``[1, 1]``, in the type of its output."""
+def _number_arrays(model: Model, numbers: Mapping[str, int | float]) -> dict[str, Array]:
+    """Each number as ``[1, 1]``, in the type of its output.
+
+    Compiled code turns whatever is typed ``float`` into one, and a seed has more digits.
+    """
     return {
         name: np.array([[value]], dtype=model.output_named[name].numpy_type)
         for name, value in numbers.items()
@@ -574,7 +577,7 @@ def as_llmapi_outputs(
     outputs: Mapping[str, Array], inputs: Mapping[str, Array]
 ) -> dict[str, Array]:
     """What upstream's model sends to a request with the inputs ``asked``."""
-    flags = {None, *(name for name, array in inputs.items() if array.any())}
+    flags = {None, *[name for name, array in inputs.items() if array.any()]}
     reasons = {name: _text("None") for name in ("finish_reason", "stop_reason")}  # of each response
     known = {name: array.reshape(-1) for name, array in {**reasons, **outputs}.items()}
     if known["finish_reason"][0] == b"end_id":

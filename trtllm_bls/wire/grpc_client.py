@@ -47,6 +47,8 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Generic, TypeAlias, TypeVar, cast
 
+from mypy_extensions import mypyc_attr
+
 from trtllm_bls.errors import EngineError, Overloaded, TrtllmBlsError
 from trtllm_bls.types import Backoff
 from trtllm_bls.wire.http2 import GrpcError, Http2Client, Received, State, packed_headers
@@ -83,6 +85,7 @@ OnEnd = Callable[[GrpcError | None], None]
 _log = logging.getLogger(__name__)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class GrpcChannel:
     """Calls to one gRPC server at ``target``: ``host:port``, an IPv6 host in brackets.
 
@@ -173,7 +176,7 @@ class GrpcChannel:
         connections = list(self.connections)
         for connection in connections:
             connection.end(GrpcError("CANCELLED", f"the connection to {self.target} was closed"))
-        await asyncio.gather(*(connection.disconnected() for connection in connections))
+        await asyncio.gather(*[connection.disconnected() for connection in connections])
 
     # --- used by the connections --------------------------------------------------------------
 
@@ -520,6 +523,7 @@ AtEnd: TypeAlias = Callable[[StreamEnd, Exception | None], None]
 Release: TypeAlias = Callable[[GrpcCall, StreamEnd], None]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Arrivals(Generic[Item]):
     """Items that arrive on the event loop while one reader takes them; adding never waits.
 
@@ -610,6 +614,7 @@ class Arrivals(Generic[Item]):
             waiter.set_result(None)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ResponseStream(Arrivals[Item]):
     """The answer to one request that a server sends over a call of its own.
 

@@ -107,7 +107,7 @@ class Received:
         self.failure: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class _Stream:
     """One request, as far as it is not sent, and the part of a message that has arrived."""
 
