@@ -54,7 +54,7 @@ def test_the_search_gives_what_the_walk_gives() -> None:
         guard = ChatGuard(tokens, chance.choice(NORMALIZERS))
         made = value(chance, 4)
         guarded = outcome(guard.guard, made)
-        expected = outcome(guard.guard_each, made)
+        expected = outcome(guard.guard_nested, made)
         assert repr(guarded) == repr(expected)
         unchanged += guarded is made
 
@@ -71,7 +71,7 @@ def test_depth_is_counted_as_by_the_walk(depth: int, leaf: Any, is_list: bool) -
     for _ in range(depth):
         made = [made] if is_list else {"key": made}
     guard = ChatGuard(TOKENS, None)
-    assert outcome(guard.guard, made) == outcome(guard.guard_each, made)
+    assert outcome(guard.guard, made) == outcome(guard.guard_nested, made)
     levels = depth + (leaf != "text")
     assert (json_texts(made) is None) is (levels > MAX_DEPTH)
 
@@ -88,7 +88,7 @@ def test_a_request_without_control_tokens_is_searched_once() -> None:
             searches += 1
 
     guard = ChatGuard(TOKENS, None)
-    guard._written = Counted()  # type: ignore[assignment]
+    guard._pattern = Counted()  # type: ignore[assignment]
     tools = [{"function": {"name": f"tool_{number}", "parameters": {}}} for number in range(128)]
     assert guard.guard("tools", tools) is tools
     assert searches == 1

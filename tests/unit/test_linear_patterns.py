@@ -31,7 +31,7 @@ COMPOSED: dict[str, Callable[[], list[Any]]] = {
     "trtllm_bls.text.chat_formats.formats_of": lambda: [],  # over a template, once at load
     "trtllm_bls.text.tokenizer._written_by": lambda: [],  # the same
     "trtllm_bls.text.tokenizer._any_of": lambda: [
-        guard._written for guard in tokenizer()._chat_guards if guard.tokens
+        guard._pattern for guard in tokenizer()._chat_guards if guard.tokens
     ],
     "trtllm_bls.text.tokenizer.__init__": lambda: [
         cache._border for cache in [tokenizer()._cache] if cache is not None
