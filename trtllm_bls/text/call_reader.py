@@ -70,6 +70,12 @@ class Unread:
         self.at = end
         return self.text[begin:end]
 
+    def read_to(self, match: Any) -> str:
+        """Return the text up to a match of ``find``, or all text without one; it is read now."""
+        if match is None:
+            return self.read(len(self.text))
+        return self.read(match.start())
+
     def match(self, pattern: str, *, partial: bool | None = None) -> Any:
         """Match the pattern here; a partial match is the beginning of one.
 
@@ -166,7 +172,7 @@ class CallReader:
         """Read up to the pattern's match, which is returned; ``take`` gets the text before it."""
         while True:
             end = self.unread.find(pattern)
-            take(self.unread.read(end.start() if end else len(self.unread.text)))
+            take(self.unread.read_to(end))
             if end is not None and not end.partial:
                 self.unread.at = end.end()
                 return end

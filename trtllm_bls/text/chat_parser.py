@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 import secrets
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -180,14 +179,14 @@ class ChatParser:
         self._calls_in_thoughts = tools is not None and bool(tools.begin) and tools.bare != ""
         self._reasoning = reasoning
         self._offered = OfferedTools(schemas)
-        self._max_calls = sys.maxsize if max_calls is None else max_calls
+        self._max_calls = max_calls
         self._new_id = new_id
         self._note_call = note_call
         self.ended = False
         self.outcomes: list[CallOutcome] = []
         self._num_calls = 0
         self._call: CallReader | None = None
-        self._reading: Reading | None = None  # of the call
+        self._reading: Reading | None = None  # the reader of that call
         self._unread = Unread()
         self._blank: list[str] = []  # white space that is text only if more text follows
         self._candidate: list[str] = []  # text from a marker on: content if no call follows
@@ -198,7 +197,7 @@ class ChatParser:
         self._is_amid_text = False  # text precedes it
         self._is_inside = False  # the markers behind calls have not come
         self._draft_from = -1  # where in the unread text a search for the end of reasoning goes on
-        self._kinds: set[type] = set()  # of the text so far
+        self._kinds: set[type] = set()  # the kinds of text that have had an event
         self._events: list[ChatEvent] = []
         # A function of the class. A bound method would be a reference cycle, which keeps the parser
         # until a garbage collection.
@@ -233,7 +232,9 @@ class ChatParser:
         if self.plain:
             begin = self._unread.dropped
             self._unread.at = len(text)
-            return [Content(text, (begin, begin + len(text)))] if text else []
+            if not text:
+                return []
+            return [Content(text, (begin, begin + len(text)))]
         while self._unread and self._step(self):
             pass
         events = self._drain_events()
@@ -288,9 +289,10 @@ class ChatParser:
             if tag is not None:
                 unread.at = tag.end()
                 self._strips = True
-                self._step = ChatParser._reason if tag["begin"] else ChatParser._start
+                if tag["begin"]:
+                    self._step = ChatParser._reason
                 return True
-        loose = unread.match(tools.loose) if tools.loose else None
+        loose = unread.match(tools.loose or "(?!)")
         if loose is not None and loose.partial:
             return False
         is_bare = tools.bare is not None and unread.text.startswith(tools.bare, unread.at)
@@ -311,7 +313,9 @@ class ChatParser:
         self._has_bracket = False
         self._is_inside = False
         self._is_amid_text = False
-        self._candidate = [] if drops else self._blank
+        self._candidate = []
+        if not drops:
+            self._candidate = self._blank
         self._blank = []
         self._step = ChatParser._between
 
@@ -333,16 +337,16 @@ class ChatParser:
         header = unread.match(_header_in_thoughts(tools))
         if header is not None and header.partial:
             return False
-        name = header.groupdict().get("name") if header is not None else None
-        is_call = header is not None and (
-            name is None or not self._offered.are_known or self._offered.named(name) is not None
-        )
-        if is_call:
+        if header is not None and self._may_name(header.groupdict().get("name")):
             self._draft_from = 0
             self._step = ChatParser._draft
         else:
             self._add_text(Reasoning, unread.read(unread.at + 1))
         return True
+
+    def _may_name(self, name: str | None) -> bool:
+        """True for the name of a tool, and where the name or the tools are not known."""
+        return name is None or not self._offered.are_known or self._offered.named(name) is not None
 
     def _draft(self) -> bool:
         """Hold back a call within reasoning, until that ends or the answer does.
@@ -360,7 +364,8 @@ class ChatParser:
             self._strips = True
             return True
         if not unread.ended:
-            self._draft_from = (end.start() if end is not None else len(unread.text)) - unread.at
+            searched = len(unread.text) if end is None else end.start()
+            self._draft_from = searched - unread.at
             return False
         draft = ChatParser(self._tools, schemas=self._offered.schemas)
         draft.feed(unread.text[unread.at :], FinishReason.END_ID)
@@ -392,9 +397,10 @@ class ChatParser:
         """Begin the next call or message after a marker or a call, or return to content."""
         tools = self._tools
         unread = self._unread
-        # Models write a brace too many behind a call.
-        is_behind = self._drops and tools.language != "xml"
-        self._hold(unread.skip_blanks(_CLOSED) if is_behind else unread.skip_blanks())
+        if self._drops and tools.language != "xml":
+            self._hold(unread.skip_blanks(_CLOSED))  # Models write a brace too many behind a call.
+        else:
+            self._hold(unread.skip_blanks())
         if not unread:
             return False
         header = unread.match(tools.header, partial=True)
@@ -436,7 +442,9 @@ class ChatParser:
         tools = self._tools
         groups = header.groupdict()
         raw_name = groups.get("name")
-        name = None if raw_name is None else self._offered.named(raw_name)
+        name = None
+        if raw_name is not None:
+            name = self._offered.named(raw_name)
         is_message = "channel" in groups and name is None
         if is_message and raw_name is not None:
             is_message = not raw_name.startswith("functions.")
@@ -444,9 +452,10 @@ class ChatParser:
         self._hold(self._unread.read(header.end()))
         if is_message:
             channels = header.captures("channel")
-            thinks = channels[:1] == ["analysis"] or raw_name is not None
-            is_reasoning = thinks and self._reasoning is not None
-            self._step = ChatParser._reason if is_reasoning else ChatParser._read_content
+            is_thought = channels[:1] == ["analysis"] or raw_name is not None
+            self._step = ChatParser._read_content
+            if is_thought and self._reasoning is not None:
+                self._step = ChatParser._reason
             self._candidate = []
             self._strips = True
             return
@@ -502,7 +511,7 @@ class ChatParser:
         assert call is not None
         unread = self._unread
         marker = unread.find(any_of(self._tools.markers))
-        call.output.append(unread.read(marker.start() if marker else len(unread.text)))
+        call.output.append(unread.read_to(marker))
         self._add_call(call)
         if not unread.ended and (marker is None or marker.partial):
             return False
@@ -519,8 +528,10 @@ class ChatParser:
         Without a match, it is the text that cannot be the beginning of one.
         """
         match = self._unread.find(pattern)
-        self._add_text(kind, self._unread.read(match.start() if match else len(self._unread.text)))
-        return None if match is None or match.partial else match
+        self._add_text(kind, self._unread.read_to(match))
+        if match is None or match.partial:
+            return None
+        return match
 
     def _hold(self, text: str) -> None:
         if text and not self._drops:
@@ -598,6 +609,8 @@ class ChatParser:
     def _drain_events(self) -> list[ChatEvent]:
         events = self._events
         self._events = []
+        if self._max_calls is None:
+            return events
         return [event for event in events if getattr(event, "index", 0) < self._max_calls]
 
 
@@ -612,7 +625,9 @@ def plain_name(tools: ToolFormat, raw_name: str) -> str:
     """Return the name of a tool that the request may not have."""
     match = _RAW_NAME.fullmatch(raw_name)
     is_id = tools.id_form or "channel" in tools.header
-    return match[1] if is_id and match is not None else raw_name
+    if is_id and match is not None:
+        return match[1]
+    return raw_name
 
 
 _RAW_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d{1,9})?")

@@ -90,6 +90,13 @@ def dumped(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
+def without_end_quote(value: str) -> str:
+    """Return JSON without the quote that ends a string, whose text may have been cut."""
+    if value.startswith('"'):
+        return value[:-1]
+    return value
+
+
 def json_size(value: object, enough: float = math.inf) -> int:
     """Count the characters of a JSON value's texts; any other value counts as one.
 
@@ -176,7 +183,8 @@ class JsonStrings:
             if self._inside and not end and _CUT.fullmatch(text, begin):
                 self._cut = text[begin:]
                 break
-            match = (_INSIDE if self._inside else _OUTSIDE).match(text, begin)
+            pattern = _INSIDE if self._inside else _OUTSIDE
+            match = pattern.match(text, begin)
             assert match is not None
             begin = match.end()
             part = match[0]

@@ -12,7 +12,7 @@ import re
 from enum import Enum
 
 from trtllm_bls.text.call_reader import MAX_TOKENS, CallReader, CutCall, Reading
-from trtllm_bls.text.json_values import SURROGATES, JsonStrings
+from trtllm_bls.text.json_values import SURROGATES, JsonStrings, without_end_quote
 from trtllm_bls.text.tool_schemas import TEXT_KINDS, WORD_KINDS, ValueKinds, any_of
 
 STRING_BODIES = {
@@ -20,6 +20,7 @@ STRING_BODIES = {
     "'": re.compile(r"(?:[^'\\]+|\\.)*", re.S),
 }
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
+_JSON_BRACKETS = {"(": "{", ")": "}"}  # for Gemma's; JSON's own stay
 _ESCAPES = re.compile(r"\\(.)|\"", re.S)
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 _NOTATION_WORD = re.compile(r"[\w.+-]{1,4096}")
@@ -38,6 +39,10 @@ class _Next(Enum):
     AFTER = "after"  # a comma, or the bracket that closes
 
 
+# The next thing after an opening bracket or a comma, by the bracket that closes.
+_ITEMS = {"}": _Next.KEY, ")": _Next.KEY, "]": _Next.VALUE}
+
+
 class _Notation:
     """Reads an object or list to its end.
 
@@ -49,6 +54,7 @@ class _Notation:
         self.call = call
         self.unread = call.unread
         self.is_gemma = call.tools.language == "gemma"
+        self.space = " " if self.is_gemma else ""  # behind colons and commas; JSON has its own
         self.expects = _Next.VALUE
         self.opened: list[str] = []
         self.is_empty = False
@@ -114,8 +120,9 @@ class _Notation:
 
     def _close(self, char: str) -> None:
         self.unread.at += 1
-        blanks = "" if self.is_gemma else self.held.lstrip(",")
-        self.call.output.append(blanks + ("}" if char == ")" else char))
+        if not self.is_gemma:
+            self.call.output.append(self.held.lstrip(","))
+        self.call.output.append(_JSON_BRACKETS.get(char, char))
         self.opened.pop()
         self.held = ""
         self.is_empty = False
@@ -125,15 +132,15 @@ class _Notation:
         if char != ":" and not (self.is_gemma and char == "="):
             raise ValueError("no colon")
         self.unread.at += 1
-        self.call.output.append(": " if self.is_gemma else ":")
+        self.call.output.append(f":{self.space}")
         self.expects = _Next.VALUE
 
     def _read_comma(self, char: str) -> None:
         if char != ",":
             raise ValueError("no comma")
         self.unread.at += 1
-        self.held = ", " if self.is_gemma else ","
-        self.expects = _Next.VALUE if self.opened[-1] == "]" else _Next.KEY
+        self.held = f",{self.space}"
+        self.expects = _ITEMS[self.opened[-1]]
 
     def _read_item(self, char: str, is_quote: bool) -> Reading:
         """Read a key or a value, or open a bracket."""
@@ -144,10 +151,10 @@ class _Notation:
         opens = char in "{[" or (char == "(" and self.is_gemma and not self.opened)
         if opens and not is_key:
             self.unread.at += 1
-            call.output.append("{" if char == "(" else char)
+            call.output.append(_JSON_BRACKETS.get(char, char))
             self.opened.append(_CLOSING[char])
             self.is_empty = True
-            self.expects = _Next.VALUE if char == "[" else _Next.KEY
+            self.expects = _ITEMS[_CLOSING[char]]
             return
         if is_quote and char == "<":
             yield from _read_gemma_string(call)
@@ -158,7 +165,9 @@ class _Notation:
         elif is_key:
             raise ValueError("no key")
         elif self.is_gemma:
-            end = "[][{},)]" if self.opened[-1] == ")" else "[][{},]"
+            end = "[][{},]"
+            if self.opened[-1] == ")":
+                end = "[][{},)]"
             yield from _read_bare_text(call, end, WORD_KINDS)
         else:
             yield from _read_word(call)
@@ -221,8 +230,8 @@ def _read_bare_text(call: CallReader, end: str, kinds: ValueKinds) -> Reading:
         yield from call.until(f"(?={end}|{any_of(call.tools.markers)})", parts.append)
     except CutCall:
         text = "".join(parts).strip()
-        value = kinds.json_of(text) if text else ""
-        call.output.append(value[:-1] if value.startswith('"') else value)
+        if text:
+            call.output.append(without_end_quote(kinds.json_of(text)))
         raise
     text = "".join(parts).strip()
     if not text:
@@ -352,10 +361,11 @@ class _NamedCall:
 
     def _set_name(self, text: str) -> None:
         call = self.call
-        name = json.loads(text, strict=False) if text[:1] == '"' else None
-        if not isinstance(name, str) or not name or call.name is not None:
+        if not text.startswith('"') or call.name is not None:
             raise ValueError("no name")
-        name = SURROGATES.sub("\ufffd", name)
+        name = SURROGATES.sub("\ufffd", json.loads(text, strict=False))
+        if not name:
+            raise ValueError("no name")
         tool = call.offered.named(name)
         if call.is_amid_text and tool is None and call.offered.are_known:
             raise ValueError("no tool")
@@ -377,15 +387,18 @@ def _read_arguments(call: CallReader, char: str) -> Reading:
     is_string = char in "\"'"
     parts: list[str] = []
     try:
-        reading = _read_string(call, char) if is_string else _read_word(call)
-        text = yield from call.captured(reading, parts)
+        text = yield from call.captured(_read_value(call, char), parts)
     except CutCall:
         text = "".join(parts)
-        call.output.append(_cut_string(text) if is_string else text)
+        if is_string:
+            text = _cut_string(text)
+        call.output.append(text)
         raise
     if is_string:
         text = json.loads(JsonStrings().feed(text, end=True), strict=False)
-    call.output.append(text if text.strip() not in ("", "null") else "{}")
+    if text.strip() in ("", "null"):
+        text = "{}"
+    call.output.append(text)
 
 
 def _cut_string(text: str) -> str:

@@ -37,7 +37,7 @@ _WORD_COST = 256  # characters of a prompt that cost as much as one word, howeve
 
 
 class Prompt(NamedTuple):
-    """One tokenised prompt, as a request to an engine, and the ends of its answer.
+    """Tokenised prompt, as a request to an engine, and the ends of its answer.
 
     ``engine_request``: its ``stop_sequences`` are those below and every end id but the first, since
     an engine takes one end id alone; -1 if there is none. ``end_ids``: all of them.
@@ -82,13 +82,20 @@ class PromptMaker:
 
     def encode_ahead(self, requests: Iterable[TextRequest]) -> None:
         """Tokenise, as a batch, requests for ``make``, which follows soon; on any thread."""
-        short = [request for request in requests if request.text and not self.is_long(request)]
-        for adds in (True, False):
-            choices = {adds, None} if adds is self.add_special_tokens else {adds}
-            batch = [request for request in short if request.add_special_tokens in choices]
+        batches: dict[bool, list[TextRequest]] = {}
+        for request in requests:
+            if request.text and not self.is_long(request):
+                batches.setdefault(self._adds_special_tokens(request), []).append(request)
+        for adds_special_tokens, batch in batches.items():
             texts = [request.text or "" for request in batch]
-            for request, ids in zip(batch, self.tokenizer.encode_all(texts, adds), strict=True):
+            all_ids = self.tokenizer.encode_all(texts, adds_special_tokens)
+            for request, ids in zip(batch, all_ids, strict=True):
                 request.text_ids = ids
+
+    def _adds_special_tokens(self, request: TextRequest) -> bool:
+        if request.add_special_tokens is None:
+            return self.add_special_tokens
+        return request.add_special_tokens
 
     def make(
         self,
@@ -240,10 +247,8 @@ class PromptMaker:
             if messages is not None:
                 ids = tokenizer.encode_chat(text)
             else:
-                adds = request.add_special_tokens
-                if adds is None:
-                    adds = self.add_special_tokens
-                ids = request.text_ids or tokenizer.encode(text, adds, field)
+                adds_special_tokens = self._adds_special_tokens(request)
+                ids = request.text_ids or tokenizer.encode(text, adds_special_tokens, field)
         if not ids:
             raise InvalidRequest(field, problem)
         if max_tokens is not None and len(ids) > max_tokens:
@@ -252,7 +257,7 @@ class PromptMaker:
         table = request.extras.get("prompt_embedding_table")
         if table is not None:  # whose rows are ids, too
             size = max(size, tokenizer.first_table_id + len(table))
-        wrong = next((token for token in request.prompt_ids or () if not 0 <= token < size), None)
-        if wrong is not None:
-            raise InvalidRequest(field, f"{wrong} is not a token id; they are 0 to {size - 1}")
+        for token in request.prompt_ids or ():
+            if not 0 <= token < size:
+                raise InvalidRequest(field, f"{token} is not a token id; they are 0 to {size - 1}")
         return ids

@@ -42,9 +42,11 @@ def read_python(call: CallReader) -> Reading:
 
 
 _PYTHON_TOKEN = re.compile(r"[^\"'()\[\]{}<]+|.", re.S)
-_TRIPLE_BODIES = {
-    quote * 3: re.compile(rf"(?:[^\\{quote}]+|\\.|{quote}{{1,2}}(?=[^{quote}]))*", re.S)
-    for quote in "\"'"
+# The texts in quotes, by the quote that begins and ends them.
+_QUOTED_BODIES = {
+    **STRING_BODIES,
+    '"""': re.compile(r'(?:[^\\"]+|\\.|"{1,2}(?=[^"]))*', re.S),
+    "'''": re.compile(r"(?:[^\\']+|\\.|'{1,2}(?=[^']))*", re.S),
 }
 # An expression is read at once, in a time that grows with its values.
 _MAX_PYTHON_VALUES = 10_000
@@ -61,11 +63,12 @@ def _read_parentheses(call: CallReader) -> ReadingText:
         if char in "\"'":
             while len(unread) < 3 and not unread.ended:
                 yield from call.more()
-            quote = char * 3 if unread.text.startswith(char * 3, unread.at) else char
-            body = _TRIPLE_BODIES[quote] if len(quote) == 3 else STRING_BODIES[quote]
+            quote = char
+            if unread.text.startswith(char * 3, unread.at):
+                quote = char * 3
             parts.append(unread.read(unread.at + len(quote)))
             while True:
-                end = body.match(unread.text, unread.at).end()  # type: ignore[union-attr]
+                end = _QUOTED_BODIES[quote].match(unread.text, unread.at).end()  # type: ignore[union-attr]
                 parts.append(unread.read(end))
                 if unread.text.startswith(quote, unread.at):
                     break

@@ -30,7 +30,7 @@ class TextPiece(NamedTuple):
 class _Stage(Enum):
     """The part of a sequence that its text has reached."""
 
-    START = "start"  # of the answer, or of a message: reasoning or a header may begin
+    START = "start"  # the beginning of the answer, or of a message: reasoning or a header may come
     HEADER = "header"
     REASONING = "reasoning"
     ANSWER = "answer"
@@ -128,7 +128,9 @@ class ReasoningState:
         if not mark:
             self._tail = window[1 - max(len(_THOUGHTS), len(self._markup.header_end)) :]
             return TextPiece(text, False), ""
-        self._stage = _Stage.REASONING if self._announces_thoughts else _Stage.ANSWER
+        self._stage = _Stage.ANSWER
+        if self._announces_thoughts:
+            self._stage = _Stage.REASONING
         end = len(header) + len(mark) - len(self._tail)
         self._tail = ""
         self._announces_thoughts = False
@@ -140,12 +142,12 @@ class ReasoningState:
         """Read up to the first of these texts, which is part of the piece."""
         is_answer = self._stage is _Stage.ANSWER
         window = self._tail + text
-        places = [(window.find(end), end) for end in ends if end in window]
-        if not places:
+        marks = [end for end in ends if end in window]
+        if not marks:
             self._tail = window[-max(map(len, ends)) + 1 :]
             return TextPiece(text, is_answer), ""
-        begin, mark = min(places)
-        length = begin + len(mark) - len(self._tail)
+        mark = min(marks, key=window.find)
+        length = window.find(mark) + len(mark) - len(self._tail)
         self._stage = following
         self._tail = ""
         if mark in _HEADER_BEGINS and self._markup.header_end:

@@ -55,19 +55,20 @@ class ValueKinds:
         return self.types == {"string"}
 
     def _add(self, schema: Mapping[str, Any]) -> None:
-        kind = schema.get("type")
-        kinds = kind if isinstance(kind, list) else [kind]
-        self.types.update(name for name in kinds if isinstance(name, str))
-        if schema.get("nullable") is True:
-            self.types.add("null")
         values: list[Any] = []
         if isinstance(schema.get("enum"), list):
             values += schema["enum"]
         if "const" in schema:
             values.append(schema["const"])
         self.values += values
-        if kind is None:
-            self.types.update(_type_of(value) for value in values)
+        kinds = schema.get("type")
+        if kinds is None:
+            kinds = list(map(_type_of, values))
+        elif not isinstance(kinds, list):
+            kinds = [kinds]
+        self.types.update(kind for kind in kinds if isinstance(kind, str))
+        if schema.get("nullable") is True:
+            self.types.add("null")
 
     def json_of(self, text: str) -> str:
         """Return the JSON of a value that is written without its type.
@@ -79,7 +80,9 @@ class ValueKinds:
         word = text.strip()
         choices: list[str] = []
         for kind in _ORDER:
-            choice = self._read(kind, text, word) if kind in self.types else None
+            if kind not in self.types:
+                continue
+            choice = self._read(kind, text, word)
             if choice is not None:
                 choices.append(choice)
         for choice in choices:
@@ -102,9 +105,10 @@ class ValueKinds:
                 return None
             return word if math.isfinite(float(word)) else None
         if kind in _WORDS:
-            names = _WORDS[kind]
             # "None" is also a text, and null only where the value cannot be one.
-            return names.get(word) if word.islower() or "string" not in self.types else None
+            if "string" in self.types and not word.islower():
+                return None
+            return _WORDS[kind].get(word)
         if word[:1] != _BRACKETS[kind]:
             return None
         for read in (json.loads, python_literal):
@@ -190,8 +194,9 @@ def _target(root: object, reference: str) -> object:
     for part in reference[1:].split("/")[1:]:
         key = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list):
-            is_index = key.isdigit() and len(key) < 6 and int(key) < len(schema)
-            schema = schema[int(key)] if is_index else None
+            if not key.isdigit() or len(key) >= 6 or int(key) >= len(schema):
+                return None
+            schema = schema[int(key)]
         else:
             schema = _mapping(schema).get(key)
     return schema

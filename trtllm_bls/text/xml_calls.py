@@ -18,7 +18,7 @@ from trtllm_bls.text.call_reader import (
     compiled,
 )
 from trtllm_bls.text.chat_formats import ToolFormat
-from trtllm_bls.text.json_values import dumped
+from trtllm_bls.text.json_values import dumped, without_end_quote
 from trtllm_bls.text.notation_calls import read_notation
 from trtllm_bls.text.tool_schemas import TEXT_KINDS, ValueKinds, any_of
 
@@ -129,7 +129,9 @@ def _read_argument(call: CallReader, key: Any) -> Reading:
     kinds = call.offered.kinds(str(call.name), key["key"])
     mark = key.groupdict().get("string")
     if mark is not None:
-        kinds = TEXT_KINDS if mark.lower() in _TEXT_MARKS else _TYPED_KINDS
+        kinds = _TYPED_KINDS
+        if mark.lower() in _TEXT_MARKS:
+            kinds = TEXT_KINDS
     if kinds.is_text:
         call.output.append('"')
         yield from _read_tagged(call, call.give_text)
@@ -141,8 +143,7 @@ def _read_argument(call: CallReader, key: Any) -> Reading:
     except CutCall:
         text = "".join(parts).strip()
         if text:
-            value = kinds.json_of(text)
-            call.output.append(value[:-1] if value.startswith('"') else value)
+            call.output.append(without_end_quote(kinds.json_of(text)))
         raise
     call.output.append(kinds.json_of("".join(parts)))
 
@@ -158,7 +159,7 @@ def _read_tagged(call: CallReader, take: Callable[[str], object]) -> Reading:
     while start not in call.values:
         tags = _tags(call.tools, unread.complete)
         match = unread.find(tags.value)
-        take(unread.read(match.start() if match else len(unread.text)))
+        take(unread.read_to(match))
         if match is None or match.partial:
             yield from call.more()
         elif match["next"] and not call.offered.has_argument(str(call.name), match["key"]):
@@ -180,9 +181,10 @@ class _HeldValues:
     together, so the value has a closer of its own if there is one more of them before the call's
     end. A closer is certain where a key or the call's end follows it.
 
-    Places are characters of the answer. ``starts``: of this value and of those behind the ``keys``
-    within it. ``opened``: values without a closer so far, as indices of ``starts``. ``ends``: where
-    a value ends, and where reading goes on behind it. ``own_closer``: one that is not certain.
+    Places are characters of the answer. ``starts``: the starts of this value and of those behind
+    the ``keys`` within it. ``opened``: values without a closer so far, as indices of ``starts``.
+    ``ends``: the end of a value, and the place behind its closer where reading goes on, by the
+    value's start. ``own_closer``: begin and end of a closer that may be this value's.
     """
 
     def __init__(self, call: CallReader, start: int) -> None:
@@ -207,8 +209,9 @@ class _HeldValues:
         if self.opened and self.end_of_call is None and is_cut:
             return
         for index in self.opened:
-            is_followed = index < len(self.keys)
-            end = self.keys[index] if is_followed else self.end_of_call
+            end = self.end_of_call
+            if index < len(self.keys):
+                end = self.keys[index]
             if end is not None:
                 self.ends[self.starts[index]] = (end, end)
         if self.own_closer is not None:
