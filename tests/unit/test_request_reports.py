@@ -93,8 +93,8 @@ def test_every_metric_is_there_before_the_first_request() -> None:
     """
     registry = Registry()
     TritonMetrics(registry, MODEL)
-    assert set(registry.kinds) == {metric.name for metric in METRICS if metric.known}
-    assert {each for each in METRICS if not each.known} == {
+    assert set(registry.kinds) == {metric.name for metric in METRICS if metric.initial_labels}
+    assert {each for each in METRICS if not each.initial_labels} == {
         *(API_REQUESTS, ENGINE_SEQUENCES, TOOL_CALLS, UNREADABLE_ARGUMENTS, UNREADABLE_CONTENT)
     }
     assert registry.of(REQUESTS.name, outcome="cancelled", reason="deadline", model=MODEL) == 0

@@ -1,4 +1,4 @@
-"""What becomes of the figures of requests that are over: metrics, and a line each in the log.
+"""Reports of requests that are over: metrics, and a line each in the log.
 
 Each metric and each log line is a round trip to Triton, for which an event loop full of streams
 should not wait. The loop only queues the figures of a request; four times a second a thread of
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import collections
+import itertools
 import json
 import logging
 import os
@@ -47,15 +48,15 @@ log = logging.getLogger(__name__)
 class Metric:
     """One row of the table. Every series also has the label ``model``.
 
-    ``known``: label values of series that are there from the start, so that their first increase is
-    seen. ``buckets``: the upper bounds of a histogram's.
+    ``initial_labels``: label values of series that are there from the start, so that their first
+    increase is seen. ``buckets``: the upper bounds of a histogram's.
     """
 
     name: str
     meaning: str
     kind: MetricKind
     labels: tuple[str, ...] = ()
-    known: tuple[Labels, ...] = ((),)
+    initial_labels: tuple[Labels, ...] = ((),)
     buckets: tuple[float, ...] = ()
 
 
@@ -66,15 +67,20 @@ _FIRST_TOKENS = (
 )
 _TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _ENGINE_ERRORS: tuple[type, ...] = (EngineError, *EngineError.__subclasses__())
-_OUTCOMES = (
-    *((Outcome.SUCCESS.value, reason.value) for reason in list(FinishReason)[:3]),
-    *((Outcome.CANCELLED.value, cause.value) for cause in CancelCause),
-    *(
-        (Outcome.OVERLOADED.value, reason)
-        for reason in ("max_queued_requests", "max_queue_seconds", Overloaded.__name__)
-    ),
-    *((Outcome.FAILED.value, kind.__name__) for kind in _ENGINE_ERRORS),
-)
+_REASONS = {
+    Outcome.SUCCESS: [reason.value for reason in list(FinishReason)[:3]],
+    Outcome.CANCELLED: [cause.value for cause in CancelCause],
+    Outcome.OVERLOADED: ["max_queued_requests", "max_queue_seconds", Overloaded.__name__],
+    Outcome.FAILED: [error.__name__ for error in _ENGINE_ERRORS],
+}
+
+
+def _outcome_labels() -> tuple[Labels, ...]:
+    """Return the outcome and the reason of each pair that requests end with."""
+    labels: list[Labels] = []
+    for outcome, reasons in _REASONS.items():
+        labels += itertools.product([outcome.value], reasons)
+    return tuple(labels)
 
 
 METRICS: list[Metric] = []  # in the order in which ``/metrics`` shows them
@@ -95,13 +101,13 @@ REQUESTS = _counter(
     "trtllm_bls_requests_total",
     "Requests that are over, by outcome and its reason",
     labels=("outcome", "reason"),
-    known=_OUTCOMES,
+    initial_labels=_outcome_labels(),
 )
 API_REQUESTS = _counter(
     "trtllm_bls_api_requests_total",
     "Requests of the OpenAI API that are over, by the kind of answer and the outcome",
     labels=("api", "outcome"),
-    known=(),
+    initial_labels=(),
 )
 INTERNAL_ERRORS = _counter(
     "trtllm_bls_internal_errors_total", "Requests that ended by a defect of this program"
@@ -111,19 +117,19 @@ UNREADABLE_CONTENT = _counter(
     "Images, files and the like in requests of the OpenAI API, in whose place the model reads a "
     "sentence",
     labels=("kind",),
-    known=(),
+    initial_labels=(),
 )
 TOOL_CALLS = _counter(
     "trtllm_bls_tool_calls_total",
     "Calls of tools that models wrote: begun, and how each ended, whole, cut or unreadable",
     labels=("format", "result"),
-    known=(),
+    initial_labels=(),
 )
 UNREADABLE_ARGUMENTS = _counter(
     "trtllm_bls_unreadable_arguments_total",
     "Calls of tools whose arguments, as the model wrote them, are no JSON object",
     labels=("format",),
-    known=(),
+    initial_labels=(),
 )
 RUNNING = _gauge("trtllm_bls_num_requests_running", "Requests that have a token and are not over")
 WAITING = _gauge("trtllm_bls_num_requests_waiting", "Requests that have no token yet")
@@ -131,7 +137,7 @@ DURATION = _seconds(
     "gen_ai_server_request_duration_seconds",
     "From a request's arrival to its end",
     labels=("outcome",),
-    known=((Outcome.SUCCESS.value,),),
+    initial_labels=((Outcome.SUCCESS.value,),),
     buckets=_DURATIONS,
 )
 FIRST_TOKEN = _seconds(
@@ -152,7 +158,7 @@ ENGINE_SEQUENCES = _gauge(
     "trtllm_bls_engine_sequences",
     "Sequences that one of several engines was given and that are not over",
     labels=("engine",),
-    known=(),
+    initial_labels=(),
 )
 PROMPT_TOKENS = _counter("trtllm_bls_prompt_tokens_total", "Tokens of prompts given to the engine")
 GENERATION_TOKENS = _counter(
@@ -163,16 +169,22 @@ LOOP_LAG = _seconds(
     "trtllm_bls_event_loop_lag_seconds",
     "How long a callback waits for the event loop, asked once a second",
 )
-SPECULATION = {
-    name: _counter(f"trtllm_bls_speculation_{name}_total", meaning)
-    for name, meaning in {
-        "rounds": "Verification rounds of speculative decoding",
-        "drafted": "Tokens drafted",
-        "accepted": "Drafted tokens that the target accepted",
-        "draft_failures": "Requests that went on without drafts, because drafting failed",
-    }.items()
+
+
+def _speculation(name: str, meaning: str) -> Metric:
+    return _counter(f"trtllm_bls_speculation_{name}_total", meaning)
+
+
+SPECULATION = {  # by the fields of ``SpeculationStats``
+    "rounds": _speculation("rounds", "Verification rounds of speculative decoding"),
+    "drafted": _speculation("drafted", "Tokens drafted"),
+    "accepted": _speculation("accepted", "Drafted tokens that the target accepted"),
+    "draft_failures": _speculation(
+        "draft_failures", "Requests that went on without drafts, because drafting failed"
+    ),
 }
-_MOST_REASONS, _LONGEST_REASON = 100, 64  # of requests that are over
+_MAX_REASONS = 100
+_MAX_REASON_CHARS = 64
 
 
 class RequestMetrics:
@@ -182,13 +194,13 @@ class RequestMetrics:
     is the sum of the values.
     """
 
-    _reasons = frozenset(("other",))  # that were counted
+    _reasons = frozenset(("other",))  # the reasons that were counted
 
     def __init__(self) -> None:
         self.numbers: dict[tuple[Metric, Labels], float] = {}
         self.histograms: dict[tuple[Metric, Labels], list[float]] = {}
         for metric in METRICS:
-            for labels in metric.known:
+            for labels in metric.initial_labels:
                 if metric.buckets:
                     self._histogram(metric, labels)
                 else:
@@ -207,12 +219,12 @@ class RequestMetrics:
             self.numbers[metric, labels] = self.numbers.get((metric, labels), 0) + value
 
     def publish(self) -> None:
-        """Show what has been recorded; called every now and then."""
+        """Show all that has been recorded; called every now and then."""
 
     def add(self, stats: RequestStats) -> None:
         """Count one request that is over."""
-        reason = stats.reason[:_LONGEST_REASON]  # an engine may have written it
-        if reason not in self._reasons and len(self._reasons) >= _MOST_REASONS:
+        reason = stats.reason[:_MAX_REASON_CHARS]  # an engine may have written it
+        if reason not in self._reasons and len(self._reasons) >= _MAX_REASONS:
             reason = "other"
         self._reasons |= {reason}
         self.record(REQUESTS, (stats.outcome.value, reason), 1)
@@ -231,10 +243,12 @@ class RequestMetrics:
             if value is not None:
                 self.record(metric, (), value)
         if stats.speculation is not None and not stats.speculation.rounds:
-            self.add_speculation(stats.speculation)  # the engine's own, not of a router of ours
+            # An engine that speculates by itself reports no rounds. Those of a router of ours come
+            # through ``RequestReports.add_speculation``.
+            self.add_speculation(stats.speculation)
 
     def add_speculation(self, stats: SpeculationStats) -> None:
-        """Count what speculation did for one request."""
+        """Count the speculation of one request."""
         for name, metric in SPECULATION.items():
             self.record(metric, (), getattr(stats, name))
 
@@ -257,18 +271,18 @@ class TritonMetrics(RequestMetrics):
         self._has_histograms = hasattr(pb_utils.MetricFamily, "HISTOGRAM")  # from Triton 24.08 on
         for metric in metrics:
             if self._has_histograms or not metric.buckets:
-                for labels in metric.known:
+                for labels in metric.initial_labels:
                     self._series_of(metric, labels)
 
     def record(self, metric: Metric, labels: Labels, value: float) -> None:
-        """See ``RequestMetrics``; counters and gauges appear with the next ``publish``."""
+        """Record as ``RequestMetrics`` does; counters and gauges appear with ``publish``."""
         if not metric.buckets:
             super().record(metric, labels, value)
         elif self._has_histograms:
             self._series_of(metric, labels).observe(value)
 
     def publish(self) -> None:
-        """Show what counters and gauges have become."""
+        """Show the changes of counters and gauges."""
         while self.numbers:
             key, value = self.numbers.popitem()
             if value:
@@ -283,9 +297,11 @@ class TritonMetrics(RequestMetrics):
             self._families[metric.name] = self._pb.MetricFamily(
                 name=metric.name, description=metric.meaning, kind=kind
             )
-        named = dict(zip(metric.labels, labels, strict=True)) | {"model": self._model_name}
-        buckets = {"buckets": list(metric.buckets)} if metric.buckets else {}
-        series = self._families[metric.name].Metric(labels=named, **buckets)
+        options: dict[str, Any] = {"labels": dict(zip(metric.labels, labels, strict=True))}
+        options["labels"]["model"] = self._model_name
+        if metric.buckets:
+            options["buckets"] = list(metric.buckets)
+        series = self._families[metric.name].Metric(**options)
         self._series[metric, labels] = series
         return series
 
@@ -294,7 +310,7 @@ class TritonMetrics(RequestMetrics):
 
 
 def unreported_id() -> str:
-    """An id for a request of this process's own, which is neither counted nor logged."""
+    """Return an id for a request of this process's own, which is neither counted nor logged."""
     return f"{_canary()}-{uuid.uuid4().hex}"
 
 
@@ -319,13 +335,13 @@ class RequestReports:
         self._queue = collections.deque(maxlen=_MAX_REPORTS)
         self.add: Callable[[RequestStats], None] = self._queue.append
         self.add_speculation: Callable[[SpeculationStats], None] = self._queue.append
-        self._load: tuple[int, ...] = (0, 0)  # running and waiting, as published
+        self._published_load = {RUNNING: 0, WAITING: 0}
         self._canary = _canary()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, load: Callable[[], tuple[int, ...]]) -> None:
-        """Begin to read. ``load``: how many requests run, how many wait, and what else it tells."""
+        """Begin to read. The first two numbers of ``load`` are requests that run and that wait."""
         self._thread = threading.Thread(
             target=self._run, args=(loop, load), name="request-reports", daemon=True
         )
@@ -362,10 +378,12 @@ class RequestReports:
         while defects:
             defects.popleft()
             self.metrics.record(INTERNAL_ERRORS, (), 1)
-        before, self._load = self._load, load()[:2]
-        for metric, old, new in zip((RUNNING, WAITING), before, self._load, strict=True):
-            if new != old:
-                self.metrics.record(metric, (), new - old)
+        running, waiting = load()[:2]
+        for metric, value in ((RUNNING, running), (WAITING, waiting)):
+            change = value - self._published_load[metric]
+            if change:
+                self.metrics.record(metric, (), change)
+                self._published_load[metric] = value
         self._do(self.metrics.publish)
 
     def _do(self, work: Callable[[], object]) -> None:
@@ -378,7 +396,8 @@ class RequestReports:
 # --- the log ---------------------------------------------------------------------------------
 
 # Characters of a value, as written, so that no line is too long for ``TritonLogHandler``.
-_MAX_VALUE_CHARS, _LONGEST_PROMPT = 250, 900
+_MAX_VALUE_CHARS = 250
+_MAX_PROMPT_CHARS = 900
 _BARE_VALUE = re.compile(r"[\w.:/@+-]+", re.ASCII)
 
 
@@ -400,8 +419,7 @@ class RequestLog:
         log.log(level, "%s", self.line(stats))
 
     def line(self, stats: RequestStats) -> str:
-        """The line; what a request does not have is left out."""
-        done = stats.speculation
+        """Return the line; fields that the request does not have are left out."""
         fields: dict[str, Any] = {
             "id": _cut(stats.request_id, _MAX_VALUE_CHARS),
             "api": stats.api,
@@ -412,28 +430,36 @@ class RequestLog:
             fields[name] = getattr(stats, name)
         for name in ("duration", "queue", "ttft", "inter_token", "longest_gap"):
             seconds = getattr(stats, f"{name}_s")
-            fields[f"{name}_ms"] = None if seconds is None else round(seconds * 1000, 1)
-        if done is not None:
-            fields |= {name: getattr(done, name) for name in ("rounds", "drafted", "accepted")}
-            rate = done.acceptance_rate
-            fields["acceptance"] = None if rate is None else round(rate, 3)
-        fields["trace_id"] = stats.traceparent and stats.traceparent.split("-")[1]
+            if seconds is not None:
+                fields[f"{name}_ms"] = round(seconds * 1000, 1)
+        if stats.speculation is not None:
+            for name in ("rounds", "drafted", "accepted"):
+                fields[name] = getattr(stats.speculation, name)
+            rate = stats.speculation.acceptance_rate
+            if rate is not None:
+                fields["acceptance"] = round(rate, 3)
+        if stats.traceparent:
+            fields["trace_id"] = stats.traceparent.split("-")[1]
         fields["error"] = _cut(stats.error, _MAX_VALUE_CHARS)
-        fields["prompt"] = _cut(stats.prompt, _LONGEST_PROMPT) if self.prompts else None
-        present = {key: value for key, value in fields.items() if value is not None}
+        if self.prompts:
+            fields["prompt"] = _cut(stats.prompt, _MAX_PROMPT_CHARS)
+        fields = {key: value for key, value in fields.items() if value is not None}
         if self.as_json:
-            return json.dumps(present)
+            return json.dumps(fields)
         pairs = ["request"]
-        for key, value in present.items():
-            plain = _BARE_VALUE.fullmatch(str(value))
-            pairs.append(f"{key}={value if plain else json.dumps(str(value))}")
+        for key, value in fields.items():
+            text = str(value)
+            if not _BARE_VALUE.fullmatch(text):
+                text = json.dumps(text)
+            pairs.append(f"{key}={text}")
         return " ".join(pairs)
 
 
-def _cut(text: str | None, most: int) -> str | None:
+def _cut(text: str | None, max_chars: int) -> str | None:
+    """Cut a text so that it has at most so many characters as JSON."""
     if text is None:
         return None
-    cut = text[:most]
-    while len(json.dumps(cut)) > most:
+    cut = text[:max_chars]
+    while len(json.dumps(cut)) > max_chars:
         cut = cut[: len(cut) * 7 // 8]
     return cut if cut == text else cut + "..."

@@ -218,7 +218,7 @@ class EngineSteps:
                 "Of the engine, as TensorRT-LLM names and labels them",
                 kind="gauge",
                 labels=("version", label),
-                known=((self._version, value),),
+                initial_labels=((self._version, value),),
             )
         self._metrics = TritonMetrics(pb_utils, args["model_name"], self._gauges.values())
         self._closing = threading.Event()
