@@ -23,7 +23,7 @@ from trtllm_bls.types import Ending, FinishReason, RequestStats, TextChunk, Text
 
 
 class ChatPipeline:
-    """One pipeline, with the places and time limit of ``orchestrator``.
+    """A pipeline that answers conversations, with the places of ``orchestrator``.
 
     The text of a chunk is a line of events for ``text.chat_parser.EventParser``.
     """
@@ -36,8 +36,11 @@ class ChatPipeline:
         timeout_s: float | None,
         on_end: Callable[[RequestStats], None],
     ) -> None:
-        self.name, self._models, self._orchestrator = name, models, orchestrator
-        self._timeout_s, self._on_end = timeout_s, on_end
+        self.name = name
+        self._models = models
+        self._orchestrator = orchestrator
+        self._timeout_s = timeout_s
+        self._on_end = on_end
 
     async def run(
         self,
@@ -45,8 +48,9 @@ class ChatPipeline:
         sink: TextSink,
         on_prompt: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        """As ``Orchestrator.run``."""
-        times, lines = RequestTimes(), list[str]()
+        """Send the answer, as ``Orchestrator.run`` does."""
+        times = RequestTimes()
+        lines: list[str] = []  # those that have not been sent
         ending = Ending(finish_reason=FinishReason.STOP, prompt_tokens=0, completion_tokens=0)
         has_ended = False
         ended_by: BaseException | None = None
@@ -59,19 +63,21 @@ class ChatPipeline:
             ):
                 times.begun_at = asyncio.get_running_loop().time()
                 async for batch in events:
-                    parts = []
+                    events_of_text = []
                     for event in batch:
                         if "end" in event:
                             ending = _ending(event["end"])
                             has_ended = True
                         else:
-                            parts.append(event)
-                    lines.append(json.dumps(parts))
-                    if request.stream and parts:
+                            events_of_text.append(event)
+                    line = json.dumps(events_of_text)
+                    if request.stream and events_of_text:
                         await sink.ready()
-                        sink.send(TextChunk(lines.pop() + "\n"))
+                        sink.send(TextChunk(f"{line}\n"))
                         times.note_response()
-            if not has_ended:  # its stream has ended in order, and its answer has not
+                    else:
+                        lines.append(line)
+            if not has_ended:  # The stream of responses has ended in order, and the answer has not.
                 raise EngineError(f"{self.name}: the answer has no end event")
             on_prompt(ending.prompt_tokens)
             await sink.ready()
@@ -99,4 +105,5 @@ class ChatPipeline:
 
 
 def _ending(end: dict[str, Any]) -> Ending:
-    return Ending(**{**end, "finish_reason": FinishReason(end["finish_reason"])})
+    reason = FinishReason(end["finish_reason"])
+    return Ending(**{**end, "finish_reason": reason})

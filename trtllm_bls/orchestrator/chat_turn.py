@@ -81,9 +81,11 @@ class ChatFormats:
     def of(cls, tokenizer: Tokenizer, tools: str = "auto", reasoning: str = "auto") -> ChatFormats:
         """Return the formats of these names; ``auto`` finds them in the chat template."""
         template_tools, template_reasoning = formats_of(tokenizer.chat_template)
-        tool_name = template_tools if tools == "auto" else tools
-        reasoning_name = template_reasoning if reasoning == "auto" else reasoning
-        return cls(TOOL_FORMATS.get(tool_name or ""), REASONING_TAGS.get(reasoning_name or ""))
+        if tools == "auto":
+            tools = template_tools or ""
+        if reasoning == "auto":
+            reasoning = template_reasoning or ""
+        return cls(TOOL_FORMATS.get(tools), REASONING_TAGS.get(reasoning))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,9 @@ class ChatTurn:
 
     def request(self, **fields: Any) -> TextRequest:
         """Return the request for the turn; ``fields`` are further ones of the ``TextRequest``."""
-        markup = NO_MARKUP if self.syntax is None else self.syntax.markup
+        markup = NO_MARKUP
+        if self.syntax is not None:
+            markup = self.syntax.markup
         return TextRequest(
             messages=self.messages,
             chat=self.options,
@@ -164,7 +168,9 @@ class ChatTurn:
         self, count_call: Callable[[str, str], None] = _ignore_call
     ) -> ChatParser | EventParser:
         """Return a parser of one of the turn's answers; see ``AnswerSyntax.parser``."""
-        return EventParser() if self.syntax is None else self.syntax.parser(count_call)
+        if self.syntax is None:
+            return EventParser()
+        return self.syntax.parser(count_call)
 
 
 @dataclass(frozen=True)
@@ -200,18 +206,25 @@ class ChatTurns:
             options = replace(options, variables={**self.variables, **options.variables})
         parallel = conversation.parallel
         tools = _allowed_tools(conversation)
-        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        schemas = {}
+        for tool in tools:
+            function = tool["function"]
+            schemas[function["name"]] = function.get("parameters")
         model_format = self.formats.tools
         tags = self.formats.reasoning
         prompt_end = self._prompt_end(options)
         opened = tags is not None and prompt_end.endswith(tags.begin)
         # A form holds from the first token on, unless reasoning may still come before it.
         is_over = options.continue_final_message or (tags and prompt_end.endswith(tags.end))
-        tags_before = None if is_over and not opened else tags
+        tags_before = tags
+        if is_over and not opened:
+            tags_before = None
         form = conversation.form
         guide: Guide | None = None
         guide_field = ""
-        calls = model_format if tools and conversation.choice == "auto" else None
+        calls: ToolFormat | None = None
+        if tools and conversation.choice == "auto":
+            calls = model_format
         if conversation.choice == "required":
             _check_demanded_call(conversation, schemas)
             guide_field = "tool_choice"
@@ -232,10 +245,9 @@ class ChatTurns:
             else:
                 problem = "cannot be combined with tools that may be called"
                 raise InvalidRequest(form.field, f"{problem}; send tool_choice none or required")
-        prompt_tools = tools if tools and conversation.choice != "none" else None
         return ChatTurn(
             messages=self.order.fitted(conversation.messages),
-            options=replace(options, tools=prompt_tools),
+            options=replace(options, tools=_prompt_tools(conversation, tools)),
             guide=guide,
             guide_field=guide_field,
             syntax=AnswerSyntax(
@@ -260,25 +272,35 @@ def pipeline_turn(conversation: Conversation) -> ChatTurn:
     Raises ``InvalidRequest``.
     """
     tools = _allowed_tools(conversation)
-    form = conversation.form
     choice = "auto"
+    guide: Guide | None = None
+    guide_field = ""
     if conversation.choice == "required":
         _check_demanded_call(conversation, [tool["function"]["name"] for tool in tools])
         choice = conversation.forced or "required"
-        form = None
+    elif conversation.form is not None:
+        guide = conversation.form.guide
+        guide_field = conversation.form.field
     options = replace(
         conversation.options,
-        tools=tools if tools and conversation.choice != "none" else None,
+        tools=_prompt_tools(conversation, tools),
         tool_choice=choice,
         parallel_tool_calls=conversation.parallel,
     )
     return ChatTurn(
         messages=conversation.messages,
         options=options,
-        guide=None if form is None else form.guide,
-        guide_field="" if form is None else form.field,
+        guide=guide,
+        guide_field=guide_field,
         syntax=None,
     )
+
+
+def _prompt_tools(conversation: Conversation, tools: Sequence[Message]) -> Sequence[Message] | None:
+    """Return the tools that the prompt describes, if any."""
+    if not tools or conversation.choice == "none":
+        return None
+    return tools
 
 
 def _allowed_tools(conversation: Conversation) -> Sequence[Message]:

@@ -41,10 +41,16 @@ class BaseDeployment:
 
     def __init__(self, parameters: Any, pb_utils: Any, model_name: str) -> None:
         self.name = model_name
-        metrics = RequestMetrics() if pb_utils is None else TritonMetrics(pb_utils, model_name)
-        line = RequestLog(as_json=parameters.log_format == "json", prompts=parameters.log_prompts)
-        self.reports = RequestReports(metrics, [line.add] if parameters.log_requests else [])
-        self._parameters, self._pb = parameters, pb_utils
+        self._parameters = parameters
+        self._is_in_triton = pb_utils is not None
+        metrics = RequestMetrics()
+        if self._is_in_triton:
+            metrics = TritonMetrics(pb_utils, model_name)
+        readers = []
+        if parameters.log_requests:
+            as_json = parameters.log_format == "json"
+            readers.append(RequestLog(as_json=as_json, prompts=parameters.log_prompts).add)
+        self.reports = RequestReports(metrics, readers)
         self.defaults = defaults_of(parameters)
         self.admission = Admission(
             parameters.max_running, parameters.max_queued, parameters.max_queue_seconds or None
@@ -52,10 +58,11 @@ class BaseDeployment:
         self.engines: list[RoutingEngine] = []
 
     def open(self, parameters: BlsParameters, tokenizer: Tokenizer) -> RoutingEngine:
-        """The engine that the parameters name; it is closed with the deployment."""
-        own, on_end = self._pb is not None, self.reports.add_speculation
-        self.engines.append(open_engine(parameters, tokenizer, on_end, in_triton=own))
-        return self.engines[-1]
+        """Open the engine that the parameters name; it is closed with the deployment."""
+        on_end = self.reports.add_speculation
+        engine = open_engine(parameters, tokenizer, on_end, in_triton=self._is_in_triton)
+        self.engines.append(engine)
+        return engine
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to report requests; they run on ``loop``."""
@@ -71,12 +78,13 @@ class BaseDeployment:
         )
 
     async def engine_problems(self) -> dict[str, str]:
-        """What is wrong with each engine elsewhere, by its name; an empty text if nothing is.
+        """Return the problem of each engine elsewhere, by its name; an empty text without one.
 
-        At most two seconds old. Empty where the engine does not tell how it is.
+        The answer is at most two seconds old. Engines that do not tell their state are left out.
         """
         problems: dict[str, str] = {}
-        for target in [engine.target for engine in self.engines]:
+        for engine in self.engines:
+            target = engine.target
             if isinstance(target, ReplicatedEngine):
                 problems |= await target.problems()
             elif isinstance(target, TrtllmServiceEngine):
@@ -88,13 +96,18 @@ class BaseDeployment:
         return problems
 
     def engine_sequences(self) -> dict[str, int]:
-        """Sequences that each of several engines was given, by its name; else nothing."""
-        targets = [engine.target for engine in self.engines]
-        found = [each.sequences() for each in targets if isinstance(each, ReplicatedEngine)]
-        return {name: count for each in found for name, count in each.items()}
+        """Return the number of sequences that each replica was given, by its name.
+
+        It is empty without replicas.
+        """
+        sequences: dict[str, int] = {}
+        for engine in self.engines:
+            if isinstance(engine.target, ReplicatedEngine):
+                sequences |= engine.target.sequences()
+        return sequences
 
     def load(self) -> Load:
-        """See ``Load``; from any thread."""
+        """Return the load now; from any thread."""
         raise NotImplementedError
 
     async def drain(self) -> None:
@@ -105,7 +118,7 @@ class BaseDeployment:
 
     @property
     def handed_over(self) -> bool:
-        """Whether no request that runs will send another one to an engine.
+        """True if no request that runs will send another one to an engine.
 
         A request that has just been accepted may still send its first.
         """
@@ -141,17 +154,22 @@ class Deployment(BaseDeployment):
         return self.orchestrator.load()
 
     def chat_pipelines(self, names: Iterable[str]) -> dict[str, ChatPipeline]:
-        """Pipelines behind this deployment's Triton server that answer conversations, by name."""
+        """Return the pipelines of these names behind this deployment's Triton server.
+
+        They answer conversations.
+        """
         models = ChatModels(self._parameters.engine_url, engine_tls(self._parameters))
-        limit, on_end = self.defaults.timeout_s, self.reports.add
         self.chat_models = models
-        return {
-            name: ChatPipeline(name, models, self.orchestrator, limit, on_end) for name in names
-        }
+        pipelines = {}
+        for name in names:
+            pipelines[name] = ChatPipeline(
+                name, models, self.orchestrator, self.defaults.timeout_s, self.reports.add
+            )
+        return pipelines
 
     @property
     def pipeline_faces(self) -> PipelineFaces:
-        """The faces of the pipelines behind this deployment's Triton server."""
+        """Faces of the pipelines behind this deployment's Triton server."""
         if self._faces is None:
             models = FaceModels(self._parameters.engine_url, engine_tls(self._parameters))
             self._faces = PipelineFaces(
@@ -168,7 +186,7 @@ class Deployment(BaseDeployment):
 
 
 def defaults_of(parameters: BlsParameters) -> Defaults:
-    """What the parameters decide where a request is silent."""
+    """Return the defaults of requests that the parameters set."""
     # The longest time that a request may name also bounds a request that names none.
     limits = (parameters.request_timeout_seconds, parameters.limits.max_timeout_seconds)
     return Defaults(
@@ -176,7 +194,7 @@ def defaults_of(parameters: BlsParameters) -> Defaults:
         draft_source=parameters.draft_source,
         skip_special_tokens=parameters.skip_special_tokens,
         accumulate=parameters.accumulate_tokens,
-        timeout_s=min((seconds for seconds in limits if seconds), default=None),
+        timeout_s=min(filter(None, limits), default=None),
         limits=parameters.limits,
         expose_kv_cache_metrics=parameters.expose_kv_cache_metrics,
         engine_shows_progress=not (parameters.engine and parameters.engine.is_elsewhere),

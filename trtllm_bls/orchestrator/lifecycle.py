@@ -1,4 +1,4 @@
-"""Writes the status file of a ``tensorrt_llm_bls`` process, and drains the process when asked to.
+"""Writes the status file of a ``tensorrt_llm_bls`` process, and drains the process on demand.
 
 While a process drains, it refuses new requests. A request with speculative decoding goes on with
 one plain request to the target: Triton refuses further requests from us once it was told to stop.
@@ -26,7 +26,7 @@ WRITE_SECONDS = 1.0
 # A request that has just been accepted needs a moment to reach the engine. The process counts as
 # handed over only once nothing was on its way for so long.
 SETTLE_SECONDS = 0.25
-NAMED = 20  # ids of requests in a status
+NUM_IDS = 20  # ids of requests in a status
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class Serving(Protocol):
     """The server of requests: ``RequestServer``. Any thread may read its properties.
 
-    ``running``: the ids of requests that have not ended. ``responses``: how many have been made so
+    ``running``: the ids of requests that have not ended. ``responses``: the number of responses so
     far, errors left out. ``end_all`` ends every request with an error.
     """
 
@@ -64,11 +64,11 @@ class Lifecycle:
         self._sender = sender
         self._files = StatusDirectory(Path(directory))
         self._loop_at = time.monotonic()
-        self._unsettled_at = 0.0
-        self._turned, self._missed_turns = True, 0
-        # Of a drain: done once the sender knows; and whether the running requests have been ended.
-        self._told: Future[None] | None = None
-        self._cut = False
+        self._has_turned = True  # the event loop, since it last got a callback from here
+        self._missed_turns = 0
+        self._sender_drain: Future[None] | None = None  # since a drain was demanded
+        self._unsettled_at = 0.0  # the last time in a drain when a request was on its way
+        self._has_ended_all = False  # a drain's deadline has ended the running requests
         self._engines: dict[str, str] = {}
         self._closing = threading.Event()
         if first:
@@ -83,53 +83,58 @@ class Lifecycle:
         self._thread.join()
 
     def _run(self) -> None:
-        written_at, look = 0.0, None
+        written_at = 0.0
+        engine_check: Future[None] | None = None
         while not self._closing.wait(TICK_SECONDS):
             now = time.monotonic()
             deadline = self._files.drain_deadline()
             if deadline is not None:
                 self._drain(deadline, now)
-            if self._turned:
-                self._turned, self._missed_turns = False, 0
-                self._server.loop.call_soon_threadsafe(self._turn)
+            if self._has_turned:
+                self._has_turned = False
+                self._missed_turns = 0
+                self._server.loop.call_soon_threadsafe(self._note_turn)
             else:
                 self._missed_turns += 1
-            if now - written_at >= WRITE_SECONDS or self._told is not None:
+            if now - written_at >= WRITE_SECONDS or self._sender_drain is not None:
                 written_at = now
-                if look is None or look.done():
-                    look = self._begin(self._look())
+                if engine_check is None or engine_check.done():
+                    engine_check = self._begin(self._check_engines())
                 try:
                     self._write()
                 except OSError as error:
                     # ``serve`` removes the directory when it ends, and a draining process may
                     # live a moment longer.
-                    if self._told is None or not isinstance(error, FileNotFoundError):
+                    if self._sender_drain is None or not isinstance(error, FileNotFoundError):
                         log.warning("status_dir %s: %s", self._files.path, error.strerror)
 
     def _drain(self, deadline: float, now: float) -> None:
-        if self._told is None:
+        if self._sender_drain is None:
             self._server.refusal = ShuttingDown()
-            self._told = self._begin(self._sender.drain())
-            log.info("draining; %s", _named(self._server.running))
-        if not (self._told.done() and self._sender.handed_over):
+            self._sender_drain = self._begin(self._sender.drain())
+            log.info("draining; %s", _running_text(self._server.running))
+        if not (self._sender_drain.done() and self._sender.handed_over):
             self._unsettled_at = now
-        if now >= deadline and not self._cut:
-            self._cut = True
+        if now >= deadline and not self._has_ended_all:
+            self._has_ended_all = True
             if running := self._server.running:
-                log.warning("time is up; %s", _named(running))
+                log.warning("time is up; %s", _running_text(running))
             self._begin(self._server.end_all())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(work, self._server.loop)
 
-    def _turn(self) -> None:
-        self._loop_at, self._turned = time.monotonic(), True
+    def _note_turn(self) -> None:
+        self._loop_at = time.monotonic()
+        self._has_turned = True
 
-    async def _look(self) -> None:
+    async def _check_engines(self) -> None:
         self._engines = await self._sender.engine_problems()
 
     def _write(self) -> None:
-        now, running = time.monotonic(), self._server.running
+        now = time.monotonic()
+        is_settled = now - self._unsettled_at > SETTLE_SECONDS
+        running = self._server.running
         load = self._sender.load()
         self._files.write(
             ProcessStatus(
@@ -139,17 +144,22 @@ class Lifecycle:
                 responses=self._server.responses,
                 tokens=load.tokens,
                 running=len(running),
-                requests=tuple(running[:NAMED]),
+                requests=tuple(running[:NUM_IDS]),
                 engines=self._engines,
                 prompts=load.running + load.waiting,
                 waiting=load.waiting,
                 queued=load.queued,
-                handed_over=self._told is not None and now - self._unsettled_at > SETTLE_SECONDS,
+                handed_over=self._sender_drain is not None and is_settled,
                 missed_turns=self._missed_turns,
             )
         )
 
 
-def _named(running: list[str]) -> str:
-    names = [*running[:NAMED], *["..."] * (len(running) > NAMED)]
-    return f"requests running: {len(running)} ({', '.join(names)})" if running else "none runs"
+def _running_text(running: list[str]) -> str:
+    """Return the number of running requests, and the ids of some, for the log."""
+    if not running:
+        return "none runs"
+    ids = ", ".join(running[:NUM_IDS])
+    if len(running) > NUM_IDS:
+        ids += ", ..."
+    return f"requests running: {len(running)} ({ids})"

@@ -19,10 +19,13 @@ class _OneRecord(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        first, *more = super().format(record).split("\n")
-        parts = [(line, line.lstrip(" ")) for line in more]
-        indented = [line[: len(line) - len(text)] + printable(text) for line, text in parts]
-        return "\n".join([printable(first), *(f"    {line}" for line in indented)])
+        message, *traceback = super().format(record).split("\n")
+        lines = [printable(message)]
+        for line in traceback:
+            text = line.lstrip(" ")
+            indentation = line[: len(line) - len(text)]
+            lines.append(f"    {indentation}{printable(text)}")
+        return "\n".join(lines)
 
 
 class TritonLogHandler(logging.Handler):
@@ -56,16 +59,22 @@ _BY_PROCESS = re.compile(r"\[(?P<process>[\w.-]+)\] (?P<text>.*)", re.DOTALL)
 
 
 def json_line(text: str, level: str = "info", source: str = "") -> str:
-    """A line of a log as one JSON object, written now; of a text that is one, with its members."""
+    """Return a line of a log as one JSON object with the time of now.
+
+    It has the members of a text that is a JSON object itself, else the text as its message.
+    """
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     fields: dict[str, Any] = {"time": now, "level": level}
-    fields |= {"source": source} if source else {}
-    if by := _BY_PROCESS.fullmatch(text):
-        fields["process"], text = by.groups()
+    if source:
+        fields["source"] = source
+    if record := _BY_PROCESS.fullmatch(text):
+        fields["process"] = record["process"]
+        text = record["text"]
     members = {"message": text}
     with suppress(ValueError, RecursionError):
-        if isinstance(entry := json.loads(text), dict):
-            members = entry
+        value = json.loads(text)
+        if isinstance(value, dict):
+            members = value
     return json.dumps(members | fields)
 
 
@@ -77,10 +86,14 @@ class _JsonRecord(_OneRecord):
 
 def log_to_stderr(name: str, *, as_json: bool = False) -> None:
     """Log to stderr, in the form of Triton's lines; for process ``name`` outside Triton."""
-    prefix = "%(levelname).1s%(asctime)s.%(msecs)03d %(process)d %(filename)s:%(lineno)d] "
-    form = _JsonRecord if as_json else _OneRecord
+    line = f"[{name}] %(message)s"
+    formatter: logging.Formatter
+    if as_json:
+        formatter = _JsonRecord(line)
+    else:
+        prefix = "%(levelname).1s%(asctime)s.%(msecs)03d %(process)d %(filename)s:%(lineno)d] "
+        formatter = _OneRecord(prefix + line, "%m%d %H:%M:%S")
     handler = logging.StreamHandler()
-    whole = f"{'' if as_json else prefix}[{name}] %(message)s"
-    handler.setFormatter(form(whole, "%m%d %H:%M:%S"))
+    handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler])
     logging.getLogger("trtllm_bls").setLevel(logging.INFO)

@@ -120,11 +120,11 @@ class QueuedStream(io.TextIOBase):
     def _drop(self, text: str) -> None:
         lines = text.count("\n") or 1
         self.dropped += lines
-        last = self._queue[-1] if self._queue else None
-        if isinstance(last, _Gap):
-            last.lines += lines
-        else:
-            self._queue.append(_Gap(lines))
+        if not self._queue or not isinstance(self._queue[-1], _Gap):
+            self._queue.append(_Gap(0))
+        gap = self._queue[-1]
+        assert isinstance(gap, _Gap)
+        gap.lines += lines
 
     def _start_thread(self) -> bool:
         try:
@@ -220,11 +220,13 @@ def drain_output(seconds: float = LAST_LINES_S) -> None:
 
 
 def dropped_lines() -> dict[str, int]:
-    """The lines that the standard streams of this process have dropped, by stream."""
+    """Return the number of lines that each standard stream of this process has dropped."""
     streams = {"stdout": sys.stdout, "stderr": sys.stderr}
     counts = {}
     for name, stream in streams.items():
-        counts[name] = stream.dropped if isinstance(stream, QueuedStream) else 0
+        counts[name] = 0
+        if isinstance(stream, QueuedStream):
+            counts[name] = stream.dropped
     return counts
 
 
@@ -262,9 +264,9 @@ def checked_output() -> Iterator[None]:
     if descriptor is None or is_replaced or os.isatty(descriptor):
         yield
         return
-    own = os.dup(descriptor)
+    duplicate = os.dup(descriptor)
     checked = CheckedStream(
-        io.BufferedWriter(io.FileIO(own, "wb")),
+        io.BufferedWriter(io.FileIO(duplicate, "wb")),
         encoding=original.encoding,
         errors=original.errors,
     )
@@ -277,7 +279,7 @@ def checked_output() -> Iterator[None]:
     except OutputFailed:
         # What the buffer still holds would be refused again when the stream is closed.
         with open(os.devnull, "wb") as devnull:
-            os.dup2(devnull.fileno(), own)
+            os.dup2(devnull.fileno(), duplicate)
         raise
     finally:
         sys.stdout = original
@@ -285,7 +287,7 @@ def checked_output() -> Iterator[None]:
 
 
 def _descriptor_of(stream: object) -> int | None:
-    """The descriptor behind a standard stream; ``None`` if there is none."""
+    """Return the descriptor behind a standard stream; ``None`` if there is none."""
     try:
         return int(stream.fileno())  # type: ignore[attr-defined]
     except (AttributeError, OSError, ValueError):

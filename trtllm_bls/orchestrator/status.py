@@ -27,13 +27,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-DRAIN, _LEAVING = "drain", "leaving"
+DRAIN = "drain"
+_LEAVING = "leaving"
 _LONGEST_SUFFIX = ".longest"
 # ``touch`` sets the time of day, which is above this, while ``time.monotonic()`` stays far below. A
 # drain file with a time of day has no deadline.
 _NO_DEADLINE = 1e9
-_CANNOT_BE_WRITTEN, _WRITABLE = 0o400, 0o200
-_MAX_STATUS_BYTES = 1 << 20  # bytes of a status
+_READ_ONLY = 0o400
+_WRITABLE = 0o200
+_MAX_STATUS_BYTES = 1 << 20
 
 # The environment variable with the id of the requests that ``serve`` itself sends to probe the
 # server. They are neither counted nor logged. The id is random, so no caller can hide behind it.
@@ -41,10 +43,12 @@ CANARY_ID = "TRTLLM_BLS_CANARY_ID"
 
 # The gauge on Triton's ``/metrics`` that counts an engine's steps, and the label to look for. The
 # C++ backend has both in every release.
-ENGINE_STEPS, STEPS_LABEL = "nv_trt_llm_general_metrics", ("general_type", "iteration_counter")
+ENGINE_STEPS = "nv_trt_llm_general_metrics"
+STEPS_LABEL = ("general_type", "iteration_counter")
 # The gauge there of an engine's requests, and its label: ``scheduled`` ones run, ``active`` ones
 # run or wait. Releases from 0.18 on also tell those that are ``waiting``.
-ENGINE_REQUESTS, REQUESTS_LABEL = "nv_trt_llm_request_metrics", "request_type"
+ENGINE_REQUESTS = "nv_trt_llm_request_metrics"
+REQUESTS_LABEL = "request_type"
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,8 @@ class ProcessStatus:
     - ``missed_turns``: how often the lifecycle thread has run (at most 20 times a second) since the
       event loop last ran. A large number means that the loop alone is stuck; if no thread of the
       process runs, the number does not grow.
-    - ``engines``: of each engine elsewhere that tells how it is, what is wrong with it; an empty
-      text if nothing is.
+    - ``engines``: the problem of each engine elsewhere that tells its state, by the engine's name;
+      an empty text without a problem.
     - ``tokens``: tokens taken from the engine so far.
     - ``prompts``, ``waiting``, ``queued``: requests that have not ended, those of them without a
       token, and those of these that the engine has not been given. A request of several prompts
@@ -83,14 +87,18 @@ class ProcessStatus:
 
 
 def common_problem(engines: Mapping[str, str]) -> str | None:
-    """What is wrong with the first of ``engines`` if something is wrong with each of them."""
-    return next(iter(engines.values())) if engines and all(engines.values()) else None
+    """Return the problem of the first engine if each of ``engines`` has one, else ``None``."""
+    if engines and all(engines.values()):
+        return next(iter(engines.values()))
+    return None
 
 
 @dataclass(frozen=True)
 class ServerMetric:
-    """A metric of a server as a whole; docs/metrics.md lists them. ``kind`` is Prometheus's type,
-    ``labels`` the names of its labels, of which there is at most one."""
+    """A metric of a server as a whole; docs/metrics.md lists them.
+
+    ``kind``: Prometheus's type. ``labels``: the names of its labels, at most one.
+    """
 
     name: str
     meaning: str
@@ -98,11 +106,13 @@ class ServerMetric:
     kind: str = "gauge"
 
     def text(self, values: Mapping[str, float]) -> str:
-        """Prometheus' text format; ``values`` by the label's value."""
+        """Return the metric in Prometheus' text format; ``values`` by the label's value."""
         lines = [f"# HELP {self.name} {self.meaning}\n# TYPE {self.name} {self.kind}\n"]
-        for told, value in values.items():
-            labels = "".join(f"{{{label}={json.dumps(told)}}}" for label in self.labels)
-            lines.append(f"{self.name}{labels} {value}\n")
+        for label_value, value in values.items():
+            series = self.name
+            for label in self.labels:
+                series += f"{{{label}={json.dumps(label_value)}}}"
+            lines.append(f"{series} {value}\n")
         return "".join(lines)
 
 
@@ -112,12 +122,12 @@ ENGINE_UP = ServerMetric(
 
 
 def engines_up(engines: Mapping[str, str]) -> str:
-    """``ENGINE_UP`` of each engine in Prometheus' text format; ``engines`` as in a status."""
+    """Return ``ENGINE_UP`` of each engine in Prometheus' text format; ``engines``: of a status."""
     return ENGINE_UP.text({name: int(not problem) for name, problem in engines.items()})
 
 
 def start_of(pid: int) -> int | None:
-    """When a process was started, in clock ticks since the machine was; ``None`` if it has ended.
+    """Return a process's start, in clock ticks since the machine's; ``None`` if it has ended.
 
     Together with the process id, this names one process for as long as the machine runs.
     """
@@ -126,7 +136,9 @@ def start_of(pid: int) -> int | None:
     except OSError:
         return None
     state, *fields = stat.rpartition(b")")[2].split()  # the name before may be any bytes
-    return None if state in b"ZX" else int(fields[18])
+    if state in b"ZX":
+        return None
+    return int(fields[18])
 
 
 class StatusDirectory:
@@ -145,14 +157,14 @@ class StatusDirectory:
         try:
             self._replace(file, json.dumps(asdict(status)), status.loop_at)
         except OSError:
-            with suppress(OSError), _opened(file) as old:
+            with suppress(OSError), _descriptor(file) as old:
                 os.utime(old, (status.loop_at, status.loop_at))
                 if status.handed_over:
-                    os.fchmod(old, _CANNOT_BE_WRITTEN)
+                    os.fchmod(old, _READ_ONLY)
             raise
 
     def read(self) -> list[ProcessStatus]:
-        """The status of every process that runs; removes what ended ones have left."""
+        """Return the status of every process that runs; remove the files of those that ended."""
         statuses = []
         for file in sorted(self.path.glob("*-*.json")):
             pid, _, start = file.stem.partition("-")
@@ -160,8 +172,9 @@ class StatusDirectory:
                 if start_of(int(pid)) != int(start):
                     file.unlink()
                     continue
-                with _opened(file) as descriptor:
-                    state, text = os.fstat(descriptor), os.read(descriptor, _MAX_STATUS_BYTES)
+                with _descriptor(file) as descriptor:
+                    state = os.fstat(descriptor)
+                    text = os.read(descriptor, _MAX_STATUS_BYTES)
                 if state.st_uid != os.stat(f"/proc/{pid}").st_uid:
                     continue
                 status = ProcessStatus(**json.loads(text))
@@ -177,9 +190,12 @@ class StatusDirectory:
         return statuses
 
     def ask_to_drain(self, deadline: float) -> None:
-        """Have every process drain; at ``deadline`` what still runs ends. Raises ``OSError``."""
-        file, spare = self.path / DRAIN, self.path / f"{DRAIN}.new"
-        times = (deadline, deadline) if deadline < _NO_DEADLINE else None
+        """Have every process drain, and end its requests at ``deadline``. Raises ``OSError``."""
+        file = self.path / DRAIN
+        spare = self.path / f"{DRAIN}.new"
+        times = None  # the time of day, which stands for no deadline
+        if deadline < _NO_DEADLINE:
+            times = (deadline, deadline)
         if os.path.lexists(file):
             os.utime(file, times, follow_symlinks=False)
             return
@@ -195,11 +211,11 @@ class StatusDirectory:
 
     @property
     def leaving(self) -> bool:
-        """Whether nothing new should be sent here: notice was given, or the server drains."""
-        return any(os.path.lexists(self.path / name) for name in (_LEAVING, DRAIN))
+        """True if nothing new should be sent here: notice was given, or the server drains."""
+        return os.path.lexists(self.path / _LEAVING) or os.path.lexists(self.path / DRAIN)
 
     def drain_deadline(self) -> float | None:
-        """``None`` if nobody asked to drain; infinite if no time was named."""
+        """Return the deadline of the drain: ``None`` without a drain, infinite without a time."""
         try:
             deadline = (self.path / DRAIN).lstat().st_mtime
         except OSError:
@@ -220,16 +236,15 @@ class StatusDirectory:
         self._replace(self.path / f"{model}{_LONGEST_SUFFIX}", str(tokens))
 
     def longest(self, model: str) -> int | None:
-        """The longest sequence that ``model`` has published, in tokens; ``None`` if it has not."""
+        """Return the longest sequence that ``model`` has published, in tokens, if it has."""
         with suppress(OSError, ValueError):
             return int((self.path / f"{model}{_LONGEST_SUFFIX}").read_text(encoding="ascii"))
         return None
 
     def forget_drain(self) -> None:
-        """Remove an earlier server's drain file, and make the one to be renamed. Makes the
-        directory if it is missing.
+        """Remove an earlier server's drain file, and make the one to be renamed.
 
-        Raises ``OSError``.
+        Makes the directory if it is missing. Raises ``OSError``.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         spare = f"{DRAIN}.new"
@@ -239,14 +254,14 @@ class StatusDirectory:
 
     @property
     def handed_over(self) -> bool:
-        """Whether every process has handed over; true where there is none."""
+        """True if every process has handed over, and without any process."""
         return all(status.handed_over for status in self.read())
 
     def _create(self, file: Path, text: str = "") -> None:
         """Make a file of this user's; a link or another file of that name is no place for it."""
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as made:
-            made.write(text)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
 
     def _replace(self, file: Path, text: str, at: float | None = None) -> None:
         """Write a file that a reader sees whole or not at all; ``at``: its modification time."""
@@ -259,8 +274,8 @@ class StatusDirectory:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[int]:
-    """The file to read, which is no link."""
+def _descriptor(file: Path) -> Iterator[int]:
+    """Open a file to read, which is no link, while the context is entered."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         yield descriptor
