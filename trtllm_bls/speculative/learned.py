@@ -182,9 +182,11 @@ class SpeculationShared:
         plain = self.plain_times.at(0)
         if plain is None:
             plain = self.verify_times.at(0)
-        gain = 1.0 if by_model else NGRAM_GAIN
-        fastest = gain * max(rival_speed, 1 / max(plain or 0.0, 1e-9))
-        best = 0
+        gain = 1.0
+        if not by_model:
+            gain = NGRAM_GAIN
+        highest_speed = gain * max(rival_speed, 1 / max(plain or 0.0, 1e-9))
+        fastest_length = 0
         seconds = without_draft + (self.overhead_times.at(0) or 0.0)
         expected = 1.0
         all_accepted = 1.0
@@ -194,13 +196,13 @@ class SpeculationShared:
             expected += all_accepted
             seconds += seconds_per_token
             speed = expected / max(seconds, 1e-9)
-            if speed > fastest:
-                best = length
-                fastest = speed
+            if speed > highest_speed:
+                fastest_length = length
+                highest_speed = speed
             elif speed < shorter_speed:
                 break  # each further token adds less, and costs as much
             shorter_speed = speed
-        return best, fastest
+        return fastest_length, highest_speed
 
     def overlap_gains(self, rate: float, length: int) -> bool | None:
         """Return true if drafting while ``length`` tokens are verified saves more than it slows.
@@ -257,14 +259,16 @@ class DraftLength:
             return 0
         if self._options.num_draft_tokens is not None:
             return limit
-        best = self._best(limit)
-        if best == 0 and self._pause == 0:
-            early = self._shared.pauses % EARLY_INTERVAL == 0
+        length = self._fastest_length(limit)
+        if length == 0 and self._pause == 0:
+            pause = PAUSE_TOKENS.first
+            if self._shared.pauses % EARLY_INTERVAL == 0:
+                pause = EARLY_PAUSE
             self._shared.pauses += 1
-            self._begin_pause(generated, EARLY_PAUSE if early else PAUSE_TOKENS.first)
-        elif best == 0:
+            self._begin_pause(generated, pause)
+        elif length == 0:
             return min(PROBE, limit)
-        return best
+        return length
 
     def overlaps(self, length: int) -> bool:
         """Return true if the draft model should work while the target verifies ``length`` tokens.
@@ -289,15 +293,16 @@ class DraftLength:
         self._shared.model_acceptance.add(num_drafted, num_accepted)
         if self._pause == 0:
             return
-        if self._best(max(1, self.limit())):
+        if self._fastest_length(max(1, self.limit())):
             self._pause = 0
         else:
             self._begin_pause(generated, PAUSE_TOKENS.after(self._pause))
 
-    def _best(self, limit: int) -> int:
+    def _fastest_length(self, limit: int) -> int:
+        """Return the length with the most tokens per second, and note that ``speed``."""
         rates = repeat(self._acceptance.rate)
-        best, self.speed = self._shared.best_length(rates, limit, by_model=True)
-        return best
+        length, self.speed = self._shared.best_length(rates, limit, by_model=True)
+        return length
 
     def _begin_pause(self, generated: int, tokens: int) -> None:
         self._pause = tokens

@@ -13,7 +13,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 from trtllm_bls.speculative.options import DraftSource
@@ -23,7 +22,7 @@ ORDER = 3  # tokens that a match has; if there is no such match, one token is en
 _MAX_ORDER = 24  # a longer match is no more likely to go on
 _MAX_PLACES = 16  # latest places that are compared; more change little and cost time
 _INDEXED_AT_ONCE = 4096  # tokens that are indexed at once, about 2 ms
-TIME_TO_LIVE_S = 3600.0  # of finished answers
+TIME_TO_LIVE_S = 3600.0  # for finished answers
 MEMORY_BYTES = 1 << 28  # for the finished answers of all tenants, with their indexes
 
 _DECAY = 0.97  # a guessed token weighs this much less after each later one: about 33 count
@@ -55,6 +54,16 @@ class Acceptance:
 # token's place in the draft; the numbers are in classes.
 _Kind: TypeAlias = tuple[DraftSource, int, int, int]
 NgramAcceptance: TypeAlias = dict[_Kind, Acceptance]
+
+
+def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the number of tokens at the beginning that both sequences share."""
+    count = 0
+    for left_token, right_token in zip(left, right, strict=False):
+        if left_token != right_token:
+            break
+        count += 1
+    return count
 
 
 class NgramIndex:
@@ -145,7 +154,7 @@ def _hash(two_back: int, one_back: int, current: int) -> int:
 class _Match(NamedTuple):
     """A place of ``text`` that the answer's last ``length`` tokens match.
 
-    ``agreement`` of the other places' next tokens with this one's, in classes.
+    ``agreement``: how many of the other places have the same next token, in classes.
     """
 
     length: int
@@ -184,7 +193,7 @@ class NgramDrafts:
         self._texts = texts
         self._acceptance = acceptance
         self._best_length = best_length
-        self._match: _Match | None = None  # that the last proposal continued
+        self._match: _Match | None = None  # the one that the last proposal continued
         self._proposal_begin = 0  # place in ``ids``
         self._proposal: TokenIds = ()
 
@@ -196,21 +205,24 @@ class NgramDrafts:
         ``fixed``: propose ``limit`` tokens wherever ``ORDER`` tokens match. ``model_speed``:
         tokens per second with the draft model's drafts.
         """
-        replaced = self._learn()
+        continuation = self._learn()
         for text in self._texts:
             text.extend()
-        match = self._longest_match() or replaced
+        match = self._longest_match() or continuation
         if match is None or limit < 1:
             self._match = None
             return None
         self._match = match
-        if fixed:
-            count = limit if match.length >= ORDER else 0
-        else:
-            offsets = [1 << offset_class >> 1 for offset_class in range(limit.bit_length() + 1)]
-            rates = [match.acceptance(self._acceptance, offset).rate for offset in offsets]
+        count = 0
+        if not fixed:
+            rates: list[float] = []  # by the class of a token's offset
+            for offset_class in range(limit.bit_length() + 1):
+                offset = 1 << offset_class >> 1
+                rates.append(match.acceptance(self._acceptance, offset).rate)
             rate_by_token = (rates[offset.bit_length()] for offset in range(limit))
             count, _ = self._best_length(rate_by_token, limit, rival_speed=model_speed)
+        elif match.length >= ORDER:
+            count = limit
         self._proposal_begin = len(self._ids)
         # Without a draft, one token is compared with the target's, to learn from.
         length = max(1, count)
@@ -219,7 +231,9 @@ class NgramDrafts:
         following = tuple(match.text.ids[match.place : match.place + length])
         repeated = following * (count // len(following) + 1)
         self._proposal = repeated[:length]
-        return (match.text.source, self._proposal) if count else None
+        if not count:
+            return None
+        return match.text.source, self._proposal
 
     def _learn(self) -> _Match | None:
         """Compare the last proposal with the tokens that came in its place.
@@ -231,8 +245,7 @@ class NgramDrafts:
         if match is None:
             return None
         new = self._ids[self._proposal_begin :]
-        pairs = zip(self._proposal, new, strict=False)
-        num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        num_right = num_equal(self._proposal, new)
         num_tried = min(len(self._proposal), len(new))
         # The tokens of one class lie from ``begin`` to ``end``.
         begin = 0
@@ -301,7 +314,7 @@ class DraftMemory:
 
     def __init__(self, tokens: int) -> None:
         self.ngram_acceptance: NgramAcceptance = {}
-        self.num_bytes = 0  # of answers and indexes, when an answer was last added
+        self.num_bytes = 0  # answers and indexes, when an answer was last added
         self._generation_tokens = tokens // 2
         self._generations: list[_Generation] = []  # the newer first
 

@@ -92,7 +92,9 @@ class SpeculationOptions:
         elif not by_default and requested.num_draft_tokens is None:
             source = DraftSource.PREDICTION
         elif not by_default:
-            source = DraftSource.MODEL if has_draft_model else DraftSource.NGRAM
+            source = DraftSource.NGRAM
+            if has_draft_model:
+                source = DraftSource.MODEL
         try:
             check_speculative(request)
         except Unsupported:
@@ -100,7 +102,9 @@ class SpeculationOptions:
                 raise
             return None
         if unverifiable and explicit and not self.ignore_unverifiable:
-            field = "draft_source" if requested.num_draft_tokens is None else "num_draft_tokens"
+            field = "num_draft_tokens"
+            if requested.num_draft_tokens is None:
+                field = "draft_source"
             raise Unsupported(field, f"cannot be honoured: {unverifiable}")
         if unverifiable:
             return None

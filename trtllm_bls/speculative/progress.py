@@ -21,8 +21,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import takewhile
 
+from trtllm_bls.speculative.ngrams import num_equal
 from trtllm_bls.text.stopping import StoppingCriteria
 from trtllm_bls.types import (
     Draft,
@@ -246,12 +246,11 @@ class Progress:
         Returns how many drafted tokens the target accepted, and how many ids the answer keeps.
         ``shows_end``: the target's request had no end id, so it is among ``ids`` if it was drawn.
         """
-        pairs = zip(drafted_ids, ids, strict=False)
-        num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        num_accepted = num_equal(drafted_ids, ids)
         num_kept = self.append(ids)
-        if self.finish is None and not shows_end:
-            has_ended = _has_ended(len(drafted_ids), len(ids), num_accepted, reason)
-            self.finish = (reason or FinishReason.END_ID) if has_ended else None
+        has_ended = not shows_end and _has_ended(len(drafted_ids), len(ids), num_accepted, reason)
+        if self.finish is None and has_ended:
+            self.finish = reason or FinishReason.END_ID
         return num_accepted, num_kept
 
     def chunk(self, chunk: EngineChunk, num_kept: int, stats: SpeculationStats) -> EngineChunk:

@@ -143,7 +143,7 @@ class SpeculativeRounds:
         # When the previous round ended, moved on by the time spent waiting for the draft model.
         self._overhead_since: float | None = None
         self._plain: Decode  # the running plain request, or the latest
-        self._stopwatch: Stopwatch  # of that request
+        self._stopwatch: Stopwatch  # measures that request
 
     # --- what next ----------------------------------------------------------------------------
 
@@ -193,7 +193,9 @@ class SpeculativeRounds:
                 self._add(overlap_wasted=1)
                 return
             self._add(overlap_used=1)
-            logits = None if draft.logits is None else draft.logits[1:]
+            logits = draft.logits
+            if logits is not None:
+                logits = logits[1:]
             draft = Draft(token_ids=draft.token_ids[1:], logits=logits)
             limit -= 1
         elif draft.token_ids and self.stats.drafted:
@@ -225,7 +227,9 @@ class SpeculativeRounds:
             return None
         source, ids = proposal
         draft = self._fitting(Draft(token_ids=ids), limit)
-        return _Guess(draft, source) if draft.token_ids else None
+        if not draft.token_ids:
+            return None
+        return _Guess(draft, source)
 
     def _index_texts(self, now: float) -> NgramDrafts:
         """Index the texts to draft from: prediction, prompt and answer, memory, tool calls."""
@@ -282,9 +286,9 @@ class SpeculativeRounds:
         """Verify the guess; without one, ask for a single token."""
         if self._overhead_since is not None:
             self._shared.overhead_times.add(0, now - self._overhead_since)
-        draft = self._guess.draft if self._guess else None
-        if draft is None or not draft.token_ids:
+        if self._guess is None or not self._guess.draft.token_ids:
             return Verify(self._progress.ask_target(1))
+        draft = self._guess.draft
         guessed = draft.token_ids
         request = self._progress.ask_target(len(guessed) + 1, draft=draft)
         early = None
@@ -312,8 +316,9 @@ class SpeculativeRounds:
         )
         self._overhead_since = now
         if not read_prompt:
-            shared = self._shared
-            times = shared.overlapped_times if self._early else shared.verify_times
+            times = self._shared.verify_times
+            if self._early:
+                times = self._shared.overlapped_times
             times.add(len(guessed), now - self._action_since)
         if guessed:
             self._add(rounds=1, drafted=len(guessed), accepted=num_accepted)
