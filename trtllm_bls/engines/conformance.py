@@ -26,7 +26,7 @@ from trtllm_bls.types import (
     Wants,
 )
 
-_NUM_TOKENS = 16  # of each answer
+_NUM_TOKENS = 16  # tokens of each answer
 _REQUESTS_AT_ONCE = 32
 _SECONDS = 120.0  # for one request
 _SEEDED = Sampling(top_p=1.0, temperature=1.0, seed=7)
@@ -47,7 +47,7 @@ async def examine(
     token_place = greedy.index(token)
     pair_place = next(place for place in range(5) if greedy[place : place + 2] == pair)
     too_long = prompt[:1] * ((capacity.max_sequence_tokens or 10**6) + 1)
-    several = {"num_return_sequences": 2, "sampling": _SEEDED}
+    sequences = {"num_return_sequences": 2, "sampling": _SEEDED}
     minimum = {"end_id": token, "sampling": Sampling(min_tokens=_NUM_TOKENS)}
     alternatives = {"wants": Wants(log_probs=True, top_log_probs=2)}
     guide = {"guide": _DIGITS, "end_id": eos_id}
@@ -82,7 +82,7 @@ async def examine(
             (greedy, "length"),
         ),
         ("seed", {"sampling": _SEEDED}, _ids_and_reason, sampled),
-        ("several", several, lambda c: len(c.token_ids), _NUM_TOKENS),
+        ("several", sequences, lambda c: len(c.token_ids), _NUM_TOKENS),
         ("min_tokens", minimum, lambda c: len(c.token_ids), _NUM_TOKENS),
         ("alternatives", alternatives, _likeliest_ids, [*greedy]),
         ("guide", guide, lambda c: re.sub("[0-9]", "0", decode(c.token_ids)), "0000"),
@@ -95,10 +95,9 @@ async def examine(
     stream = engine.generate(plain)
     await stream.wait()
     await stream.aclose()
-    at_once = [
-        _verdict(engine, plain, _ids_and_reason, (greedy, "length"))
-        for _ in range(_REQUESTS_AT_ONCE)
-    ]
+    at_once = []
+    for _ in range(_REQUESTS_AT_ONCE):
+        at_once.append(_verdict(engine, plain, _ids_and_reason, (greedy, "length")))
     yield (
         f"{_REQUESTS_AT_ONCE} at once, after one that left",
         "; ".join({*await asyncio.gather(*at_once)}),
@@ -117,13 +116,14 @@ async def continued(engine: Engine, prompt: TokenIds, max_tokens: int, end_id: i
 
 async def _ask(engine: Engine, request: EngineRequest) -> list[EngineChunk]:
     """Return each sequence of an answer, as one chunk."""
+    sequences: dict[int, list[EngineChunk]] = {}
+    for index in range(request.num_return_sequences):
+        sequences[index] = []
     async with aclosing(engine.generate(request)) as stream:
-        chunks = [chunk async for chunk in stream]
-    sequences: list[list[EngineChunk]] = [[] for _ in range(request.num_return_sequences)]
-    for chunk in chunks:
-        if chunk.sequence_index < len(sequences):
-            sequences[chunk.sequence_index].append(chunk)
-    return [join_chunks(sequence) for sequence in sequences]
+        async for chunk in stream:
+            if chunk.sequence_index in sequences:
+                sequences[chunk.sequence_index].append(chunk)
+    return list(map(join_chunks, sequences.values()))
 
 
 def _likeliest_ids(chunk: EngineChunk) -> list[int]:
@@ -137,10 +137,12 @@ async def _verdict(
     try:
         chunks = await asyncio.wait_for(_ask(engine, request), _SECONDS)
     except InvalidRequest as error:
-        return "ok" if expected is None else f"refused: {error}"
+        if expected is None:
+            return "ok"
+        return f"refused: {error}"
     except Exception as error:  # an engine may raise anything
         return f"FAILED: {type(error).__name__}: {error}"
-    values = [look(chunk) for chunk in chunks]
+    values = list(map(look, chunks))
     if look is _ids_and_reason and chunks[0].finish_reason is None and expected is not None:
         expected = (expected[0], None)  # a Triton model gives no reason
     if values == [expected] * request.num_return_sequences:

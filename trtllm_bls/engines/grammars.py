@@ -34,7 +34,7 @@ _MEMORY_BYTES = 2 * 2**30  # limit of the child's address space, of which it nee
 _START_SECONDS = 10.0  # for the child to load the vocabulary, on a busy machine
 _CLOCK_FACTOR = 5  # on a busy machine, a second of CPU time takes longer than one by the clock
 # llguidance reads numbers as doubles: a larger integer may come out as another, and the smallest
-# of 64 bits ends the process.
+# one with 64 bits ends the process.
 _MAX_NUMBER = 2**53 - 1
 _SET_OPERATORS = ("[", "[^", "[]", "[^]", "&&", "--", "~~")
 # JSON on one line: a model may otherwise write white space for ever. No escapes by number: a key
@@ -104,7 +104,9 @@ def load_tokenizer(file: Path, vocab_size: int) -> LLTokenizer:
 def first_line(text: str) -> str:
     """Return the part of a library's error that a caller gets."""
     lines = text.strip().splitlines() or ["no reason given"]
-    return "no text fits it" if lines[0] == "NoExtensionBias" else lines[0][:300]
+    if lines[0] == "NoExtensionBias":
+        return "no text fits it"
+    return lines[0][:300]
 
 
 def _grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:
@@ -146,10 +148,12 @@ def _lark(text: str) -> str:
 
 
 def _schema(document: Any) -> dict[str, Any]:
-    if not isinstance(document, (dict, bool)):
+    if document is True:
+        return {}
+    if document is False:
+        return {"enum": []}
+    if not isinstance(document, dict):
         raise ValueError("a schema is an object or a boolean")
-    if isinstance(document, bool):
-        return {} if document else {"enum": []}
     return document
 
 
@@ -193,7 +197,9 @@ class _TagGrammar:
                 "content": {"type": "any_text"},
                 "end": str(end),
             } if end:
-                opening = self._constant(begin) if begin else ""
+                opening = ""
+                if begin:
+                    opening = self._constant(begin)
                 return f"({opening} {self._until(end)})"
             case {"type": "or" | "sequence" as kind, "elements": list(parts)} if parts:
                 separator = " | " if kind == "or" else " "
@@ -207,8 +213,9 @@ class _TagGrammar:
         return name
 
     def _constant(self, text: str) -> str:
-        token = f" | <[{self._special[text]}]>" if text in self._special else ""
-        return f"({_literal(text)}{token})"
+        if text in self._special:
+            return f"({_literal(text)} | <[{self._special[text]}]>)"
+        return f"({_literal(text)})"
 
     def _until(self, end: str) -> str:
         """Match any text up to a marker, which is one token or spelled."""
@@ -245,7 +252,9 @@ def _portable(pattern: str) -> str:
         elif part == "]":
             inside = ""
         if part == r"\d" and not inside.startswith("[^"):
-            part = "0-9" if inside else "[0-9]"
+            part = "0-9"
+            if not inside:
+                part = "[0-9]"
         elif part == "." and not inside and not over_lines:
             part = r"[^\n\r\u2028\u2029]"
         parts.append(part)
@@ -256,7 +265,9 @@ def _checked(schema: dict[str, Any]) -> dict[str, Any]:
     """Refuse a minimum that llguidance does not keep: it counts a repeated key twice."""
     minimum = schema.get("minProperties")
     required = schema.get("required")
-    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    num_required = 0
+    if isinstance(required, list):
+        num_required = len(set(map(str, required)))
     if isinstance(minimum, int) and minimum > max(1, num_required):
         raise ValueError("minProperties is beyond the required keys; name more keys as required")
     return schema
@@ -292,8 +303,10 @@ def _try(tokenizer: LLTokenizer, kind: str, text: str, problems: list[str | None
     try:
         matcher = compiled(tokenizer, kind, text)
         matcher.compute_bitmask()  # the work for the first token counts as well
-        error = matcher.get_error() if matcher.is_error() else None
-        problems.append(error and f"cannot be enforced: {first_line(error)}")
+        problem: str | None = None
+        if matcher.is_error():
+            problem = f"cannot be enforced: {first_line(matcher.get_error())}"
+        problems.append(problem)
     except (ValueError, RecursionError, MemoryError) as error:
         problems.append(str(error) or f"cannot be enforced: {type(error).__name__}")
 

@@ -109,7 +109,9 @@ def open_llm(
     name: str, parameters: EngineParameters, vocab_size: Callable[[], int]
 ) -> LlmApiEngine:
     """Load the model that ``parameters`` name. Raises ``SetupError``."""
-    config = ModelYaml.read(parameters.model_yaml) if parameters.model_yaml else ModelYaml()
+    config = ModelYaml()
+    if parameters.model_yaml:
+        config = ModelYaml.read(parameters.model_yaml)
     gpus = gpus_of(parameters.gpu_device_ids, parameters.instance, parameters.instances)
     # The import opens the GPUs' files, and the workers inherit them and the environment. So the
     # environment has to be set before.
@@ -259,12 +261,17 @@ class LlmApiEngine:
         api_fields = getattr(self._api.SamplingParams, "__dataclass_fields__", fields)
         for name in fields.keys() - api_fields.keys():
             raise Unsupported(name, "the LLM API of this TensorRT-LLM has no such parameter")
-        end_id = -1 if request.end_id is None else request.end_id
+        end_id = request.end_id
+        if end_id is None:
+            end_id = -1
+        pad_id = request.pad_id
+        if pad_id is None:
+            pad_id = end_id
         return self._api.SamplingParams(
             max_tokens=request.max_tokens,
             n=len(trtllm.sequence_ends(request)),
             end_id=end_id,
-            pad_id=end_id if request.pad_id is None else request.pad_id,
+            pad_id=pad_id,
             detokenize=False,
             **fields,
         )
@@ -318,11 +325,14 @@ class LlmApiEngine:
         return make(**fields)
 
     def _retention(self, extras: Mapping[str, Array]) -> Any:
-        if not any(name in extras for name in _RETENTION):
+        if extras.keys().isdisjoint(_RETENTION):
             return None
         columns: list[list[Any]] = []
         for name in _RETENTION:
-            columns.append(extras[name].reshape(-1).tolist() if name in extras else [])
+            column: list[Any] = []
+            if name in extras:
+                column = extras[name].reshape(-1).tolist()
+            columns.append(column)
         starts, ends, priorities, durations, decode_priority, decode_duration = columns
         durations = durations or [-1] * len(starts)
         if not len(starts) == len(ends) == len(priorities) == len(durations):
@@ -441,7 +451,8 @@ def _read(
         num_drafted = metrics.total_draft_tokens
         num_accepted = metrics.total_accepted_draft_tokens or 0
         for chunk in chunks:
-            chunk.metrics = metrics if wants.perf_metrics else None
+            if wants.perf_metrics:
+                chunk.metrics = metrics
             if num_drafted:
                 chunk.speculation = SpeculationStats(drafted=num_drafted, accepted=num_accepted)
     return chunks
@@ -479,9 +490,11 @@ def _scores(
     log_probs: list[float] = []
     top_log_probs: list[TopLogProbs] = []
     for token, entry in zip(ids, entries, strict=False):
-        by_id: Mapping[int, Any] = entry if isinstance(entry, Mapping) else {token: entry}
+        values: Mapping[int, Any] = {token: entry}
+        if isinstance(entry, Mapping):
+            values = entry
         numbers = {}
-        for token_id, value in by_id.items():
+        for token_id, value in values.items():
             numbers[token_id] = float(getattr(value, "logprob", value))
         if len(numbers) < top:
             problem = f"{top}; this TensorRT-LLM reports {len(numbers)} at each place"

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class _Replica:
-    """One engine, its load, and its circuit breaker.
+    """An engine, its load, and its circuit breaker.
 
     The breaker is closed while ``capacity`` is known; ``error`` is the reason why it is open. It
     starts open.
@@ -44,7 +44,7 @@ class _Replica:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.num_sequences = 0  # that run there
+        self.num_sequences = 0  # those that run on the engine
         self.capacity: EngineCapacity | None = None
         self.error: EngineError = EngineUnavailable(
             f"{engine.name}: not asked for its capacity yet"
@@ -161,7 +161,9 @@ class ReplicatedEngine:
             await self.capacity()
         problems = {}
         for replica in self._replicas:
-            problems[replica.engine.name] = "" if replica.capacity else str(replica.error)
+            problems[replica.engine.name] = ""
+            if replica.capacity is None:
+                problems[replica.engine.name] = str(replica.error)
         return problems
 
     def sequences(self) -> dict[str, int]:
@@ -200,7 +202,7 @@ class ReplicatedEngine:
 
 
 class _ReplicaChunks(ChunkStream):
-    """One request, on one engine and after a failure on another, as long as it may move."""
+    """A request on one engine, and after a failure on another as long as it may move."""
 
     def __init__(self, engine: ReplicatedEngine, request: EngineRequest) -> None:
         self._engine = engine

@@ -111,9 +111,11 @@ def _check_tokens(request: EngineRequest, draft: Draft, capacity: EngineCapacity
             raise InvalidRequest(name, "holds an empty sequence")
         if not ids:
             continue
-        # numpy makes no object of each id in the array of a long prompt.
-        lowest: Any = np.min if isinstance(ids, array) else min
-        highest: Any = np.max if isinstance(ids, array) else max
+        lowest: Any = min
+        highest: Any = max
+        if isinstance(ids, array):  # numpy makes no object of each id of a long prompt
+            lowest = np.min
+            highest = np.max
         for token in (lowest(ids), highest(ids)):
             if token >= vocab_size and "prompt_embedding_table" in request.extras:
                 raise Unsupported("prompt_embedding_table", "this engine reads no such table")

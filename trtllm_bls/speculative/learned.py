@@ -1,5 +1,6 @@
-"""Figures that requests share (times, acceptance, the health of the draft engine), and the best
-length of a draft, which follows from them.
+"""Figures that requests share: times, acceptance, and the health of the draft engine.
+
+The draft length with the most tokens per second follows from them.
 
 If a draft's token i is accepted with probability a_i after those before it, a draft of k tokens
 yields E = 1 + a_1 + a_1 a_2 + ... tokens on average, in the time of k drafted tokens, one

@@ -43,7 +43,7 @@ class AttentionKind(NamedTuple):
     def of(cls, arguments: Mapping[str, Any]) -> AttentionKind:
         """Read the arguments that transformers' modules pass to an attention function."""
         names = ("scaling", "sliding_window", "softcap", "s_aux")
-        return cls(*(arguments.get(name) for name in names))
+        return cls(*map(arguments.get, names))
 
 
 class RowGroup:
@@ -66,7 +66,8 @@ class RowGroup:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
         """Query [T, heads, size] over a layer's slots to [rows of the group, heads, value size]."""
         slots, count = self._positions.shape
-        heads, kv_heads = query.shape[1], keys.shape[1]
+        heads = query.shape[1]
+        kv_heads = keys.shape[1]
         shared = heads // kv_heads
         rows = query[self.rows].reshape(slots, count, kv_heads, shared, -1)
         packed = rows.permute(0, 2, 3, 1, 4).reshape(slots, kv_heads, shared * count, -1)
@@ -135,7 +136,7 @@ def flat_step(
 
 
 def _grouped(segments: Sequence[Segment], device: torch.device) -> list[RowGroup]:
-    """One group for all one-row segments where that pays, and one for each other segment."""
+    """Group all one-row segments where that pays; every other segment is a group of its own."""
     # Segments of one row, and longer ones, each with the number of its first row in the step.
     singles: list[tuple[int, Segment]] = []
     longer: list[tuple[int, Segment]] = []
@@ -148,30 +149,33 @@ def _grouped(segments: Sequence[Segment], device: torch.device) -> list[RowGroup
         row += len(segment.tokens)
     slots = [segment.slot for _, segment in singles]
     ends = [segment.end for _, segment in singles]
+    groups: list[RowGroup] = []
     # One padded view of the slots, unless it reads several times as much as the rows need.
     if len(singles) > 1 and (max(slots) + 1 - min(slots)) * max(ends) <= 4 * sum(ends):
-        groups = [_group(singles, device)]
-    else:
-        groups = [_group([single], device) for single in singles]
-    groups += [_group([part], device) for part in longer]
+        groups.append(_group(singles, device))
+        singles = []
+    for part in (*singles, *longer):
+        groups.append(_group([part], device))
     return groups
 
 
 def _group(parts: list[tuple[int, Segment]], device: torch.device) -> RowGroup:
     """Make a group of segments with equally many tokens, each with its first row."""
-    low = min(segment.slot for _, segment in parts)
-    high = max(segment.slot for _, segment in parts) + 1
+    slots = [segment.slot for _, segment in parts]
+    low = min(slots)
+    high = max(slots) + 1
     count = len(parts[0][1].tokens)
     rows = np.full((high - low, count), -1)
     positions = np.zeros((high - low, count), np.int64)
+    length = 0
     for row, segment in parts:
         rows[segment.slot - low] = np.arange(row, row + count)
         positions[segment.slot - low] = np.arange(segment.start, segment.end)
+        length = max(length, segment.end)
     flat = rows.ravel()
     places: slice | Tensor = torch.from_numpy(flat).to(device)
     if bool((np.diff(flat) == 1).all()):  # a view is enough, instead of a copy
         places = slice(int(flat[0]), int(flat[-1]) + 1)
-    length = max(segment.end for _, segment in parts)
     return RowGroup(places, slice(low, high), length, torch.from_numpy(positions).to(device))
 
 

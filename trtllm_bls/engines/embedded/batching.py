@@ -47,6 +47,7 @@ from trtllm_bls.types import (
     EngineMetrics,
     EngineRequest,
     FinishReason,
+    TokenIds,
 )
 from trtllm_bls.wire.request_fields import required_inputs
 
@@ -60,7 +61,7 @@ EngineEvent: TypeAlias = EngineChunk | EngineError | InvalidRequest
 
 @dataclass(eq=False)
 class Submission:
-    """One request of ``unfinished`` sequences, whose events go to ``chunks`` on ``loop``.
+    """A request of ``unfinished`` sequences, whose events go to ``chunks`` on ``loop``.
 
     Once it is ``cancelled``, which any thread may do, it ends within a step.
     """
@@ -73,7 +74,7 @@ class Submission:
 
 
 class Sequence:
-    """One sequence of a request, by its ``index``; ``owner`` gets its chunks.
+    """A sequence of a request, by its ``index``; ``owner`` gets its chunks.
 
     ``capacity``: the engine's own. ``guide`` belongs to this sequence alone.
     """
@@ -98,7 +99,9 @@ class Sequence:
         self._rules = TokenRules(request, index, self._vocab_size, guide)
         room = capacity.max_sequence_tokens - len(self.tokens)
         self._criteria = StoppingCriteria.of(request, min(request.max_tokens, room))
-        self._draft = request.draft.token_ids[:room] if request.draft else ()
+        self._draft: TokenIds = ()
+        if request.draft is not None:
+            self._draft = request.draft.token_ids[:room]
         wants = request.wants
         self.wants_logits = wants.generation_logits or wants.context_logits
         self._num_reported = len(self.tokens)
@@ -167,7 +170,7 @@ class Sequence:
             row = position - len(self._draft) - 1
             choice = choices[row].checked()
             self._metrics["total_accepted_draft_tokens"] += choice.token == draft_token
-            self._take(choice.token, choice.log_prob, None if logits is None else logits[row])
+            self._take(choice, None if logits is None else logits[row])
             if self.finish or choice.token != draft_token:
                 break
         if self._draft:  # a request with a draft ends with its verification
@@ -190,37 +193,39 @@ class Sequence:
                 kv_cache_alloc_total_blocks=self.num_computed,
                 **self._metrics,
             )
-        is_first = self._num_reported == len(self.request.input_ids)
         chunk = EngineChunk(
             token_ids=token_ids,
             sequence_index=self.index,
             final=self.finish is not None,
             finish_reason=self.finish,
-            log_probs=tuple(self._log_probs) if wants.log_probs else None,
-            cum_log_prob=self._cum_log_prob if wants.log_probs else None,
-            context_logits=np.concatenate(self._context) if self._context else None,
             generation_logits=logits,
             metrics=metrics,
-            cached_tokens=num_reused if is_first else None,
         )
+        if wants.log_probs:
+            chunk.log_probs = tuple(self._log_probs)
+            chunk.cum_log_prob = self._cum_log_prob
+        if self._context:
+            chunk.context_logits = np.concatenate(self._context)
+        if self._num_reported == len(self.request.input_ids):  # the first chunk
+            chunk.cached_tokens = num_reused
         self._num_reported = len(self.tokens)
         self._log_probs = []
         self._logits = []
         self._context = []
         return chunk
 
-    def _take(self, token: int, log_prob: float, logits: Array | None = None) -> None:
+    def _take(self, choice: Choice, logits: Array | None) -> None:
         """Make the token part of the text, unless it is the end token, and end if it is due."""
         self._metrics["last_token_time_ns"] = time.monotonic_ns()
         self._metrics.setdefault("first_token_time_ns", self._metrics["last_token_time_ns"])
-        text_ids, self.finish = self._criteria.feed((token,))
+        text_ids, self.finish = self._criteria.feed((choice.token,))
         if not text_ids:
             return
-        self.tokens.append(token)
-        self._rules.push(token)
+        self.tokens.append(choice.token)
+        self._rules.push(choice.token)
         if self.request.wants.log_probs:
-            self._log_probs.append(log_prob)
-            self._cum_log_prob += log_prob
+            self._log_probs.append(choice.log_prob)
+            self._cum_log_prob += choice.log_prob
         if self.request.wants.generation_logits and logits is not None:
             self._logits.append(logits.copy())  # the row is part of the whole step's array
         if self._rules.complete and self.finish is not FinishReason.STOP:
@@ -284,7 +289,9 @@ class Batcher:
         for sequence, segment in plan:
             begin = end
             end += segment.keep
-            values = logits[begin:end].cpu().numpy() if sequence.wants_logits else None
+            values: Array | None = None
+            if sequence.wants_logits:
+                values = logits[begin:end].cpu().numpy()
             self._take(sequence, segment, choices[begin:end], values)
 
     def _take(
@@ -338,7 +345,7 @@ class Batcher:
         plan: list[tuple[Sequence, Segment]] = []
         short: list[Sequence] = []
         long: list[Sequence] = []
-        oldest: Sequence | None = None  # of those with several rows
+        oldest: Sequence | None = None  # the oldest sequence with several rows
         for sequence in self._running:
             num_rows = sequence.num_rows
             if num_rows == 1:
@@ -354,8 +361,10 @@ class Batcher:
         room = self._max_rows - len(plan)
         reserved = room // 2 if long else 0
         for sequence in [*short, *long]:
-            passes = sequence.num_rows <= _SHORT_ROWS and sequence is not oldest
-            segment = sequence.segment(max(room - reserved, 0) if passes else room)
+            limit = room
+            if sequence.num_rows <= _SHORT_ROWS and sequence is not oldest:
+                limit = max(room - reserved, 0)
+            segment = sequence.segment(limit)
             if segment.tokens:
                 plan.append((sequence, segment))
                 room -= len(segment.tokens)
@@ -432,8 +441,10 @@ class EmbeddedEngine:
         submission = Submission(request.num_return_sequences, chunks, asyncio.get_running_loop())
         sequences = []
         for index in range(request.num_return_sequences):
-            sequence_guide = guide.copy() if guide is not None else None
-            sequences.append(Sequence(request, index, self._capacity, submission, sequence_guide))
+            own_guide = None
+            if guide is not None:
+                own_guide = guide.copy()
+            sequences.append(Sequence(request, index, self._capacity, submission, own_guide))
         self._add(sequences)
         try:
             await submission.ended.wait()

@@ -85,9 +85,9 @@ class Graphs:
         for index in sorted(range(len(segments)), key=lambda index: len(segments[index].tokens)):
             rows = _power(len(segments[index].tokens))
             if batches:
-                first = _power(len(segments[batches[-1][0]].tokens))
-                room = _power(len(batches[-1]) + 1) * rows <= _MAX_GRAPH_ROWS
-                if (first == 1) == (rows == 1) and room:
+                batch_rows = _power(len(segments[batches[-1][0]].tokens))
+                has_room = _power(len(batches[-1]) + 1) * rows <= _MAX_GRAPH_ROWS
+                if (batch_rows == 1) == (rows == 1) and has_room:
                     batches[-1].append(index)
                     continue
             batches.append([index])
@@ -105,8 +105,9 @@ class Graphs:
         inputs = np.zeros((count, 2 * shape.rows + 2), np.int64)
         inputs[:, shape.rows : -2] = self._slots.length  # the place that nobody sees
         kept_rows: list[int] = []
-        for number, segment in enumerate(segments):
-            place = segment.slot if count == num_slots else number
+        for place, segment in enumerate(segments):
+            if count == num_slots:
+                place = segment.slot
             num_tokens = len(segment.tokens)
             inputs[place, :num_tokens] = segment.tokens
             inputs[place, shape.rows : shape.rows + num_tokens] = range(segment.start, segment.end)
@@ -177,5 +178,5 @@ class Graphs:
 
 
 def _power(count: int) -> int:
-    """The least power of two that is at least ``count``."""
+    """Return the least power of two that is at least ``count``."""
     return 1 << (count - 1).bit_length()

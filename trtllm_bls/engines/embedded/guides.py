@@ -45,7 +45,7 @@ _MAX_COMPILATIONS = 64  # grammars that wait to be compiled; more are refused
 
 
 class GrammarMatcher:
-    """One sequence's place in its grammar; ``ends``: tokens that may end a complete text.
+    """A sequence's place in its grammar; ``ends``: tokens that may end a complete text.
 
     ``library_end``: the token that the library would let end it. ``allowed`` [vocab], bool: the
     tokens that may come next; the array is never changed in place.
@@ -157,8 +157,10 @@ class Guides:
             self._cache.popitem(last=False)
         if isinstance(matcher, str):
             raise InvalidRequest(GUIDE_TEXT_INPUT, matcher)
-        stops = [stop[0] for stop in request.stop_sequences if len(stop) == 1]
-        ends = {token for token in stops if self._tokenizer.is_special_token(token)}
+        ends: set[int] = set()
+        for stop in request.stop_sequences:
+            if len(stop) == 1 and self._tokenizer.is_special_token(stop[0]):
+                ends.add(stop[0])
         if request.end_id is not None and request.end_id >= 0:
             ends.add(request.end_id)
         library_end = self._tokenizer.eos_token

@@ -33,7 +33,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class Linear:
-    """One or several of a model's projections of the same input, as one matrix product."""
+    """A matrix product that makes one or several of a model's projections of an input."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
@@ -81,28 +81,30 @@ class Layer:
 
     attention_norm: Norm
     qkv: Linear
-    query_norm: Norm | None
-    key_norm: Norm | None
     out: Linear
     mlp_norm: Norm
     gate_up: Linear
     down: Linear
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
 
     @classmethod
     def of(cls, module: Any) -> Layer:
         """Read one of transformers' decoder layers."""
         attention = module.self_attn
         mlp = module.mlp
-        has_norms = hasattr(attention, "q_norm")
+        norms = {}
+        if hasattr(attention, "q_norm"):
+            norms["query_norm"] = Norm.of(attention.q_norm)
+            norms["key_norm"] = Norm.of(attention.k_norm)
         return cls(
             attention_norm=Norm.of(module.input_layernorm),
             qkv=Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
-            query_norm=Norm.of(attention.q_norm) if has_norms else None,
-            key_norm=Norm.of(attention.k_norm) if has_norms else None,
             out=Linear.of(attention.o_proj),
             mlp_norm=Norm.of(module.post_attention_layernorm),
             gate_up=Linear.of(mlp.gate_proj, mlp.up_proj),
             down=Linear.of(mlp.down_proj),
+            **norms,
         )
 
 
@@ -116,7 +118,7 @@ class Llama:
         config = model.config
         self._embedding = model.model.embed_tokens.weight
         self._rotary = model.model.rotary_emb
-        self._layers = [Layer.of(layer) for layer in model.model.layers]
+        self._layers = list(map(Layer.of, model.model.layers))
         self._kinds = kinds
         self._norm = Norm.of(model.model.norm)
         self._head = Linear.of(model.lm_head)

@@ -56,14 +56,15 @@ def load(
         )
     # Not all cores, since the spinning barriers of torch's pool collapse when another process wants
     # a core. One thread for a small model, of which a layer takes less than a barrier.
-    half = max(1, len(os.sched_getaffinity(0)) // 2)
-    torch.set_num_threads(parameters.threads or half)
+    half_of_cores = max(1, len(os.sched_getaffinity(0)) // 2)
+    torch.set_num_threads(parameters.threads or half_of_cores)
     transformers.utils.logging.set_verbosity_error()  # our reports are one line each
     transformers.utils.logging.disable_progress_bar()
     directory = Path(parameters.model_dir)
     check_checkpoint(directory)
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch_device = torch.device(device or default_device)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch_device = torch.device(device)
     # cuDNN's attention plans for a tenth of a second whenever a prompt has a new length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     runner, config, num_weights = _probed(directory, torch_device)
@@ -83,7 +84,11 @@ def load(
     size = fits * per_token / 2**20
     _log.info("KV cache: %d slots of %d tokens, up to %.0f MiB", parameters.max_batch, fits, size)
     runner.allocate(parameters.max_batch, fits)
-    runner.threads = parameters.threads or (1 if num_weights < _SMALL else half)
+    runner.threads = half_of_cores
+    if num_weights < _SMALL:
+        runner.threads = 1
+    if parameters.threads:
+        runner.threads = parameters.threads
     return runner
 
 
@@ -123,12 +128,15 @@ def _agrees(runner: Runner, tokens: list[int], expected: Tensor) -> bool:
     """Run the probe; true if it gives the logits [tokens, vocab] that are expected."""
     tolerance = 2e-3 if expected.dtype is torch.float32 else 8e-2
     runner.allocate(1, len(tokens))
-    segments = [Segment(0, start, tokens[start:end], end - start) for start, end in _PROBE]
+    steps: list[Tensor] = []
     try:
-        logits = torch.cat([runner.forward([segment]) for segment in segments])
+        for start, end in _PROBE:
+            segment = Segment(0, start, tokens[start:end], end - start)
+            steps.append(runner.forward([segment]))
     except Exception:  # an architecture we do not know may fail in any way
         _log.debug("the probe failed", exc_info=True)
         return False
+    logits = torch.cat(steps)
     close = (logits - expected.float()).abs() <= tolerance * expected.abs().max()
     return bool(close.all()) and runner.slots.bytes_per_token > 0
 
@@ -156,14 +164,17 @@ def _pretrained(directory: Path, device: torch.device) -> tuple[Any, Any]:
 
 def _dtype(directory: Path, config: Any, device: torch.device) -> torch.dtype:
     """Return fp32 for small models; else the checkpoint's half format if the device has it."""
-    checkpoint_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    checkpoint_dtype = torch.float32
+    if isinstance(config.dtype, torch.dtype):
+        checkpoint_dtype = config.dtype
     weights = [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin")]
     parameters = sum(file.stat().st_size for file in weights) // checkpoint_dtype.itemsize
     if device.type == "cuda":
         return torch.float32 if parameters <= _SMALL else checkpoint_dtype
-    if parameters <= _FP32_PARAMETERS or checkpoint_dtype.itemsize > 2:
-        return torch.float32
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    is_large = parameters > _FP32_PARAMETERS and checkpoint_dtype.itemsize <= 2
+    if is_large and torch.cpu._is_avx512_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
 
 
 def _exact_length(config: Any, windowed: bool) -> int:

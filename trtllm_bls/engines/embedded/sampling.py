@@ -108,8 +108,9 @@ class TokenRules:
         self._greedy = sampling.is_greedy
         penalised = sampling.repetition_penalty not in (None, 1) or sampling.presence_penalty
         penalised = penalised or sampling.frequency_penalty
-        # Occurrences of each token in the text.
-        self._counts = np.bincount(self._text, minlength=vocab_size) if penalised else None
+        self._counts: Array | None = None  # occurrences of each token in the text
+        if penalised:
+            self._counts = np.bincount(self._text, minlength=vocab_size)
         self._ngram = sampling.no_repeat_ngram_size or 0
         self._bias = np.asarray(request.embedding_bias, dtype=np.float64).reshape(-1, 2)
         altered = penalised or request.embedding_bias or request.bad_sequences or self._ngram
@@ -130,7 +131,9 @@ class TokenRules:
         if self._takes_best:
             return [None] * (len(draft) + 1)
         rows: list[TokenRow | None] = []
-        ahead = self._copy() if draft else self
+        ahead = self
+        if draft:
+            ahead = self._copy()
         for place, token in enumerate(draft):
             rows.append(ahead._row(place))
             try:
@@ -155,8 +158,10 @@ class TokenRules:
     def _copy(self) -> TokenRules:
         clone = copy(self)
         clone._text = self._text.copy()
-        clone._guide = None if self._guide is None else self._guide.copy()
-        clone._counts = None if self._counts is None else self._counts.copy()
+        if self._guide is not None:
+            clone._guide = self._guide.copy()
+        if self._counts is not None:
+            clone._counts = self._counts.copy()
         return clone
 
     def _row(self, place: int) -> TokenRow:
@@ -164,12 +169,15 @@ class TokenRules:
         sampling = self._sampling
         draft = self._request.draft
         verifies = draft is not None and draft.logits is not None and place < len(draft.token_ids)
+        counts = _NO_ENTRIES
+        if self._counts is not None:
+            counts = _occurrences(self._counts)
         row = TokenRow(
             greedy=self._greedy,
             uniform=self._uniform(_ACCEPTANCE if verifies else _DRAWS),
             bias=self._bias,
             temperature=sampling.temperature or 1.0,
-            counts=_NO_ENTRIES if self._counts is None else _occurrences(self._counts),
+            counts=counts,
             repetition_penalty=sampling.repetition_penalty or 1.0,
             presence_penalty=sampling.presence_penalty or 0.0,
             frequency_penalty=sampling.frequency_penalty or 0.0,
@@ -238,14 +246,19 @@ def choose(logits: Tensor, rows: Sequence[TokenRow | None], log_probs: bool) -> 
     ``log_probs``: the caller reads them; otherwise they are 0.
     """
     highest, tokens = logits.max(dim=-1)
-    indices = [index for index, row in enumerate(rows) if row is not None]
+    indices: list[int] = []
+    ruled_rows: list[TokenRow] = []
+    for index, row in enumerate(rows):
+        if row is not None:
+            indices.append(index)
+            ruled_rows.append(row)
     if not indices and not log_probs:  # on a GPU each operation spared is a wait for the GIL
         pairs = torch.stack([tokens.double(), highest.double()]).T.tolist()
         return [Choice(int(token), 0.0, logit, True) for token, logit in pairs]
     highest_allowed = highest
     if indices:
         places = torch.tensor(indices, device=logits.device)
-        chosen, scores = _ruled(logits[places], [row for row in rows if row is not None])
+        chosen, scores = _ruled(logits[places], ruled_rows)
         tokens = tokens.index_copy(0, places, chosen)
         highest_allowed = highest_allowed.index_copy(0, places, scores)
     scores = torch.zeros_like(highest)
@@ -282,22 +295,31 @@ def processed(logits: Tensor, rows: Sequence[TokenRow]) -> Tensor:
     barred = _entries([np.asarray(row.barred, np.float64)[:, None] for row in rows], device)
     if barred is not None:
         scores[barred[0].long(), barred[1].long()] = -torch.inf
-    guided = [index for index, row in enumerate(rows) if row.allowed is not None]
+    guided: list[int] = []
+    allowed: list[Array] = []
+    for index, row in enumerate(rows):
+        if row.allowed is not None:
+            guided.append(index)
+            allowed.append(row.allowed)
     if guided:
-        allowed = np.stack([row.allowed for row in rows if row.allowed is not None])
         places = torch.tensor(guided, device=device)
-        forbidden = ~torch.from_numpy(allowed).to(device)
+        forbidden = ~torch.from_numpy(np.stack(allowed)).to(device)
         scores[places] = scores[places].masked_fill(forbidden, -torch.inf)
     return scores
 
 
 def _ruled(logits: Tensor, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
-    """Return the tokens that the rules choose, and the highest score that they leave"""
-    drafts = [index for index, row in enumerate(rows) if row.guess is not None]
+    """Return the tokens that the rules choose, and the highest score that they leave."""
+    drafts: list[int] = []
+    verified: list[TokenRow] = []
+    guessed: list[Array] = []
+    for index, row in enumerate(rows):
+        if row.guess is not None:
+            drafts.append(index)
+            verified.append(row)
+            guessed.append(row.guess)
     if drafts:
-        guessed = np.stack([row.guess for row in rows if row.guess is not None])
-        logits = torch.cat([logits, torch.from_numpy(guessed).to(logits)])
-    verified = [rows[index] for index in drafts]
+        logits = torch.cat([logits, torch.from_numpy(np.stack(guessed)).to(logits)])
     rows_and_guesses = [*rows, *verified]
     scores = processed(logits, rows_and_guesses)
     highest = scores[: len(rows)].max(dim=-1)

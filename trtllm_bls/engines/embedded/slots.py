@@ -58,7 +58,9 @@ class Slots:
             range(len(shared)),
             key=lambda slot: (shared[slot], slot in self.free, -self._released_at[slot]),
         )
-        reused = int(shared[source]) if reuse else 0
+        reused = 0
+        if reuse:
+            reused = int(shared[source])
         slot = min(self.free, key=lambda slot: (self._released_at[slot], slot))
         # A slot that holds far more than it shares serves its own conversation better untouched.
         if reused and source in self.free and 2 * reused >= self._lengths[source]:
