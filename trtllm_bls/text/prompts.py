@@ -22,6 +22,7 @@ from trtllm_bls.types import (
     AnswerMarkup,
     EngineRequest,
     PromptIds,
+    SpeculationRequest,
     TextRequest,
     TokenIds,
 )
@@ -84,18 +85,16 @@ class PromptMaker:
         """Tokenise, as a batch, requests for ``make``, which follows soon; on any thread."""
         batches: dict[bool, list[TextRequest]] = {}
         for request in requests:
+            adds_special_tokens = request.add_special_tokens
+            if adds_special_tokens is None:
+                adds_special_tokens = self.add_special_tokens
             if request.text and not self.is_long(request):
-                batches.setdefault(self._adds_special_tokens(request), []).append(request)
+                batches.setdefault(adds_special_tokens, []).append(request)
         for adds_special_tokens, batch in batches.items():
             texts = [request.text or "" for request in batch]
             all_ids = self.tokenizer.encode_all(texts, adds_special_tokens)
             for request, ids in zip(batch, all_ids, strict=True):
                 request.text_ids = ids
-
-    def _adds_special_tokens(self, request: TextRequest) -> bool:
-        if request.add_special_tokens is None:
-            return self.add_special_tokens
-        return request.add_special_tokens
 
     def make(
         self,
@@ -120,9 +119,12 @@ class PromptMaker:
         if request.end_id is not None:
             end_ids = () if request.end_id < 0 else (request.end_id,)
         all_end_ids = tuple(dict.fromkeys((*end_ids, *request.stop_token_ids)))
-        kept_ids = request.stop_token_ids if request.include_stop else ()
-        # An engine does not show the end id of its request, so that must be none of those kept.
-        engine_end_id = next(iter(end_ids if kept_ids else all_end_ids), -1)
+        kept_ids: TokenIds = ()
+        engine_end_id = next(iter(all_end_ids), -1)
+        if request.include_stop and request.stop_token_ids:
+            kept_ids = request.stop_token_ids
+            # An engine does not show the end id of its request, so that must be none of those kept.
+            engine_end_id = next(iter(end_ids), -1)
         if request.stop_words:
             checked_stops(request.stop_words)
         biased = [word for word, _ in request.embedding_bias]
@@ -157,17 +159,8 @@ class PromptMaker:
             table_ids[is_row] = request.prompt_table_extra_id
             extras = {**extras, "prompt_table_extra_ids": table_ids}
         speculation = request.speculation
-        if request.prediction:
-            length = len(request.prediction)
-            if length > MAX_PREDICTION_CHARS:
-                problem = f"{length} characters; at most {MAX_PREDICTION_CHARS} are allowed"
-                raise InvalidRequest("prediction", problem)
-            prediction = tokenizer.encode(request.prediction, False, "prediction")
-            speculation = replace(speculation, prediction=tuple(prediction))
-        source = speculation.draft_source or self.draft_source
-        if request.messages and request.chat.tools and source in ("ngram", "mixed"):
-            calls = tokenizer.call_ids(request.chat.tools)
-            speculation = replace(speculation, calls=calls)
+        if request.prediction or request.chat.tools:
+            speculation = self._speculation(request)
         engine_request = EngineRequest(
             request_id=request.request_id,
             input_ids=ids,
@@ -189,6 +182,25 @@ class PromptMaker:
             extras=extras,
         )
         return Prompt(engine_request, all_end_ids, stops, markup, kept_ids)
+
+    def _speculation(self, request: TextRequest) -> SpeculationRequest:
+        """Return the request's speculation with the texts to draft from. Raises ``InvalidRequest``.
+
+        They are the prediction, and calls of the tools.
+        """
+        speculation = request.speculation
+        if request.prediction:
+            length = len(request.prediction)
+            if length > MAX_PREDICTION_CHARS:
+                problem = f"{length} characters; at most {MAX_PREDICTION_CHARS} are allowed"
+                raise InvalidRequest("prediction", problem)
+            prediction = self.tokenizer.encode(request.prediction, False, "prediction")
+            speculation = replace(speculation, prediction=tuple(prediction))
+        source = speculation.draft_source or self.draft_source
+        if request.messages and request.chat.tools and source in ("ngram", "mixed"):
+            calls = self.tokenizer.call_ids(request.chat.tools)
+            speculation = replace(speculation, calls=calls)
+        return speculation
 
     def _word_bias(self, words: Iterable[tuple[str, float]]) -> list[tuple[int, float]]:
         """Return the bias of each token of some words."""
@@ -247,7 +259,9 @@ class PromptMaker:
             if messages is not None:
                 ids = tokenizer.encode_chat(text)
             else:
-                adds_special_tokens = self._adds_special_tokens(request)
+                adds_special_tokens = request.add_special_tokens
+                if adds_special_tokens is None:
+                    adds_special_tokens = self.add_special_tokens
                 ids = request.text_ids or tokenizer.encode(text, adds_special_tokens, field)
         if not ids:
             raise InvalidRequest(field, problem)

@@ -47,7 +47,9 @@ class ReasoningState:
         self._markup = markup
         self._stage = _Stage.ANSWER
         if markup.reasoning_end:
-            self._stage = _Stage.REASONING if markup.is_opened else _Stage.START
+            self._stage = _Stage.START
+            if markup.is_opened:
+                self._stage = _Stage.REASONING
         self._held = ""  # text that is in no piece yet, since it may become a tag
         self._tail = ""  # the end of the last piece, which may be the beginning of a tag
         self._announces_thoughts = False  # the part of the header that has come

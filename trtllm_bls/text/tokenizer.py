@@ -224,6 +224,13 @@ def _calls_of(message: Mapping[str, Any]) -> list[Any]:
     return []
 
 
+def without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without its calls."""
+    plain = dict(message)
+    plain.pop("tool_calls", None)
+    return plain
+
+
 def _calls_in_form(
     messages: Iterable[Mapping[str, Any]], form: _CallForm
 ) -> Iterator[Mapping[str, Any]]:
@@ -236,9 +243,7 @@ def _calls_in_form(
         content = message.get("content") or ""
         if form.null_content:
             if content:
-                alone = dict(message)
-                del alone["tool_calls"]
-                yield alone
+                yield without_calls(message)
             content = None
         calls = [_call_in_form(call, form) for call in calls]
         yield {**message, "content": content, "tool_calls": calls}
@@ -350,12 +355,12 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     The tokens are joined by their common beginnings, so that the time of a search does not grow
     with their number.
     """
-    return re.compile(_alternatives(sorted({token for token in tokens if token})) or "(?!)")
+    return re.compile(_alternatives(sorted(set(filter(None, tokens)))) or "(?!)")
 
 
 def _alternatives(tokens: list[str]) -> str:
     """Return the pattern of sorted tokens; an empty one among them makes the others optional."""
-    solid = [token for token in tokens if token]
+    solid = list(filter(None, tokens))
     if not solid:
         return ""
     patterns = []
@@ -417,20 +422,22 @@ def _is_order_irrelevant(added: Collection[Any]) -> bool:
     match does it take the white space beside a token along, or refuse a part of a word.
     ``fastokens`` looks for all of them at once, from left to right.
     """
-    if any(token.single_word for token in added):
-        return False
     strips = any(token.lstrip or token.rstrip for token in added)
-    if strips and any(token.content.strip() != token.content for token in added):
-        return False
-    plain = [token.content for token in added if not token.normalized]
+    plain: list[str] = []
+    normalized: list[str] = []
+    for token in added:
+        text = token.content
+        if token.single_word or (strips and text.strip() != text):
+            return False
+        if token.normalized:
+            normalized.append(text)
+        else:
+            plain.append(text)
     plain_pattern = _any_of(plain)
     plain_begins: set[str] = set()
     for text in plain:
         plain_begins.update(itertools.accumulate(text))
-    for token in added:
-        text = token.content
-        if not token.normalized:
-            continue
+    for text in normalized:
         ends = (text[begin:] for begin in range(1, len(text)))
         if plain_pattern.search(text) or not plain_begins.isdisjoint(ends):
             return False
@@ -760,16 +767,17 @@ class Tokenizer:
 
     def _shows_calls(self, count: int, form: _CallForm) -> bool:
         """True if the template shows so many calls of one turn, in this form."""
-        names = [f"probe_name{index}" for index in range(count)]
-        calls = {name: {"probe_key": "probe_value"} for name in names}
+        calls = {}
+        for index in range(count):
+            calls[f"probe_name{index}"] = {"probe_key": "probe_value"}
         probe = [{"role": "user", "content": "a"}, *_calls_and_results(calls)]
-        function = {"name": names[0], "description": "a", "parameters": {}}
+        function = {"name": "probe_name0", "description": "a", "parameters": {}}
         tools = [{"type": "function", "function": function}]
         with suppress(Exception):  # a template is a program: it may raise anything
             prompt = self._render(list(_calls_in_form(probe, form)), tools, {})
             # Arguments are shown neither escaped nor in Python's spelling.
             is_altered = '\\"probe_key' in prompt or "'probe_key'" in prompt
-            return all(text in prompt for text in (*names, "probe_value")) and not is_altered
+            return all(text in prompt for text in (*calls, "probe_value")) and not is_altered
         return False
 
     @cached_property
@@ -838,7 +846,7 @@ class Tokenizer:
         text_ids: dict[str, tuple[int, ...]] = {}
         for anchor in ("\n", "a", "."):
             anchor_ids = tuple(self._encode(anchor, False, "messages"))
-            missing = [text for text in set(continuations) if text not in text_ids]
+            missing = list(set(continuations).difference(text_ids))
             anchored = encode([anchor + text for text in missing], False)
             for text, anchored_ids in zip(missing, map(tuple, anchored), strict=True):
                 # Otherwise the border fell inside a token.

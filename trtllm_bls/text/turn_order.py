@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtllm_bls.errors import InvalidRequest
-from trtllm_bls.text.tokenizer import Tokenizer
+from trtllm_bls.text.tokenizer import Tokenizer, without_calls
 from trtllm_bls.types import ChatOptions, Message
 
 # Texts in place of turns that the template demands and the conversation lacks.
@@ -98,7 +98,9 @@ class TurnOrder:
         joined: list[Message] = []
         for role, run in itertools.groupby(turns, lambda turn: turn["role"]):
             group = list(run)
-            joined += _joined(group) if role in joined_roles else group
+            if role in joined_roles:
+                group = _joined(group)
+            joined += group
         return joined
 
     def _with_systems_in_front(self, turns: list[Message]) -> list[Message]:
@@ -149,9 +151,8 @@ def _text_before_calls(turn: Message) -> list[Message]:
     """Return the text and the calls of a turn as two turns."""
     if not turn.get("tool_calls") or not turn.get("content"):
         return [turn]
-    text = {key: value for key, value in turn.items() if key != "tool_calls"}
     calls = {"role": "assistant", "content": "", "tool_calls": turn["tool_calls"]}
-    return [text, calls]
+    return [without_calls(turn), calls]
 
 
 def _missing_results(calls: Mapping[str, Mapping[str, Any]]) -> list[Message]:
@@ -164,10 +165,13 @@ def _missing_results(calls: Mapping[str, Mapping[str, Any]]) -> list[Message]:
 
 
 def _with_question_first(turns: list[Message]) -> list[Message]:
-    place = sum(1 for _ in itertools.takewhile(lambda turn: turn["role"] == "system", turns))
-    if place < len(turns) and turns[place]["role"] == "assistant":
-        question = {"role": "user", "content": _QUESTION}
-        return [*turns[:place], question, *turns[place:]]
+    """Put a question before an answer that comes first, perhaps behind system messages."""
+    question = {"role": "user", "content": _QUESTION}
+    for place, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            return [*turns[:place], question, *turns[place:]]
+        if turn["role"] != "system":
+            break
     return turns
 
 
@@ -185,8 +189,7 @@ def _as_plain_text(turn: Message) -> Message:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         texts.append(f"Call of {function['name']}: {arguments}")
-    plain = {key: value for key, value in turn.items() if key != "tool_calls"}
-    return {**plain, "content": _text(texts)}
+    return {**without_calls(turn), "content": _text(texts)}
 
 
 def _result_as_text(turn: Message) -> Message:
@@ -199,23 +202,26 @@ def _joined(turns: Sequence[Message]) -> list[Message]:
 
     Contents in parts are left as they are, and with them the turns.
     """
-    if len(turns) < 2 or not all(isinstance(turn.get("content") or "", str) for turn in turns):
+    contents = [turn.get("content") or "" for turn in turns]
+    if len(turns) < 2 or not all(isinstance(content, str) for content in contents):
         return list(turns)
     joined = dict(turns[0])
-    joined["content"] = _text(turn.get("content") or "" for turn in turns)
+    joined["content"] = _text(contents)
     for key in ("reasoning", "reasoning_content"):
         reasoning = _text(str(turn.get(key) or "") for turn in turns)
         if reasoning:
             joined[key] = reasoning
-    calls = list(itertools.chain.from_iterable(turn.get("tool_calls") or () for turn in turns))
+    calls: list[Any] = []
+    for turn in turns:
+        calls += turn.get("tool_calls") or ()
     if calls:
         joined["tool_calls"] = calls
     return [joined]
 
 
 def _text(texts: Iterable[Any]) -> Any:
-    """Join texts as paragraphs; of one text beside a content in parts, its parts come last."""
-    parts = [text for text in texts if text]
+    """Join texts as paragraphs. If one is a content in parts, the texts become parts, too."""
+    parts = list(filter(None, texts))
     if all(isinstance(part, str) for part in parts):
         return "\n\n".join(parts)
     listed: list[Any] = []
@@ -231,7 +237,7 @@ def _is_shown(tokenizer: Tokenizer, turns: str) -> bool:
     """True if the template writes the texts of all these turns, in their order."""
     messages: list[Message] = []
     texts: list[str] = []
-    call_id = "probecall"  # of nine characters, as some templates want
+    call_id = "probecall"  # some templates want ids of nine characters
     for number, kind in enumerate(turns):
         text = f"{kind}{number}9q"
         if kind in "ct":

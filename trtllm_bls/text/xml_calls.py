@@ -227,7 +227,9 @@ class _HeldValues:
             is_partial = tag is not None and tag.partial
             follows = None
             if tag is not None and not is_partial and (tag["closer"] or tag["end"]):
-                pattern = tags.after_value if tag["closer"] else tags.after_call
+                pattern = tags.after_call
+                if tag["closer"]:
+                    pattern = tags.after_value
                 is_open = not unread.complete
                 follows = compiled(pattern).match(unread.text, tag.end(), partial=is_open)
                 is_partial = follows is not None and follows.partial
@@ -236,7 +238,8 @@ class _HeldValues:
                 return tag, follows is not None
             if unread.ended:
                 return None
-            self.cursor = unread.dropped + (tag.start() if tag else len(unread.text))
+            searched = len(unread.text) if tag is None else tag.start()
+            self.cursor = unread.dropped + searched
             if self.cursor - self.begin > MAX_HELD:
                 return None
             yield from self.call.more()
