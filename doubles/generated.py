@@ -16,8 +16,8 @@ class GeneratedChunks(QueuedChunks):
         self._chunks = chunks
 
     async def wait(self) -> None:
-        if not self._arrived and (chunk := await anext(self._chunks, None)) is not None:
-            self._arrived.append(chunk)
+        if not self._items and (chunk := await anext(self._chunks, None)) is not None:
+            self._items.append(chunk)
 
     async def aclose(self) -> None:
         await self._chunks.aclose()

@@ -53,7 +53,7 @@ class ManualSenders(SenderThreads):
 
     def send(self) -> None:
         """Send all that was handed over."""
-        for queued in (self._first, self._later):
+        for queued in (self._first_sends, self._later_sends):
             while queued:
                 call, action = queued.popleft()
                 self._reports.append((call, call.deliver(action.response, action.final)))

@@ -19,19 +19,19 @@ ERROR = EngineError("lost")
 def test_responses_leave_one_at_a_time_in_their_order() -> None:
     """The first is marked as such, and the last as final."""
     outbox = Outbox()
-    assert outbox.put(A, 0) == Send(A, final=False, first=True)
+    assert outbox.put(A, 0) == Send(A, final=False, is_first=True)
     assert outbox.put(B, 0) is None and outbox.put(A, 1) is None
-    assert outbox.sent(True) == Send(B, final=False, first=False)
-    assert outbox.sent(True) == Send(A, final=True, first=False)
+    assert outbox.sent(True) == Send(B, final=False, is_first=False)
+    assert outbox.sent(True) == Send(A, final=True, is_first=False)
     assert outbox.sent(True) is None
     assert outbox.state is Sending.IDLE
 
 
 def test_a_call_of_several_sequences_ends_with_the_last_of_them() -> None:
     outbox = Outbox(sequences=2)
-    assert outbox.put(A, 1) == Send(A, final=False, first=True)
+    assert outbox.put(A, 1) == Send(A, final=False, is_first=True)
     assert outbox.sent(True) is None
-    assert outbox.put(B, 1) == Send(B, final=True, first=False)
+    assert outbox.put(B, 1) == Send(B, final=True, is_first=False)
 
 
 def test_an_end_that_is_not_accepted_is_tried_again_ever_later() -> None:
@@ -45,7 +45,7 @@ def test_an_end_that_is_not_accepted_is_tried_again_ever_later() -> None:
         assert isinstance(delay, Delay) and delay.seconds is not None
         assert outbox.state is Sending.DELAYED
         delays.append(delay.seconds)
-        assert outbox.due() == Send(_UNSENDABLE, final=True, first=False)
+        assert outbox.due() == Send(_UNSENDABLE, final=True, is_first=False)
     assert delays == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
     assert outbox.sent(True) is None
 
@@ -59,7 +59,7 @@ def test_an_error_as_status_waits_once(before: int) -> None:
         assert outbox.sent(True) is None
     assert outbox.put(ERROR, 1) == Delay(None)
     assert outbox.state is Sending.DELAYED
-    assert outbox.due() == Send(ERROR, final=True, first=not before)
+    assert outbox.due() == Send(ERROR, final=True, is_first=not before)
     assert outbox.sent(True) is None
 
 
@@ -68,7 +68,7 @@ def test_an_error_as_status_that_is_kept_waits_when_its_turn_comes() -> None:
     assert isinstance(outbox.put(A, 0), Send)
     assert outbox.put(ERROR, 1) is None
     assert outbox.sent(True) == Delay(None)
-    assert outbox.due() == Send(ERROR, final=True, first=False)
+    assert outbox.due() == Send(ERROR, final=True, is_first=False)
 
 
 @given(st.lists(st.sampled_from(["put", "end", "error", "sent", "not sent", "due"])), st.booleans())
@@ -97,7 +97,7 @@ def test_every_call_is_sent_one_end_and_nothing_after_it(events: list[str], wait
     sends = [action for action in actions if isinstance(action, Send)]
     numbers = [each.response["number"] for each in sends if isinstance(each.response, dict)]
     assert numbers == sorted(numbers)
-    assert [each.first for each in sends] == [True] + [False] * (len(sends) - 1)
+    assert [each.is_first for each in sends] == [True] + [False] * (len(sends) - 1)
     finals = [each.final for each in sends]
     assert finals[-1]
     assert all(each.response is _UNSENDABLE for each in sends[finals.index(True) + 1 :])

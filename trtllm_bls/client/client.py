@@ -331,7 +331,7 @@ class Reader(Arrivals[Event]):
                 self._answered = self._answered or event.final
                 self.put([event])
                 self._waiting_bytes += message.ByteSize()
-                is_full = len(self._arrived) == MOST_WAITING
+                is_full = len(self._items) == MOST_WAITING
                 if (is_full or self._waiting_bytes > MOST_WAITING_BYTES) and not self._cancelled:
                     self._caught_up.clear()
                     await self._caught_up.wait()

@@ -944,7 +944,7 @@ class StreamingModel(ServedModel):
             if isinstance(raised, asyncio.TimeoutError) and has_expired(limit):
                 error = DeadlineExceeded(timeout_problem)
             else:
-                error = _reported_error(raised, is_cancelled=call.cancelled is not None)
+                error = _reported_error(raised, is_cancelled=call.cancel_cause is not None)
             if error is raised:  # an error that is its own cause is a reference cycle
                 raise
             raise error from raised

@@ -72,7 +72,7 @@ class EngineService:
         try:
             await self._answer(call, sequences)
         except asyncio.CancelledError:
-            if not call.stopped:
+            if not call.is_stopped:
                 raise
         # The sequences of a stopped call still end with a normal response.
         for sequence in sequences:

@@ -1,9 +1,9 @@
-"""The tensors of our models, as the models themselves see them: inputs read, answers written.
+"""Tensors to requests and answers to tensors, for our models.
 
 In this order: the rows of any model, requests to ``tensorrt_llm``, requests of text, answers, and
-the tensors of upstream's ``llmapi`` model. Triton has checked types, rank and required inputs
-before a model runs. Here the rest is checked against the contract table: ranges, UTF-8, one value
-where one is meant, two names of one option that contradict.
+the tensors of upstream's ``llmapi`` model. Triton checks types, rank and required inputs before a
+model runs. This module checks the rest against the contract: ranges, UTF-8, one value for a scalar,
+and contradictions between two names of one option.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from trtllm_bls.wire.words import unpack_words
 
 Fields = dict[str, Any]
 
-MAX_STRINGS = 1024  # of one row; decoding many more would hold up every other stream
-_MAX_WORD_BYTES = 1024  # of each of several; a word has at most 256 characters
+MAX_STRINGS = 1024  # in one row; decoding many more would hold up every other stream
+_MAX_WORD_BYTES = 1024  # limit of an item of a list; a word has at most 256 characters
 
 _SAMPLING_FIELD_NAMES = tuple(field.name for field in fields(Sampling))
 _WANTS_FIELD_NAMES = tuple(field.name for field in fields(Wants))
 _SPECULATION = tuple(field.name for field in fields(SpeculationRequest))
-# Inputs of a request's own fields, of which code below makes the value.
+# The inputs of fields whose value is not the input's own. Code below makes it.
 _CONVERTED = {
     *("input_ids", "max_tokens", "streaming", "exclude_input_in_output", "embedding_bias"),
     *("stop_words", "bad_words", "stop_sequences", "bad_sequences", "messages"),
@@ -60,16 +60,17 @@ _CONVERTED = {
 }
 
 
-def _copied(kind: type[TextRequest] | type[EngineRequest], model: Model) -> tuple[str, ...]:
-    """The fields of a request that have an input of their name and are copied from it."""
+def _copied_fields(kind: type[TextRequest] | type[EngineRequest], model: Model) -> tuple[str, ...]:
+    """Return the fields of a request that are copied from the input of the same name."""
     inputs = {tensor.key for tensor in model.inputs} - _CONVERTED
-    return tuple(field.name for field in fields(kind) if field.name in inputs)
+    return tuple([field.name for field in fields(kind) if field.name in inputs])
 
 
-_TEXT_REQUEST, _ENGINE_REQUEST = _copied(TextRequest, BLS), _copied(EngineRequest, ENGINE)
+_TEXT_REQUEST_FIELDS = _copied_fields(TextRequest, BLS)
+_ENGINE_REQUEST_FIELDS = _copied_fields(EngineRequest, ENGINE)
 _WANT_KEYS = frozenset(f"return_{name}" for name in _WANTS_FIELD_NAMES)
-# What this package's requests have fields for. Every other engine input is passed on as an extra.
-_OPENED = {
+# The inputs that have a field in this package's requests. Every other engine input is an extra.
+_FIELD_KEYS = {
     *_WANT_KEYS,
     *_SAMPLING_FIELD_NAMES,
     *("input_ids", "input_lengths", "max_tokens", "streaming", "num_return_sequences"),
@@ -78,7 +79,7 @@ _OPENED = {
     *("exclude_input_in_output", "stop", "decoder_input_ids", "decoder_input_lengths"),
     *TYPED_INPUTS,
 }
-_EXTRAS = {tensor.key: tensor for tensor in ENGINE.inputs if tensor.key not in _OPENED}
+_EXTRAS = {tensor.key: tensor for tensor in ENGINE.inputs if tensor.key not in _FIELD_KEYS}
 
 # --- rows of inputs to values ---------------------------------------------------------------
 
@@ -86,45 +87,46 @@ _EXTRAS = {tensor.key: tensor for tensor in ENGINE.inputs if tensor.key not in _
 def read_rows(
     model: Model, arrays: Mapping[str, Array], limits: RequestLimits | None = None
 ) -> list[Fields]:
-    """The values of every batch row by field name; what was not sent is not in the dict.
+    """Return the values of every batch row by field name, without the inputs that were not sent.
 
-    One-element tensors become ``int``, ``float``, ``bool`` or ``str``, lists of STRING tuples of
-    ``str``; everything else stays an array without its batch dimension. Sizes are checked against
-    ``limits`` before anything is decoded. Raises ``InvalidRequest`` naming the tensor.
+    One-element tensors become ``int``, ``float``, ``bool`` or ``str``, and STRING tensors of lists
+    become tuples of ``str``. All others stay arrays, without the batch dimension. Sizes are checked
+    against ``limits`` before anything is decoded. Raises ``InvalidRequest`` with the tensor's name.
     """
-    known = [(tensor, arrays[tensor.name]) for tensor in model.inputs if tensor.name in arrays]
-    if not known:
+    inputs = [(tensor, arrays[tensor.name]) for tensor in model.inputs if tensor.name in arrays]
+    if not inputs:
         raise InvalidRequest("inputs", f"none of {model.name}'s inputs was sent")
-    number = len(known[0][1]) if known[0][1].ndim else 0
-    if not number:
-        raise InvalidRequest(known[0][0].name, "has no batch rows")
-    for tensor, array in known:
-        if array.ndim == 0 or array.shape[0] != number:
-            problem = f"shape {list(array.shape)} does not have the batch size {number}"
+    first_tensor, first_array = inputs[0]
+    batch_size = len(first_array) if first_array.ndim else 0
+    if not batch_size:
+        raise InvalidRequest(first_tensor.name, "has no batch rows")
+    for tensor, array in inputs:
+        if array.ndim == 0 or array.shape[0] != batch_size:
+            problem = f"shape {list(array.shape)} does not have the batch size {batch_size}"
             raise InvalidRequest(tensor.name, problem)
     if limits is not None:
-        _check_sizes(known, number, limits)
+        _check_sizes(inputs, batch_size, limits)
     rows = []
-    for row in range(number):
+    for row in range(batch_size):
         values: Fields = {}
-        spelt: dict[str, str] = {}
-        for tensor, array in known:
+        names: dict[str, str] = {}  # the tensor that each value came from
+        for tensor, array in inputs:
             value = _read_value(tensor, array[row])
-            if tensor.key in spelt and values[tensor.key] != value:
+            if tensor.key in names and values[tensor.key] != value:
                 raise InvalidRequest(
                     tensor.name,
-                    f"{value} contradicts {spelt[tensor.key]} = {values[tensor.key]}; "
+                    f"{value} contradicts {names[tensor.key]} = {values[tensor.key]}; "
                     "they are two names of one option, send one of them",
                 )
             values[tensor.key] = value
-            spelt[tensor.key] = tensor.name
+            names[tensor.key] = tensor.name
         rows.append(values)
     return rows
 
 
-def _check_sizes(known: list[tuple[Tensor, Array]], rows: int, limits: RequestLimits) -> None:
+def _check_sizes(inputs: list[tuple[Tensor, Array]], rows: int, limits: RequestLimits) -> None:
     total = 0
-    for tensor, array in known:
+    for tensor, array in inputs:
         if tensor.dtype != "STRING":
             total += array.nbytes
             continue
@@ -150,7 +152,7 @@ def _read_value(tensor: Tensor, element: Any) -> Any:
         if tensor.dtype != "STRING":
             return element
         _check_strings(tensor.name, np.size(element))
-        return tuple(_decoded(tensor.name, item) for item in np.asarray(element).reshape(-1))
+        return tuple([_decoded(tensor.name, item) for item in np.asarray(element).reshape(-1)])
     value = element
     if isinstance(element, (np.ndarray, np.generic)):
         if element.size != 1:
@@ -160,8 +162,9 @@ def _read_value(tensor: Tensor, element: Any) -> Any:
     # An element of a one-dimensional array of objects is the object itself, not a numpy value.
     if tensor.dtype == "STRING":
         return _decoded(tensor.name, value)
-    if (bounds := tensor.bounds) is not None and not bounds.low < value < bounds.high:
-        tensor.check(value)  # at a bound or beyond it
+    bounds = tensor.bounds
+    if bounds is not None and not bounds.low < value < bounds.high:
+        tensor.check(value)  # only a value at or beyond a bound needs the full check
     return bool(value) if tensor.dtype == "BOOL" else value
 
 
@@ -174,12 +177,12 @@ def _decoded(name: str, item: Any) -> str:
         raise InvalidRequest(name, f"not valid UTF-8 at byte {error.start}") from None
 
 
-def _given_fields(row: Fields, names: Iterable[str]) -> dict[str, Any]:
-    """The fields of a request that have an input each, as far as the row has it: ``names``, and
-    what requests to an engine and of text have alike.
+def _request_fields(row: Fields, names: Iterable[str]) -> dict[str, Any]:
+    """Return a request's fields for the inputs in a row.
 
-    A ``top_p`` of 0 or less counts as not set. Inputs that nothing here opens become ``extras``, as
-    arrays without batch dimension.
+    They are the copied fields ``names``, and the fields that engine and text requests have in
+    common. A ``top_p`` of 0 or less counts as not set. Inputs without a field become ``extras``:
+    arrays without a batch dimension.
     """
     values = {name: row[name] for name in names if name in row}
     sampling = {name: row[name] for name in _SAMPLING_FIELD_NAMES if name in row}
@@ -194,12 +197,14 @@ def _given_fields(row: Fields, names: Iterable[str]) -> dict[str, Any]:
     if not TYPED_INPUTS.isdisjoint(row):
         values |= typed_fields(row)
     if not _EXTRAS.keys().isdisjoint(row):
-        extras = values["extras"] = {}
-        for tensor in [tensor for key, tensor in _EXTRAS.items() if key in row]:
-            value = row[tensor.key]
-            if tensor.single:
-                value = [value.encode() if tensor.dtype == "STRING" else value]
-            extras[tensor.name] = np.asarray(value, dtype=tensor.numpy_type)
+        extras: dict[str, Array] = {}
+        for key, tensor in _EXTRAS.items():
+            if key in row:
+                value = row[key]
+                if tensor.single:
+                    value = [value.encode() if tensor.dtype == "STRING" else value]
+                extras[tensor.name] = np.asarray(value, dtype=tensor.numpy_type)
+        values["extras"] = extras
     return values
 
 
@@ -207,7 +212,7 @@ def _given_fields(row: Fields, names: Iterable[str]) -> dict[str, Any]:
 
 
 def is_stop(arrays: Mapping[str, Array]) -> bool:
-    """Whether this is a stop request for the request with the same id."""
+    """Return True for a request that stops the request with the same id."""
     stop = arrays.get("stop")
     return stop is not None and bool(np.asarray(stop).reshape(-1)[:1].any())
 
@@ -219,10 +224,11 @@ def engine_requests(
     limits: RequestLimits | None = None,
     exclude_input: bool = True,
 ) -> list[tuple[EngineRequest, bool]]:
-    """One request per batch row, and whether its answer leaves the prompt out, for which
-    ``exclude_input`` holds where the row does not say. Raises ``InvalidRequest`` naming the tensor.
+    """Return a request for each batch row, and True if its answer is without the prompt.
 
-    ``vocab_size``: the length an embedding bias must have; ``None`` where the engine is silent.
+    ``vocab_size``: the length of an embedding bias; None if the engine does not tell it.
+    ``exclude_input``: the default of a row's flag. Raises ``InvalidRequest`` with the name of the
+    tensor.
     """
     rows = read_rows(ENGINE, arrays, limits)
     # TensorRT-LLM applies the first row's flag to all rows.
@@ -241,24 +247,18 @@ def engine_requests(
         if len(row.get("decoder_input_ids", ())) > 1:
             problem = "the model has no encoder; send the text as input_ids"
             raise InvalidRequest("decoder_input_ids", problem)
-        values = _given_fields(row, _ENGINE_REQUEST)
-        for key, name in (
-            ("stop_sequences", "stop_words_list"),
-            ("bad_sequences", "bad_words_list"),
-        ):
-            if key in row:
-                values[key] = unpack_words(name, row[key])
-        if (bias := row.get("embedding_bias")) is not None and bias.size:
-            if vocab_size is not None and len(bias) != vocab_size:
-                problem = f"holds {len(bias)} values; the vocabulary has {vocab_size} tokens"
-                raise InvalidRequest("embedding_bias", problem)
-            if not np.isfinite(bias).all():
-                raise InvalidRequest("embedding_bias", "holds a value that is not finite")
-            (where,) = np.nonzero(bias)
-            values["embedding_bias"] = tuple((int(token), float(bias[token])) for token in where)
-        if len(drafted := row.get("draft_input_ids", ())):
+        values = _request_fields(row, _ENGINE_REQUEST_FIELDS)
+        if "stop_sequences" in row:
+            values["stop_sequences"] = unpack_words("stop_words_list", row["stop_sequences"])
+        if "bad_sequences" in row:
+            values["bad_sequences"] = unpack_words("bad_words_list", row["bad_sequences"])
+        bias = row.get("embedding_bias")
+        if bias is not None and bias.size:
+            values["embedding_bias"] = _token_bias(bias, vocab_size)
+        draft_ids = row.get("draft_input_ids", ())
+        if len(draft_ids):
             values["draft"] = Draft(
-                token_ids=tuple(drafted.tolist()),
+                token_ids=tuple(draft_ids.tolist()),
                 logits=row.get("draft_logits"),
                 acceptance_threshold=row.get("draft_acceptance_threshold"),
             )
@@ -275,6 +275,17 @@ def engine_requests(
     return requests
 
 
+def _token_bias(bias: Array, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
+    """Return the token ids whose bias is not 0, with it. Raises ``InvalidRequest``."""
+    if vocab_size is not None and len(bias) != vocab_size:
+        problem = f"holds {len(bias)} values; the vocabulary has {vocab_size} tokens"
+        raise InvalidRequest("embedding_bias", problem)
+    if not np.isfinite(bias).all():
+        raise InvalidRequest("embedding_bias", "holds a value that is not finite")
+    (token_ids,) = np.nonzero(bias)
+    return tuple([(int(token_id), float(bias[token_id])) for token_id in token_ids])
+
+
 # --- requests of text, of prompts alone, and of token ids ------------------------------------
 
 
@@ -285,30 +296,32 @@ def text_requests(
     parameters: str = "{}",
     exclude_input: bool = True,
 ) -> list[TextRequest]:
-    """One request per batch row. ``parameters`` are Triton's of the request, as JSON.
+    """Return a request for each batch row. ``parameters``: Triton's request parameters, as JSON.
 
-    ``exclude_input`` holds for a request that does not say. Raises ``InvalidRequest`` naming the
+    ``exclude_input``: the default of a row's flag. Raises ``InvalidRequest`` with the name of the
     tensor.
     """
-    trace = None
+    traceparent = None
     if '"traceparent"' in parameters:  # most requests have none
-        trace = traceparent_of(parameters)
+        traceparent = traceparent_of(parameters)
     rows = read_rows(BLS, arrays, limits)
-    return [_text_request(row, request_id, exclude_input, trace) for row in rows]
+    return [_text_request(row, request_id, exclude_input, traceparent) for row in rows]
 
 
 def traceparent_of(parameters: str) -> str | None:
-    """The trace context among a request's ``parameters``, which are JSON."""
+    """Return the trace context in a request's ``parameters``, which are JSON."""
     if not parameters:
         return None
     value = json.loads(parameters).get("traceparent")
-    return valid_traceparent(value) if isinstance(value, str) else None
+    if isinstance(value, str):
+        return valid_traceparent(value)
+    return None
 
 
 def prompt_requests(
     arrays: Mapping[str, Array], limits: RequestLimits | None = None
 ) -> list[TextRequest]:
-    """One request per batch row of ``preprocessing``, without an id."""
+    """Return a request without an id for each batch row of ``preprocessing``."""
     return [_text_request(row, "") for row in read_rows(PREPROCESSING, arrays, limits)]
 
 
@@ -317,8 +330,9 @@ def _text_request(
 ) -> TextRequest:
     if "max_tokens" not in row:
         raise InvalidRequest("max_tokens", "is missing")
-    values = _given_fields(row, _TEXT_REQUEST)
-    if speculation := {name: row[name] for name in _SPECULATION if name in row}:
+    values = _request_fields(row, _TEXT_REQUEST_FIELDS)
+    speculation = {name: row[name] for name in _SPECULATION if name in row}
+    if speculation:
         values["speculation"] = SpeculationRequest(**speculation)
     if "embedding_bias_words" in row or "embedding_bias_weights" in row:
         words = row.get("embedding_bias_words", ())
@@ -330,8 +344,11 @@ def _text_request(
             )
         if not np.isfinite(weights).all():
             raise InvalidRequest("embedding_bias_weights", "holds a value that is not finite")
-        pairs = zip(words, weights, strict=True)
-        values["embedding_bias"] = tuple((word, float(weight)) for word, weight in pairs if word)
+        biases = []
+        for word, weight in zip(words, weights, strict=True):
+            if word:
+                biases.append((word, float(weight)))
+        values["embedding_bias"] = tuple(biases)
     if "messages" in row:
         values["messages"] = _conversation(row["messages"])
     if "timeout_ms" in row:
@@ -340,7 +357,7 @@ def _text_request(
         request_id=request_id,
         text=row.get("text_input"),
         max_tokens=row["max_tokens"],
-        # An empty string is the wire's way to say "none".
+        # On the wire, an empty string means "none".
         stop_words=tuple(filter(None, row.get("stop_words", ()))),
         bad_words=tuple(filter(None, row.get("bad_words", ()))),
         exclude_input_in_output=row.get("exclude_input_in_output", exclude_input),
@@ -350,7 +367,7 @@ def _text_request(
 
 
 def _conversation(text: str) -> list[dict[str, Any]]:
-    """Read a conversation, whose form is the chat template's business."""
+    """Read a conversation. The chat template checks its form."""
     try:
         messages: list[dict[str, Any]] = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -360,13 +377,15 @@ def _conversation(text: str) -> list[dict[str, Any]]:
 
 
 def with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidRequest:
-    """The engine's refusal under the name by which the caller sent the field."""
-    if error.field == "input_ids":
+    """Return the engine's refusal with the field's name in ``tensorrt_llm_bls``."""
+    name = error.field
+    if name == "input_ids":
         name = "text_input" if request.messages is None else "messages"
-    else:
-        tensor = ENGINE.input_named.get(error.field)
-        names = [own.name for own in BLS.inputs if tensor is not None and own.key == tensor.key]
-        name = error.field if error.field in names or not names else names[0]
+    elif name in ENGINE.input_named:
+        key = ENGINE.input_named[name].key
+        names = [tensor.name for tensor in BLS.inputs if tensor.key == key]
+        if names and name not in names:
+            name = names[0]
     if isinstance(error, PromptTooLong):
         return error.of_field(name)
     return type(error)(name, error.problem)
@@ -375,46 +394,53 @@ def with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidReq
 def sequence_ids(
     arrays: Mapping[str, Array], limits: RequestLimits | None = None
 ) -> list[TokenIds]:
-    """The ids of each sequence given to ``postprocessing``, beam by beam, cut to its length.
+    """Return the ids of each sequence in a request to ``postprocessing``, beam by beam.
 
-    Raises ``InvalidRequest`` naming the tensor.
+    Raises ``InvalidRequest`` with the tensor's name.
     """
     sequences = []
     for row in read_rows(POSTPROCESSING, arrays, limits):
-        batch, lengths = row["TOKENS_BATCH"], row["SEQUENCE_LENGTH"]
-        if len(lengths) != len(batch) or not all(0 <= n <= batch.shape[1] for n in lengths):
-            first = ", ".join(map(str, lengths[:8].tolist()))
-            raise InvalidRequest(
-                "SEQUENCE_LENGTH",
-                f"[{first}{', ...' if len(lengths) > 8 else ''}] does not fit TOKENS_BATCH "
-                f"of shape {list(batch.shape)}",
-            )
-        for beam, length in zip(batch, lengths, strict=True):
+        beams = row["TOKENS_BATCH"]
+        lengths = row["SEQUENCE_LENGTH"].tolist()
+        is_fitting = len(lengths) == len(beams)
+        for length in lengths:
+            is_fitting = is_fitting and 0 <= length <= beams.shape[1]
+        if not is_fitting:
+            shown = ", ".join([str(length) for length in lengths[:8]])
+            if len(lengths) > 8:
+                shown += ", ..."
+            problem = f"[{shown}] does not fit TOKENS_BATCH of shape {list(beams.shape)}"
+            raise InvalidRequest("SEQUENCE_LENGTH", problem)
+        for beam, length in zip(beams, lengths, strict=True):
             ids = tuple(beam[:length].tolist())
-            if (low := min(ids, default=0)) < 0:
-                raise InvalidRequest("TOKENS_BATCH", f"{low} is not a token id")
+            lowest = min(ids, default=0)
+            if lowest < 0:
+                raise InvalidRequest("TOKENS_BATCH", f"{lowest} is not a token id")
             sequences.append(ids)
     return sequences
 
 
 # --- answers --------------------------------------------------------------------------------
 
-# Shapes are as TensorRT-LLM's own models send them, batch dimension 1 included; top_log_prob_ids
-# and top_log_probs, which are ours, are [1, T, alternatives].
+# Shapes are those of TensorRT-LLM's own models, with the batch dimension 1. top_log_prob_ids and
+# top_log_probs, which are ours, are [1, T, alternatives].
 
 
 class ChunkWriter:
-    """Chunks of one request to ``tensorrt_llm`` as arrays; keeps what later responses repeat."""
+    """Converts the chunks of one request to ``tensorrt_llm`` to arrays.
+
+    It keeps the values that later responses repeat.
+    """
 
     def __init__(self, request: EngineRequest, exclude_input: bool, row: int | None) -> None:
         self._request = request
         self._prompt = () if exclude_input or request.streaming else request.input_ids
-        self._row = row  # None: the request had one row, so no batch_index is sent
+        self._row = row  # None: the request has one row, and responses no batch_index
         self._log_probs: dict[int, Array] = {}  # by sequence, all so far
-        self._context_logits: Array | None = None  # on every response from the first that has them
+        self._context_logits: Array | None = None  # every response after the first has them, too
 
     def arrays(self, chunk: EngineChunk) -> dict[str, Array]:
-        """Every output this chunk can fill, batch dimension 1 included."""
+        """Return all outputs that this chunk has, with the batch dimension 1."""
         request = self._request
         ids = [*self._prompt, *chunk.token_ids]
         arrays = {
@@ -427,8 +453,8 @@ class ChunkWriter:
         if request.num_return_sequences > 1:
             numbers["sequence_index"] = chunk.sequence_index
         if chunk.log_probs is not None:
-            known = self._log_probs.get(chunk.sequence_index, ())
-            self._log_probs[chunk.sequence_index] = np.append(known, chunk.log_probs)
+            earlier_log_probs = self._log_probs.get(chunk.sequence_index, ())
+            self._log_probs[chunk.sequence_index] = np.append(earlier_log_probs, chunk.log_probs)
         if chunk.context_logits is not None:
             self._context_logits = chunk.context_logits
         log_probs = self._log_probs.get(chunk.sequence_index)
@@ -443,21 +469,23 @@ class ChunkWriter:
             numbers["num_output_tokens"] = len(ids)
         if request.wants.perf_metrics:
             numbers |= _metrics(chunk.metrics, filled=True)
-        elif (done := chunk.speculation) is not None:  # of an engine that speculates by itself
-            numbers["total_draft_tokens"] = done.drafted
-            numbers["total_accepted_draft_tokens"] = done.accepted
+        elif chunk.speculation is not None:  # the engine speculates by itself
+            numbers["total_draft_tokens"] = chunk.speculation.drafted
+            numbers["total_accepted_draft_tokens"] = chunk.speculation.accepted
         if chunk.cached_tokens is not None:
             numbers["cached_tokens"] = chunk.cached_tokens
-        return arrays | _number_arrays(ENGINE, numbers) if numbers else arrays
+        if numbers:
+            arrays |= _number_arrays(ENGINE, numbers)
+        return arrays
 
 
 def text_arrays(
     chunk: TextChunk, request: TextRequest, row: int | None, fill: bool = True
 ) -> dict[str, Array]:
-    """Every output this chunk can fill; all but the texts have a batch dimension of 1.
+    """Return all outputs that this chunk has. All but the texts have a batch dimension of 1.
 
-    ``row`` is the batch row, ``None`` when the request had only one. ``fill``: performance outputs
-    that were asked for and are not known are 0, not absent.
+    ``row``: the batch row; None if the request has only one. ``fill``: performance outputs that the
+    request asks for and that are not known are 0, not absent.
     """
     arrays = {"text_output": _text(chunk.text)}
     numbers: dict[str, float] = {}
@@ -469,7 +497,8 @@ def text_arrays(
         arrays |= _score_arrays(chunk, chunk.log_probs, chunk.context_logits, request.stream)
     if chunk.metrics is not None or request.wants.perf_metrics:
         numbers |= _metrics(chunk.metrics, filled=fill and request.wants.perf_metrics)
-    if (ending := chunk.ending) is not None:
+    ending = chunk.ending
+    if ending is not None:
         arrays["finish_reason"] = _text(ending.finish_reason.value)
         if ending.stop_reason is not None:
             arrays["stop_reason"] = _text(ending.stop_reason)
@@ -479,30 +508,34 @@ def text_arrays(
             numbers["num_input_tokens"] = ending.prompt_tokens
         if request.wants.num_output_tokens:
             numbers["num_output_tokens"] = ending.completion_tokens
-        if (done := ending.speculation) is not None:
-            # Over all rounds; the engine's own figures are those of the last one.
-            numbers["num_draft_rounds"] = done.rounds
+        speculation = ending.speculation
+        if speculation is not None:
+            # The sums over all rounds. The engine's own figures are those of the last round.
+            numbers["num_draft_rounds"] = speculation.rounds
             drafts = EngineMetrics(
-                total_draft_tokens=done.drafted, total_accepted_draft_tokens=done.accepted
+                total_draft_tokens=speculation.drafted,
+                total_accepted_draft_tokens=speculation.accepted,
             )
             numbers |= _metrics(drafts, filled=False)
-    return arrays | _number_arrays(BLS, numbers) if numbers else arrays
+    if numbers:
+        arrays |= _number_arrays(BLS, numbers)
+    return arrays
 
 
 def _text(text: str) -> Array:
-    """``[1]``: as TensorRT-LLM's own models send text, without a batch dimension."""
+    """Return a text as ``[1]``: TensorRT-LLM's own models send it without a batch dimension."""
     return np.array([text.encode("utf-8")], dtype=np.object_)
 
 
 def _number_arrays(model: Model, numbers: Mapping[str, int | float]) -> dict[str, Array]:
-    """Each number as ``[1, 1]``, in the type of its output.
+    """Return each number as ``[1, 1]``, in the type of its output.
 
-    Compiled code turns whatever is typed ``float`` into one, and a seed has more digits.
+    Compiled code would convert a value of the type ``float`` alone, and a seed has more digits.
     """
-    return {
-        name: np.array([[value]], dtype=model.output_named[name].numpy_type)
-        for name, value in numbers.items()
-    }
+    arrays: dict[str, Array] = {}
+    for name, value in numbers.items():
+        arrays[name] = np.array([[value]], dtype=model.output_named[name].numpy_type)
+    return arrays
 
 
 def _score_arrays(
@@ -511,12 +544,12 @@ def _score_arrays(
     context_logits: Array | None,
     streaming: bool,
 ) -> dict[str, Array]:
-    """Those of the outputs that are given: ``output_log_probs`` ``[1, 1, T]``, ``cum_log_probs``
-    ``[1, 1]``, ``context_logits`` ``[1, prompt, vocab]``, and ``generation_logits``.
+    """Return the scores that a chunk has.
 
-    The last are ``[1, 1, steps, vocab]``, or ``[1, steps, 1, vocab]`` of a stream. TensorRT-LLM
-    pads them to the token limit. Here they are not padded, because a caller could fill this
-    process's memory with rows that mean nothing.
+    ``output_log_probs`` is ``[1, 1, T]``, ``cum_log_probs`` ``[1, 1]`` and ``context_logits``
+    ``[1, prompt, vocab]``. ``generation_logits`` is ``[1, 1, steps, vocab]``, in a stream
+    ``[1, steps, 1, vocab]``. TensorRT-LLM pads it to the token limit. This function does not,
+    because a caller could fill this process's memory with padding.
     """
     arrays: dict[str, Array] = {}
     if log_probs is not None:
@@ -532,24 +565,31 @@ def _score_arrays(
 
 
 def _metrics(metrics: EngineMetrics | None, filled: bool) -> dict[str, float]:
-    """The performance outputs that are known; where ``filled``, 0 for the others.
+    """Return the performance outputs that are known. With ``filled`` the others are 0.
 
     TensorRT-LLM's own models send all of them on each response, and its client reads all.
     """
-    found = {name: getattr(metrics, name, None) for name in ENGINE_METRICS}
-    drafted, accepted = found["total_draft_tokens"], found["total_accepted_draft_tokens"]
-    values = {name: value or 0 for name, value in found.items() if filled or value is not None}
-    if filled or (drafted is not None and accepted is not None):
-        values["acceptance_rate"] = (accepted or 0) / drafted if drafted else 0.0
+    values: dict[str, float] = {}
+    for name in ENGINE_METRICS:
+        value = getattr(metrics, name, None)
+        if value is not None:
+            values[name] = value
+        elif filled:
+            values[name] = 0
+    if "total_draft_tokens" in values and "total_accepted_draft_tokens" in values:
+        draft_tokens = values["total_draft_tokens"]
+        values["acceptance_rate"] = 0.0
+        if draft_tokens:
+            values["acceptance_rate"] = values["total_accepted_draft_tokens"] / draft_tokens
     return values
 
 
 # --- upstream's llmapi model ----------------------------------------------------------------
 
-# Its tensors have no batch dimension. Outputs have the types that upstream's configuration
-# declares, which its model does not keep.
+# Its tensors have no batch dimension. Our outputs have the types that upstream's configuration
+# declares. Upstream's model sends others.
 _MAX_TOKENS = 32  # the LLM API's own default
-_ASKED = {
+_OUTPUT_FLAGS = {  # the input that asks for an output
     "finish_reason": "return_finish_reason",
     "stop_reason": "return_stop_reason",
     "cumulative_logprob": "return_cumulative_logprob",
@@ -557,33 +597,39 @@ _ASKED = {
 
 
 def as_text_inputs(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """One row of its inputs as those of ``tensorrt_llm_bls``. Raises ``InvalidRequest``."""
+    """Convert its inputs to one row of those of ``tensorrt_llm_bls``. Raises ``InvalidRequest``."""
     if "text_input" not in arrays or arrays["text_input"].ndim != 1:
         raise InvalidRequest("text_input", "is missing or not one text: its shape must be [1]")
     best_of = arrays.get("sampling_param_best_of")
     if best_of is not None and (best_of != 1).any():
         problem = f"{best_of.reshape(-1)[0]}; one text is sent for a prompt, send 1"
         raise Unsupported("sampling_param_best_of", problem)
-    named = {tensor.name: tensor.key for tensor in LLMAPI.inputs}
-    inputs = {named[name]: array[None] for name, array in arrays.items() if name in named}
+    inputs = {}
+    for tensor in LLMAPI.inputs:
+        if tensor.name in arrays:
+            inputs[tensor.key] = arrays[tensor.name][None]
     inputs["text_input"] = arrays["text_input"][None, :1]
     inputs.setdefault("max_tokens", np.array([[_MAX_TOKENS]], np.int32))
     if inputs.keys().isdisjoint(("top_k", "top_p")) and (inputs.get("temperature", 0) != 0):
-        inputs["top_p"] = np.array([[1.0]], np.float32)  # a temperature alone samples there
+        # In the LLM API a temperature alone samples; here it needs top_p or top_k.
+        inputs["top_p"] = np.array([[1.0]], np.float32)
     return {name: array for name, array in inputs.items() if name in BLS.input_named}
 
 
 def as_llmapi_outputs(
     outputs: Mapping[str, Array], inputs: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """What upstream's model sends to a request with the inputs ``asked``."""
-    flags = {None, *[name for name, array in inputs.items() if array.any()]}
-    reasons = {name: _text("None") for name in ("finish_reason", "stop_reason")}  # of each response
-    known = {name: array.reshape(-1) for name, array in {**reasons, **outputs}.items()}
-    if known["finish_reason"][0] == b"end_id":
-        known["finish_reason"] = _text("stop")  # there is one word for both
-    return {
-        tensor.name: known[tensor.key]
-        for tensor in LLMAPI.outputs
-        if tensor.key in known and _ASKED.get(tensor.name) in flags
-    }
+    """Convert outputs to those that upstream's model sends to a request with these inputs."""
+    # Every response has both reasons.
+    values = {"finish_reason": _text("None"), "stop_reason": _text("None")}
+    for name, array in outputs.items():
+        values[name] = array.reshape(-1)
+    if values["finish_reason"][0] == b"end_id":
+        values["finish_reason"] = _text("stop")  # upstream has one word for both
+    llmapi_outputs = {}
+    for tensor in LLMAPI.outputs:
+        flag = _OUTPUT_FLAGS.get(tensor.name)
+        is_requested = flag is None or (flag in inputs and inputs[flag].any())
+        if is_requested and tensor.key in values:
+            llmapi_outputs[tensor.name] = values[tensor.key]
+    return llmapi_outputs

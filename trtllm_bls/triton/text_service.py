@@ -1,5 +1,5 @@
-"""The models with text: ``tensorrt_llm_bls``, which is the orchestrator served with tensors, and
-``preprocessing`` and ``postprocessing``, which answer at once: arrays in, arrays out.
+"""The models with text. ``tensorrt_llm_bls`` serves the orchestrator with tensors;
+``preprocessing`` and ``postprocessing`` are functions of arrays.
 
 All use the same prompt maker and detokeniser, so an ensemble cannot disagree with
 ``tensorrt_llm_bls`` about the ids of a prompt or the text of ids.
@@ -35,17 +35,17 @@ from trtllm_bls.types import Array, CacheSalt, FinishReason, TextChunk, TextRequ
 from trtllm_bls.wire.call_context import NO_CONTEXT, CallContext
 from trtllm_bls.wire.words import dense_bias, pack_words
 
-# A chunk that ends its sequence in one of these ways is followed by an error, or by no response.
-_FOLLOWED = (FinishReason.CANCELLED, FinishReason.ERROR)
+# After a chunk that ends its sequence in one of these ways, an error ends the call.
+_ERROR_REASONS = (FinishReason.CANCELLED, FinishReason.ERROR)
 
 
 @dataclass(eq=False)
 class TextService:
-    """Answers calls with ``orchestrator``; the rows of a batch run side by side.
+    """Answers calls with ``orchestrator``. The rows of a batch run concurrently.
 
-    ``limits``: sizes of inputs; ``None`` = any. ``exclude_input``: leave the prompt out of an
-    answer that is not streamed, where the request does not say. ``llmapi``: callers send and get
-    the tensors of upstream's model of that name.
+    ``limits``: the sizes that inputs may have; None: any. ``exclude_input``: the default of the
+    flag that leaves the prompt out of an answer that is not streamed. ``llmapi``: callers send and
+    get the tensors of upstream's model of that name.
     """
 
     orchestrator: Orchestrator
@@ -57,20 +57,22 @@ class TextService:
     def prepare_batch(self, calls: Sequence[Call]) -> None:
         """Read the inputs of calls that came in one batch, and tokenise their prompts as a batch.
 
-        Called in the thread that brings them: the tokeniser takes long and releases the GIL, so the
-        event loop runs meanwhile.
+        Triton's thread calls it. The tokeniser takes long and releases the GIL, so the event loop
+        runs meanwhile.
         """
-        read = {}
+        requests_by_call = {}
         for call in calls:
-            with suppress(InvalidRequest):  # which ``handle`` raises
-                read[call] = self._requests(call)
-        room = max(0, self.orchestrator.admission.room)  # the others will be refused
-        requests = itertools.chain.from_iterable(read.values())
+            with suppress(InvalidRequest):  # ``handle`` raises it again
+                requests_by_call[call] = self._requests(call)
+        room = max(0, self.orchestrator.admission.room)  # requests beyond it will be refused
+        requests = itertools.chain.from_iterable(requests_by_call.values())
         self.orchestrator.prompts.encode_ahead(itertools.islice(requests, room))
-        self._read_ahead |= read
+        self._read_ahead |= requests_by_call
 
     def _requests(self, call: Call) -> list[TextRequest]:
-        arrays = as_text_inputs(call.arrays) if self.llmapi else call.arrays
+        arrays: Mapping[str, Array] = call.arrays
+        if self.llmapi:
+            arrays = as_text_inputs(arrays)
         requests = text_requests(arrays, call.id, self.limits, call.parameters, self.exclude_input)
         if call.context is not NO_CONTEXT:
             for request in requests:
@@ -78,23 +80,27 @@ class TextService:
         return requests
 
     def _add_context(self, request: TextRequest, context: CallContext) -> None:
-        """Have a request that a pipeline makes belong to the client for whom it is made."""
+        """Give a pipeline's request the key, cache salt and time limit of the pipeline's client."""
         request.tenant = context.key
         if request.cache_salt is None and context.cache_salt is not None:
             request.cache_salt = CacheSalt.parsed(context.cache_salt)
         if context.seconds is not None:
-            own = self.orchestrator.timeout_s if request.timeout_s is None else request.timeout_s
-            request.timeout_s = context.seconds if own is None else min(own, context.seconds)
+            timeout_s = request.timeout_s
+            if timeout_s is None:
+                timeout_s = self.orchestrator.timeout_s
+            if timeout_s is None or context.seconds < timeout_s:
+                timeout_s = context.seconds
+            request.timeout_s = timeout_s
 
     async def handle(self, call: Call) -> None:
-        """Answer one call; Triton's final flag is on the last chunk of the last sequence."""
-        ahead = self._read_ahead.pop(call, None)
+        """Answer one call. Triton's final flag is on the last chunk of the last sequence."""
+        prepared_requests = self._read_ahead.pop(call, None)
         if self.llmapi and is_stop(call.arrays):
             call.stop_namesakes()
             raise Stopped("the requests with this id are stopped")
         call.may_be_stopped = self.llmapi
         try:
-            requests = ahead or self._requests(call)
+            requests = prepared_requests or self._requests(call)
             if not call.decoupled:
                 call.check_one_response(
                     stream=any([request.stream for request in requests]),
@@ -112,7 +118,7 @@ class TextService:
                 rows = [self._row(call, request, row) for row, request in enumerate(requests)]
                 await run_rows([asyncio.create_task(row) for row in rows])
         except asyncio.CancelledError:
-            if not call.stopped:
+            if not call.is_stopped:
                 raise
             raise Stopped("stopped by a request with this id") from None
 
@@ -127,7 +133,7 @@ class TextService:
 
 
 class _RowSink:
-    """Text chunks of one row as responses of its call."""
+    """The sink of one row. It sends text chunks as responses of the row's call."""
 
     def __init__(self, call: Call, request: TextRequest, row: int | None, llmapi: bool) -> None:
         self._llmapi = llmapi
@@ -137,63 +143,66 @@ class _RowSink:
         self.ready = call.ready
 
     def send(self, chunk: TextChunk) -> None:
-        ended = chunk.ending is not None and chunk.ending.finish_reason not in _FOLLOWED
+        ending = chunk.ending
+        is_final = ending is not None and ending.finish_reason not in _ERROR_REASONS
         arrays = text_arrays(chunk, self._request, self._row, fill=not self._llmapi)
         if self._llmapi:
             arrays = as_llmapi_outputs(arrays, self._call.arrays)
-        self._call.send(arrays, final=ended)
+        self._call.send(arrays, final=is_final)
 
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Text to token ids."""
+    """The function of ``preprocessing``: text to token ids."""
 
     tokenizer: Tokenizer
     add_special_tokens: bool
     limits: RequestLimits | None = None
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs for all batch rows; shorter rows are padded on the right."""
+        """Return all outputs for all batch rows. Shorter rows are padded on the right."""
         maker = PromptMaker(self.tokenizer, self.add_special_tokens)
-        prompts = [
-            maker.make(request).engine_request for request in prompt_requests(inputs, self.limits)
-        ]
-        pads = _column([prompt.pad_id or 0 for prompt in prompts])
-        widest = max(len(prompt.input_ids) for prompt in prompts)
-        ids = np.full((len(prompts), widest), self.tokenizer.pad_id or 0, dtype=np.int32)
+        prompts = []
+        for request in prompt_requests(inputs, self.limits):
+            prompts.append(maker.make(request).engine_request)
+        lengths = [len(prompt.input_ids) for prompt in prompts]
+        ids = np.full((len(prompts), max(lengths)), self.tokenizer.pad_id or 0, dtype=np.int32)
         for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt.input_ids)] = prompt.input_ids
-        biased = any(prompt.embedding_bias for prompt in prompts)
-        size = self.tokenizer.model_vocab_size if biased else 0
+            ids[row, : lengths[row]] = prompt.input_ids
+        bias_size = 0
+        if any(prompt.embedding_bias for prompt in prompts):
+            bias_size = self.tokenizer.model_vocab_size
+        biases = [dense_bias(prompt.embedding_bias, bias_size) for prompt in prompts]
+        end_ids = [-1 if prompt.end_id is None else prompt.end_id for prompt in prompts]
+        pad_ids = _column([prompt.pad_id or 0 for prompt in prompts])
         return {
             "INPUT_ID": ids,
-            "REQUEST_INPUT_LEN": _column([len(prompt.input_ids) for prompt in prompts]),
+            "REQUEST_INPUT_LEN": _column(lengths),
             "BAD_WORDS_IDS": _word_lists([prompt.bad_sequences for prompt in prompts]),
             "STOP_WORDS_IDS": _word_lists([prompt.stop_sequences for prompt in prompts]),
-            "EMBEDDING_BIAS": np.stack(
-                [dense_bias(prompt.embedding_bias, size) for prompt in prompts]
-            ),
+            "EMBEDDING_BIAS": np.stack(biases),
             "REQUEST_OUTPUT_LEN": _column([prompt.max_tokens for prompt in prompts]),
-            "OUT_END_ID": _column(
-                [-1 if prompt.end_id is None else prompt.end_id for prompt in prompts]
-            ),
-            "OUT_PAD_ID": pads,
-            # What upstream's sends for a request without text for a decoder.
-            "DECODER_INPUT_ID": pads,
-            "REQUEST_DECODER_INPUT_LEN": np.ones_like(pads),
+            "OUT_END_ID": _column(end_ids),
+            "OUT_PAD_ID": pad_ids,
+            # Upstream's values for a request without a text for the decoder.
+            "DECODER_INPUT_ID": pad_ids,
+            "REQUEST_DECODER_INPUT_LEN": np.ones_like(pad_ids),
         }
 
 
 @dataclass(frozen=True)
 class Postprocessor:
-    """Token ids to text: every id of every sequence, whether prompt, completion or stop."""
+    """The function of ``postprocessing``: the ids of sequences to text.
+
+    Every id counts, whether it belongs to the prompt, the completion or a stop.
+    """
 
     tokenizer: Tokenizer
     skip_special_tokens: bool
     limits: RequestLimits | None = None
 
     def arrays(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """``OUTPUT`` ``[B * beams]``, as TensorRT-LLM's own model sends it."""
+        """Return ``OUTPUT`` as ``[B * beams]``, like TensorRT-LLM's own model."""
         texts = []
         for ids in sequence_ids(inputs, self.limits):
             detokenizer = self.tokenizer.detokenizer(self.skip_special_tokens)

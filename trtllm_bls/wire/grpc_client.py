@@ -1,16 +1,16 @@
 """A gRPC client on asyncio for processes that read many streams of small messages.
 
-It exists for its cost. With ``grpc.aio`` every message wakes a task, and the synchronous client of
-grpcio wakes a thread. Here one read of a socket is parsed in one loop, each call gets all of its
-messages in one function call, and no task wakes at all. CPU of the client for one streamed token,
-with 128 streams from TrtllmService, parsing of the message included, on one busy 2-core machine:
-about 16 microseconds (7 with ``coalesce_reads``), against 60 for ``grpc.aio`` and 100 for grpcio's
-synchronous client with a thread for each stream.
+It costs less CPU than grpcio. With ``grpc.aio`` every message wakes a task, and the synchronous
+client of grpcio wakes a thread. This client parses one read of a socket in one loop and gives each
+call all of its messages in one function call, so no task wakes at all. With 128 streams from
+TrtllmService on a busy machine with two cores, one streamed token costs the client about
+16 microseconds with the parsing of the message (7 with ``coalesce_reads``). ``grpc.aio`` costs 60,
+and grpcio's synchronous client with a thread for each stream 100.
 
 It has unary and streaming calls over one HTTP/2 connection, plain or with TLS, and obeys the
 server's limit on streams, its flow control and its GOAWAY. It has no load balancing, name
-resolution beyond ``getaddrinfo``, proxies, compression, keepalive pings, retries of calls that the
-server may have begun, or deadlines sent to the server (``unary`` has a timeout of its own).
+resolution beyond ``getaddrinfo``, proxies, compression or keepalive pings. It does not retry calls
+that the server may have begun, and sends no deadlines (``unary`` has a timeout of its own).
 Messages go in and come out as bytes.
 
 How to use it::
@@ -26,13 +26,14 @@ How to use it::
 
 A channel belongs to one event loop; nothing here is thread-safe. Callbacks must not block.
 
-How to read it: ``http2`` is HTTP/2 and gRPC's framing as a state machine without I/O, in the
-manner of h11: bytes in, ``Received`` out; requests in, bytes out. Here is everything that has to do
-with asyncio: ``GrpcChannel`` (one server), ``GrpcCall`` (one RPC) and the connections between them.
+How to read it: ``http2`` is HTTP/2 and gRPC's framing as a state machine without I/O, like h11:
+bytes in, ``Received`` out; requests in, bytes out. This module does the I/O on asyncio:
+``GrpcChannel`` (one server), ``GrpcCall`` (one RPC) and the connections between them.
 
-Engines, pipelines and port 8000 read streams of responses through ``ResponseStream`` at the end of
-this file, so that all have the same bounds and the same ends. What becomes of the call at the end
-is a ``Release``: it is closed or cancelled, goes back to a pool, or its request is aborted first.
+Engines, pipelines and port 8000 read streams of responses with ``ResponseStream`` at the end of
+this file, so that all have the same bounds and the same ends. A ``Release`` decides what happens to
+the call at the end of a stream: it is closed or cancelled, goes back to a pool, or its request is
+aborted first.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ from trtllm_bls.wire.http2 import GrpcError, Http2Client, Received, State, packe
 
 _CONNECT_SECONDS = 5.0
 _SOCKET_CLOSE_SECONDS = 1.0  # for the server to close its side of the socket
-_REFUSED_SECONDS = 10.0  # for which a call is sent again whose stream the server refuses unseen
+_REFUSED_SECONDS = 10.0  # how long a call is sent again whose stream the server refuses
 _PAUSE_SECONDS = Backoff(0.001, 0.1)  # before it is sent again
-_MOST_UNREAD = 2**22  # bytes that a server has to be told, and does not read
-_TRIES = 3  # of a call that servers leave unprocessed by their GOAWAY
-_COALESCE_CALLS, _COALESCE_SECONDS = 16, 0.002  # from so many calls on, reads are so far apart
-MOST_WAITING = 16_384  # items of one stream; a reader that is further behind is given up
-MOST_WAITING_BYTES = 8 * 2**20  # of one call's messages; from there on the server is held back
+_MAX_UNREAD_BYTES = 2**22  # of answers to a server that does not read them
+_ATTEMPTS = 3  # of a call that servers leave unprocessed by their GOAWAY
+_COALESCE_CALLS = 16  # the least number of calls whose reads are coalesced
+_COALESCE_SECONDS = 0.002  # between two reads
+MOST_WAITING = 16_384  # items in one stream; a stream with more fails, since its reader is behind
+MOST_WAITING_BYTES = 8 * 2**20  # of one call's messages; beyond it the server must not send more
 
 __all__ = [
     "MOST_WAITING",
@@ -90,10 +92,10 @@ class GrpcChannel:
     """Calls to one gRPC server at ``target``: ``host:port``, an IPv6 host in brackets.
 
     A channel connects when a call needs it, on the event loop that runs then, and again after a
-    loss; the calls of a lost connection end with UNAVAILABLE. With ``tls`` the context's ALPN is
-    set to h2. ``coalesce_reads``: with many calls, none of which waits for its first message, the
-    socket is read every two milliseconds, so that one read brings messages of many calls, at half
-    the CPU for each. Raises ``ValueError`` for a target without host or port.
+    loss. The calls of a lost connection end with UNAVAILABLE. With ``tls`` the context's ALPN is
+    set to h2. ``coalesce_reads``: read the socket only every two milliseconds while there are many
+    calls, none of which waits for its first message. One read then brings messages of many calls,
+    at half the CPU for each. Raises ``ValueError`` for a target without host or port.
     """
 
     def __init__(
@@ -120,17 +122,17 @@ class GrpcChannel:
         self._packed_headers: dict[str, bytes] = {}  # by method
         self._current: _Http2Connection | None = None
         self.connections: set[_Http2Connection] = set()  # the current one, and those being drained
-        self._closed = False
+        self._is_closed = False
 
     def open(
         self, method: str, on_messages: OnMessages, on_end: OnEnd, traceparent: str | None = None
     ) -> GrpcCall:
-        """Start a call of ``method`` (``/package.Service/Method``); callbacks come later.
+        """Start a call of ``method`` (``/package.Service/Method``). Callbacks come later.
 
-        ``traceparent`` is sent as metadata: the W3C trace context that the call belongs to.
-        Raises ``GrpcError`` once the channel is closed.
+        ``traceparent``: the call's trace context (W3C), which is sent as metadata. Raises
+        ``GrpcError`` once the channel is closed.
         """
-        if self._closed:
+        if self._is_closed:
             raise GrpcError("CANCELLED", f"the connection to {self.target} is closed")
         if method not in self._packed_headers:
             fields = [(b":path", method.encode()), *self._headers]
@@ -143,7 +145,7 @@ class GrpcChannel:
         return call
 
     async def unary(self, method: str, message: bytes, timeout: float | None = None) -> bytes:
-        """One message there, one back, within ``timeout`` seconds. Raises ``GrpcError``."""
+        """Send a message and return the reply, within ``timeout`` seconds. Raises ``GrpcError``."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[GrpcError | None] = loop.create_future()
         messages: list[bytes] = []
@@ -152,9 +154,11 @@ class GrpcChannel:
             if not ended.done():
                 ended.set_result(error)
 
-        # Not asyncio.wait_for: up to Python 3.11 it can swallow the cancellation of its caller.
-        late = GrpcError("DEADLINE_EXCEEDED", f"{method} at {self.target} did not answer in time")
-        timer = None if timeout is None else loop.call_later(timeout, on_end, late)
+        # asyncio.wait_for can swallow the cancellation of its caller up to Python 3.11.
+        timer: asyncio.TimerHandle | None = None
+        if timeout is not None:
+            problem = f"{method} at {self.target} did not answer in time"
+            timer = loop.call_later(timeout, on_end, GrpcError("DEADLINE_EXCEEDED", problem))
         call = self.open(method, messages.extend, on_end)
         call.send(message)
         call.half_close()
@@ -172,7 +176,7 @@ class GrpcChannel:
 
     async def close(self) -> None:
         """End open calls with CANCELLED and disconnect."""
-        self._closed = True
+        self._is_closed = True
         connections = list(self.connections)
         for connection in connections:
             connection.end(GrpcError("CANCELLED", f"the connection to {self.target} was closed"))
@@ -181,14 +185,14 @@ class GrpcChannel:
     # --- used by the connections --------------------------------------------------------------
 
     def start(self, call: GrpcCall) -> None:
-        """Put a call on the current connection, on a new one if there is none."""
+        """Put a call on the current connection, or on a new one if there is none."""
         if self._current is None:
             self._current = _Http2Connection(self)
             self.connections.add(self._current)
         self._current.add(call)
 
     def retire(self, connection: _Http2Connection) -> None:
-        """``connection`` takes no more calls."""
+        """Put no more calls on ``connection``."""
         if self._current is connection:
             self._current = None
 
@@ -196,27 +200,28 @@ class GrpcChannel:
 class GrpcCall:
     """One RPC, made by ``GrpcChannel.open``.
 
-    ``on_messages`` gets every message that one read of the socket completed, in order; ``on_end``
-    gets ``None`` for status OK, else the error, and is the last callback. Both may be assigned anew
-    while the call runs. A callback that raises has its call cancelled. ``replies`` counts messages.
-    The fields from ``headers`` on are the connection's.
+    ``on_messages`` gets every message that one read of the socket completed, in order. ``on_end``
+    is the last callback: it gets the error, or None for status OK. Both may be assigned anew while
+    the call runs. If a callback raises, its call is cancelled. ``replies`` counts messages. The
+    connection owns the fields from ``headers`` on.
     """
 
     def __init__(self, headers: bytes, on_messages: OnMessages, on_end: OnEnd) -> None:
         self.on_messages = on_messages
         self.on_end = on_end
         self.replies = 0
-        self.done = self.half_closed = False
+        self.done = False
+        self.half_closed = False
         self.headers = headers
-        self.connection: _Http2Connection  # since the channel has started the call
+        self.connection: _Http2Connection  # set when the channel starts the call
         self.stream_id = 0  # on `connection`; 0 until the call is sent there
-        # All that was sent, until the server begins to answer: it may have to be sent again.
+        # The messages so far, until the server begins to answer: they may have to be sent again.
         self.unanswered: list[bytes] | None = []
-        self.tries_left = _TRIES
+        self.attempts_left = _ATTEMPTS
         self.give_up_at: float | None = None  # the loop's time, once the server refused its stream
 
     def send(self, message: bytes) -> None:
-        """Queue a message; it leaves when flow control admits it. Nothing happens once done."""
+        """Queue a message, unless the call is done. It leaves when flow control admits it."""
         if self.half_closed:
             raise RuntimeError("a message cannot follow half_close()")
         if self.done:
@@ -227,7 +232,7 @@ class GrpcCall:
         self.connection.flush_soon()
 
     def half_close(self) -> None:
-        """Tell the server, after what is queued, that no more messages follow."""
+        """Tell the server, after the queued messages, that no more follow."""
         if self.done or self.half_closed:
             return
         self.half_closed = True
@@ -235,11 +240,11 @@ class GrpcCall:
         self.connection.flush_soon()
 
     def hold(self) -> None:
-        """The server may fill the window that it has, and send no more until ``release``."""
+        """Let the server fill its current window, and send no more until ``release``."""
         self.connection.protocol.hold(self.stream_id)
 
     def release(self) -> None:
-        """The server may send again."""
+        """Let the server send again."""
         self.connection.protocol.release(self.stream_id)
         self.connection.flush_soon()
 
@@ -252,7 +257,7 @@ class GrpcCall:
             self.finish()
 
     def end(self, error: GrpcError | None) -> None:
-        """Tell the caller of the end."""
+        """End the call with its last callback."""
         if self.done:
             return
         on_end = self.on_end
@@ -263,15 +268,19 @@ class GrpcCall:
             _log.exception("a callback failed on the end of its call")
 
     def finish(self) -> None:
-        """No callback follows. The callbacks' owner refers to this call: a reference back would
-        keep both alive until a garbage collection."""
+        """Mark the call as done, and drop its callbacks.
+
+        The callbacks' owner refers to this call. A reference back would keep both alive until a
+        garbage collection.
+        """
         self.done = True
         self.unanswered = None
-        self.on_messages = self.on_end = ignore
+        self.on_messages = ignore
+        self.on_end = ignore
 
 
 def ignore(event: object) -> None:
-    """A callback that does nothing."""
+    """Do nothing, as a callback."""
 
 
 class _Http2Connection(asyncio.Protocol):
@@ -279,7 +288,7 @@ class _Http2Connection(asyncio.Protocol):
 
     It connects, is ready at the server's SETTINGS, drains after the server's GOAWAY, and ends with
     its last call, by ``end`` or with the socket. A call waits here until the connection is ready
-    and the server takes another stream.
+    and the server accepts another stream.
     """
 
     def __init__(self, channel: GrpcChannel) -> None:
@@ -292,11 +301,12 @@ class _Http2Connection(asyncio.Protocol):
         self._lost: asyncio.Future[None] = self._loop.create_future()
         self._waiting: deque[GrpcCall] = deque()
         self.calls: dict[int, GrpcCall] = {}  # by stream
-        # Until the timer is due no stream is opened, as the server has refused some.
+        # The server has refused streams: none is opened until this timer is due.
         self._pause: asyncio.TimerHandle | None = None
         self._pause_seconds = _PAUSE_SECONDS.first
-        self._flush_scheduled = self._writing_paused = False
-        self._unread = 0  # bytes that were written since writing was paused
+        self._flush_scheduled = False
+        self._writing_paused = False
+        self._unread_bytes = 0  # written since writing was paused
 
     # The life of the connection
 
@@ -312,7 +322,7 @@ class _Http2Connection(asyncio.Protocol):
             self._lose(f"no HTTP/2 server answered in {_CONNECT_SECONDS:g} s")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # with TCP_NODELAY, by asyncio
+        self._transport = cast(asyncio.Transport, transport)  # asyncio sets TCP_NODELAY
         tls = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() != "h2":
             return self._lose("the server does not offer HTTP/2 (ALPN h2)")
@@ -337,10 +347,10 @@ class _Http2Connection(asyncio.Protocol):
             self._connecting.cancel()
             self._channel.connections.discard(self)
         else:
-            # A GOAWAY, where the server broke the protocol.
+            # If the server broke the protocol, these bytes are a GOAWAY.
             self._transport.write(self.protocol.bytes_to_send(data=False))
             self._transport.close()
-            # What a server does not read would keep the socket.
+            # Bytes that the server does not read would keep the socket open.
             self._loop.call_later(_SOCKET_CLOSE_SECONDS, self._transport.abort)
         calls = [*self.calls.values(), *self._waiting]
         self.calls.clear()
@@ -349,38 +359,40 @@ class _Http2Connection(asyncio.Protocol):
             call.end(error)
 
     async def disconnected(self) -> None:
-        """Wait until the socket is closed; not for a server that does not read."""
+        """Wait until the socket is closed, for a limited time if the server does not read."""
         await asyncio.wait({self._connecting})
         if self._transport is not None:
             await asyncio.wait({self._lost}, timeout=_SOCKET_CLOSE_SECONDS)
             self._transport.abort()
             await self._lost
 
-    # Calls and what they send
+    # Sending
 
     def add(self, call: GrpcCall) -> None:
-        """Send ``call`` as soon as the server takes it."""
-        call.connection, call.stream_id = self, 0
+        """Send ``call`` as soon as the server accepts another stream."""
+        call.connection = self
+        call.stream_id = 0
         self._waiting.append(call)
         self.flush_soon()
 
     def flush_soon(self) -> None:
-        """Send what is due in this turn of the event loop."""
+        """Send the due frames once in this turn of the event loop."""
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Open streams, frame what flow control admits, and write it all at once."""
+        """Open streams, frame the data that flow control admits, and write all of it at once."""
         self._flush_scheduled = False
-        protocol, transport = self.protocol, self._transport
+        protocol = self.protocol
+        transport = self._transport
         if protocol.state in (State.WAITING, State.ENDED) or transport is None:
             return
         while self._waiting and protocol.can_open and self._pause is None:
             call = self._waiting.popleft()
             if call.done:
                 continue
-            self._read_on(transport)  # its first message shall not wait
+            self._resume_reading(transport)  # the call's first message must not wait
             call.stream_id = protocol.open(call.headers)
             self.calls[call.stream_id] = call
             for message in call.unanswered or ():
@@ -394,12 +406,13 @@ class _Http2Connection(asyncio.Protocol):
         data = protocol.bytes_to_send(data=not self._writing_paused)
         if data:
             transport.write(data)
-            # While writing is paused these are frames that have to be sent all the same, such as
-            # the answers to PING and SETTINGS, which a server may ask for without reading any.
-            self._unread += len(data) if self._writing_paused else 0
-            if self._unread > _MOST_UNREAD:
-                self._lose("the server does not read the answers that it asks for")
-                return
+            if self._writing_paused:
+                # Answers to PING and SETTINGS must be sent also now. A server may ask for them
+                # without end and read none.
+                self._unread_bytes += len(data)
+                if self._unread_bytes > _MAX_UNREAD_BYTES:
+                    self._lose("the server does not read the answers that it asks for")
+                    return
         if protocol.state is State.DRAINING and not self.calls:
             transport.close()
         elif protocol.unsent and not self._writing_paused and protocol.has_more_data:
@@ -409,10 +422,11 @@ class _Http2Connection(asyncio.Protocol):
         self._writing_paused = True
 
     def resume_writing(self) -> None:
-        self._writing_paused, self._unread = False, 0
+        self._writing_paused = False
+        self._unread_bytes = 0
         self.flush_soon()
 
-    # What the server sends
+    # Receiving
 
     def data_received(self, data: bytes) -> None:
         if self.protocol.state is State.ENDED:
@@ -423,11 +437,12 @@ class _Http2Connection(asyncio.Protocol):
             self._pause_seconds = _PAUSE_SECONDS.first
         stream_ids = list(received.messages)
         if received.answered:
-            # First messages go first: what waits for one has nothing yet.
+            # A call's first message goes before other calls' later ones.
             stream_ids.sort(key=set(received.answered).__contains__, reverse=True)
         for stream_id in stream_ids:
             messages = received.messages[stream_id]
-            if (call := self.calls.get(stream_id)) is None:  # a callback has just cancelled it
+            call = self.calls.get(stream_id)
+            if call is None:  # a callback has just cancelled it
                 continue
             call.replies += len(messages)
             try:
@@ -436,28 +451,31 @@ class _Http2Connection(asyncio.Protocol):
                 _log.exception("a callback failed on messages; its call is cancelled")
                 call.cancel()
         for stream_id, error in received.ended.items():
-            if (call := self.calls.pop(stream_id, None)) is not None:
+            call = self.calls.pop(stream_id, None)
+            if call is not None:
                 call.end(error)
         if received.refused or received.goaway is not None:
             self._send_again(received)
         if received.failure is not None:
             self._lose(received.failure)
-        # A connection that drains is closed after its last call.
+        # ``_flush`` also closes a draining connection after its last call.
         if received.ended or self.protocol.output or self.protocol.unsent or self._waiting:
             self.flush_soon()
-        many = self._channel.coalesce_reads and len(self.calls) >= _COALESCE_CALLS
-        if many and all([call.replies for call in self.calls.values()]):  # no first message waits
+        has_many_calls = self._channel.coalesce_reads and len(self.calls) >= _COALESCE_CALLS
+        # Pause only if no call waits for its first message.
+        if has_many_calls and all([call.replies for call in self.calls.values()]):
             self._pause_reading()
 
     def _send_again(self, received: Received) -> None:
-        """Calls that the server has refused or left unprocessed wait for another stream.
+        """Queue the calls that the server has refused or left unprocessed for another stream.
 
-        Refused streams are tried here again after a pause, for ``_REFUSED_SECONDS``: at its limit
-        of streams grpcio refuses one as long as it has not cleared away another whose end it has
-        sent, which takes a busy host a while. After a GOAWAY all that waits goes over the next
-        connection, a call at most ``_TRIES`` times.
+        Refused calls are sent again on this connection after a pause, for ``_REFUSED_SECONDS``.
+        At its limit of streams, grpcio refuses a stream until it has cleared away another one whose
+        end it has sent, which takes a while on a busy host. After a GOAWAY all waiting calls go
+        over the next connection, each at most ``_ATTEMPTS`` times.
         """
-        again, now = [], self._loop.time()
+        now = self._loop.time()
+        calls = []
         for stream_id, refusal in received.refused.items():
             call = self.calls.pop(stream_id, None)
             if call is None:
@@ -465,24 +483,27 @@ class _Http2Connection(asyncio.Protocol):
             if call.give_up_at is None:
                 call.give_up_at = now + _REFUSED_SECONDS
             if now < call.give_up_at and call.unanswered is not None:
-                again.append(call)
+                calls.append(call)
             else:
                 call.end(refusal)
-        again += [call for each in received.unprocessed if (call := self.calls.pop(each, None))]
-        # Those that had a stream go first, in its order: whichever was refused first.
-        waiting = sorted([*again, *self._waiting], key=lambda call: call.stream_id or math.inf)
+        for stream_id in received.unprocessed:
+            call = self.calls.pop(stream_id, None)
+            if call is not None:
+                calls.append(call)
+        # Calls that had a stream go first, in the order of their streams.
+        waiting = sorted([*calls, *self._waiting], key=lambda call: call.stream_id or math.inf)
         self._waiting = deque(waiting)
         if received.goaway is not None:
             self._waiting.clear()
             self._channel.retire(self)
             reason = f"{self._channel.target} ends the connection: {received.goaway}"
             for call in waiting:
-                call.tries_left -= 1
-                if call.tries_left and call.unanswered is not None:
+                call.attempts_left -= 1
+                if call.attempts_left and call.unanswered is not None:
                     self._channel.start(call)
                 else:
                     call.end(GrpcError("UNAVAILABLE", reason))
-        elif again and self._pause is None:
+        elif calls and self._pause is None:
             self._pause = self._loop.call_later(self._pause_seconds, self._end_pause)
             self._pause_seconds = _PAUSE_SECONDS.after(self._pause_seconds)
         self.flush_soon()
@@ -492,18 +513,18 @@ class _Http2Connection(asyncio.Protocol):
         self.flush_soon()
 
     def _pause_reading(self) -> None:
-        """Read again a little later, for all that arrives meanwhile: a read costs more CPU than
-        each message in it."""
+        """Pause reading for about two milliseconds. A read costs more CPU than a message in it, so
+        few reads with many messages are cheaper."""
         transport = self._transport
         if transport is not None and not transport.is_closing():
             transport.pause_reading()
-            # All connections wait for the same times, so that one turn of the event loop reads them
-            # all. A time that is nearly due is passed over: uvloop's timers are in whole
+            # All connections resume at the same times, so that one turn of the event loop reads
+            # them all. A time that is nearly due is skipped, because uvloop's timers have whole
             # milliseconds and would not wait.
             turn = round(self._loop.time() / _COALESCE_SECONDS) + 1
-            self._loop.call_at(turn * _COALESCE_SECONDS, self._read_on, transport)
+            self._loop.call_at(turn * _COALESCE_SECONDS, self._resume_reading, transport)
 
-    def _read_on(self, transport: asyncio.Transport) -> None:
+    def _resume_reading(self, transport: asyncio.Transport) -> None:
         if not transport.is_closing():
             transport.resume_reading()
 
@@ -512,7 +533,7 @@ class _Http2Connection(asyncio.Protocol):
 
 
 class StreamEnd(Enum):
-    """How a stream has ended."""
+    """The end of a stream."""
 
     LAST = "its last item has arrived"
     FAILED = "an error came in place of its last item"
@@ -525,15 +546,14 @@ Release: TypeAlias = Callable[[GrpcCall, StreamEnd], None]
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Arrivals(Generic[Item]):
-    """Items that arrive on the event loop while one reader takes them; adding never waits.
+    """A queue of items from the event loop to one reader. Adding never waits.
 
-    It runs until ``end``, ``fail`` or ``aclose``, or until its reader is ``MOST_WAITING`` items
-    behind. Then it is over, and what is added is dropped. What has arrived before can still be
-    taken.
+    The stream runs until ``end``, ``fail`` or ``aclose``, or until its reader is ``MOST_WAITING``
+    items behind. Later items are dropped. The reader may still take the earlier ones.
     """
 
     def __init__(self) -> None:
-        self._arrived: list[Item] = []
+        self._items: list[Item] = []
         self._waiter: asyncio.Future[None] | None = None
         self._waiting_bytes = 0  # of a call's messages that arrived while others waited
         self._over = False
@@ -541,26 +561,26 @@ class Arrivals(Generic[Item]):
         self._at_end: list[AtEnd] = []
 
     def call_at_end(self, callback: AtEnd) -> None:
-        """Have ``callback`` called once, as the stream ends, with the error that ended it."""
+        """Register a callback that gets the stream's end and its error, once."""
         self._at_end.append(callback)
 
     def put(self, items: Iterable[Item]) -> None:
-        """Add items; ignored once the stream is over."""
+        """Add items, unless the stream has ended."""
         if self._over:
             return
-        self._arrived.extend(items)
-        if len(self._arrived) > MOST_WAITING:
-            self._arrived.clear()
+        self._items.extend(items)
+        if len(self._items) > MOST_WAITING:
+            self._items.clear()
             self.fail(Overloaded(f"its reader is more than {MOST_WAITING} responses behind"))
-        elif self._arrived:
+        elif self._items:
             self._wake()
 
     def end(self) -> None:
-        """End the stream: its last item has arrived."""
+        """End the stream after its last item."""
         self._finish(StreamEnd.LAST)
 
     def fail(self, error: Exception) -> None:
-        """End the stream; ``wait`` raises ``error`` once what has arrived is taken."""
+        """End the stream. ``wait`` raises ``error`` once all items are taken."""
         self._finish(StreamEnd.FAILED, error)
 
     async def aclose(self) -> None:
@@ -568,30 +588,30 @@ class Arrivals(Generic[Item]):
         self._finish(StreamEnd.LEFT)
 
     async def wait(self) -> None:
-        """Return once ``take`` has something to give, or nothing more will come.
+        """Return once there are items to ``take``, or once the stream has ended.
 
         Raises the error that ended the stream, once. A reader that is cancelled here may still
-        ``take`` what has arrived.
+        ``take`` items.
         """
-        if not self._arrived and not self._over:
+        if not self._items and not self._over:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        if self._error is not None and not self._arrived:
+        if self._error is not None and not self._items:
             error = self._error
             self._error = None
             raise error
 
     def take(self) -> list[Item]:
-        """Return all that has arrived since the last call; after ``wait``, nothing is the end."""
+        """Return all items since the last call. An empty list after ``wait`` is the end."""
         if self._waiting_bytes > MOST_WAITING_BYTES:
             self._resume()
-        arrived = self._arrived
-        self._arrived = []
+        items = self._items
+        self._items = []
         self._waiting_bytes = 0
-        return arrived
+        return items
 
     def _resume(self) -> None:
         """Let a server that was held back send again."""
@@ -601,7 +621,7 @@ class Arrivals(Generic[Item]):
             return
         self._over = True
         self._error = error
-        # The callbacks may refer to this stream: kept, they would be a reference cycle.
+        # A callback may refer to this stream, which would be a reference cycle, so drop it.
         callbacks = self._at_end
         self._at_end = []
         for callback in callbacks:
@@ -616,12 +636,12 @@ class Arrivals(Generic[Item]):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ResponseStream(Arrivals[Item]):
-    """The answer to one request that a server sends over a call of its own.
+    """The responses to one request, over a call of its own.
 
-    It ends as soon as its last response, an error, the call's end or a message that cannot be read
-    arrives, whenever its reader looks. The call is then released, once. While messages of
-    ``MOST_WAITING_BYTES`` wait, the server may send no more of them: it keeps the rest until the
-    reader takes these. A subclass opens ``_call`` with ``on_messages`` and ``on_end``.
+    It ends when its last response, an error, the call's end or an unreadable message arrives, even
+    if its reader has not taken the items before. The call is then released, once. While messages of
+    ``MOST_WAITING_BYTES`` wait for the reader, the server must not send more. A subclass opens
+    ``_call`` with ``on_messages`` and ``on_end``.
     """
 
     _call: GrpcCall
@@ -632,26 +652,26 @@ class ResponseStream(Arrivals[Item]):
 
     @abstractmethod
     def _read(self, messages: list[bytes], items: list[Item]) -> bool:
-        """Add what ``messages`` hold to ``items``; true if the last response is among them."""
+        """Read messages into ``items``. Returns True if the last response is among them."""
 
     @abstractmethod
     def _failure(self, error: GrpcError | None) -> Exception:
-        """Return the error for a call that ended early; ``None``: it had the status OK."""
+        """Return the error for a call that ended early, with an error or (None) with status OK."""
 
     def on_messages(self, messages: list[bytes]) -> None:
         """Take messages of the call."""
         items: list[Item] = []
         try:
-            last = self._read(messages, items)
+            has_ended = self._read(messages, items)
         except Exception as error:
             self.put(items)
             self.fail(error if isinstance(error, TrtllmBlsError) else self._unreadable(error))
             return
-        is_behind = bool(self._arrived)
+        is_behind = bool(self._items)
         self.put(items)
-        if last:
+        if has_ended:
             self._finish(StreamEnd.LAST)
-        elif is_behind:  # otherwise there is no more than one read of the socket
+        elif is_behind:  # messages of one read of the socket need not be counted
             self._waiting_bytes += sum(map(len, messages))
             if self._waiting_bytes > MOST_WAITING_BYTES:
                 self._call.hold()

@@ -2,12 +2,12 @@
 
 ``Http2Client`` is one connection. Requests go in by ``open``, ``send``, ``half_close`` and
 ``reset``, and leave as the bytes of ``bytes_to_send``. Bytes from the server go into ``receive``,
-which returns what they mean as one ``Received``. The class knows neither sockets nor clocks, so its
+which returns their meaning as one ``Received``. The class knows neither sockets nor clocks, so its
 tests feed it bytes.
 
-Of HTTP/2 there is what a gRPC client meets. ``hpack`` packs and reads headers. The server may push
-nothing, priorities are ignored, and frames of unknown types are skipped (4.1). A number in
-parentheses is a section of RFC 9113; "gRPC" is its document PROTOCOL-HTTP2.
+It implements the part of HTTP/2 that a gRPC client needs. ``hpack`` packs and reads headers. The
+server may push nothing, priorities are ignored, and frames of unknown types are skipped (4.1). A
+number in parentheses is a section of RFC 9113; "gRPC" is its document PROTOCOL-HTTP2.
 
 The connection's window is as large as it can be, so that no stream waits for another one. A
 stream's window is ``_STREAM_WINDOW`` and opens again as data arrives, unless its call is held.
@@ -24,33 +24,74 @@ from urllib.parse import unquote_to_bytes
 
 from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
 
-DATA, HEADERS, RESET, SETTINGS, PUSH = 0x0, 0x1, 0x3, 0x4, 0x5
-PING, GOAWAY, UPDATE, CONTINUATION = 0x6, 0x7, 0x8, 0x9
-ACK, END_STREAM, END_HEADERS, PADDED, PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
-NO_ERROR, PROTOCOL_ERROR, REFUSED_STREAM, CANCEL = 0x0, 0x1, 0x7, 0x8
-_ENABLE_PUSH, _MAX_STREAMS, _INITIAL_WINDOW, _FRAME_SIZE, _HEADER_LIST = 0x2, 0x3, 0x4, 0x5, 0x6
+# Types of frames (6).
+DATA = 0x0
+HEADERS = 0x1
+RESET = 0x3
+SETTINGS = 0x4
+PUSH = 0x5
+PING = 0x6
+GOAWAY = 0x7
+UPDATE = 0x8
+CONTINUATION = 0x9
+# Flags of frames (6).
+ACK = 0x1
+END_STREAM = 0x1
+END_HEADERS = 0x4
+PADDED = 0x8
+PRIORITY = 0x20
+# Codes of errors (7).
+NO_ERROR = 0x0
+PROTOCOL_ERROR = 0x1
+REFUSED_STREAM = 0x7
+CANCEL = 0x8
+# Names of settings (6.5.2).
+_ENABLE_PUSH = 0x2
+_MAX_STREAMS = 0x3
+_INITIAL_WINDOW = 0x4
+_FRAME_SIZE = 0x5
+_HEADER_LIST = 0x6
 
 MAX_HEADERS_BYTES = 1 << 16  # of one header block, packed or not
-MAX_MESSAGE_BYTES = 1 << 30  # of one message, which is kept until it is whole
+MAX_MESSAGE_BYTES = 1 << 30  # of one message, which stays in memory until it is complete
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DEFAULT_FRAME_SIZE = 1 << 14  # HTTP/2's default: what the server may send, as we do not raise it
+_DEFAULT_FRAME_SIZE = 1 << 14  # HTTP/2's default, which the server keeps since we do not raise it
 _DEFAULT_WINDOW = (1 << 16) - 1
-_MAX_31_BITS = (1 << 31) - 1  # of a window, and of a stream's id
-_UPDATE_BYTES = 1 << 24  # received before the connection's window is opened again by as much
-_STREAM_WINDOW, _STREAM_UPDATE_BYTES = 1 << 22, 1 << 21  # likewise, of one stream
+_MAX_31_BITS = (1 << 31) - 1  # the largest window, and the largest id of a stream
+# After this number of bytes the window is opened again by as much: the connection's, a stream's.
+_UPDATE_BYTES = 1 << 24
+_STREAM_WINDOW = 1 << 22
+_STREAM_UPDATE_BYTES = 1 << 21
 _TURN_BYTES = 1 << 18  # of one stream's data, before the other streams have a turn
 
 FRAME_HEADER = struct.Struct(">HBBBI")  # length (upper 16 bits, lower 8), type, flags, stream
 _MESSAGE_PREFIX = struct.Struct(">BI")  # gRPC's: compressed flag, length
-_UINT32, _SETTING, _GOAWAY = struct.Struct(">I"), struct.Struct(">HI"), struct.Struct(">II")
-_HEADER_SIZE, _unpack_header = FRAME_HEADER.size, FRAME_HEADER.unpack_from
-_PREFIX_SIZE, _unpack_prefix = _MESSAGE_PREFIX.size, _MESSAGE_PREFIX.unpack_from
+_UINT32 = struct.Struct(">I")
+_SETTING = struct.Struct(">HI")
+_GOAWAY = struct.Struct(">II")
+_HEADER_SIZE = FRAME_HEADER.size
+_PREFIX_SIZE = _MESSAGE_PREFIX.size
+_unpack_header = FRAME_HEADER.unpack_from
+_unpack_prefix = _MESSAGE_PREFIX.unpack_from
 
-# By code, as in gRPC's table of statuses.
+# gRPC's statuses, in the order of their codes.
 _STATUS_NAMES = (
-    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND"),
-    *("ALREADY_EXISTS", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION"),
-    *("ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"),
+    "OK",
+    "CANCELLED",
+    "UNKNOWN",
+    "INVALID_ARGUMENT",
+    "DEADLINE_EXCEEDED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "FAILED_PRECONDITION",
+    "ABORTED",
+    "OUT_OF_RANGE",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNAVAILABLE",
+    "DATA_LOSS",
     "UNAUTHENTICATED",
 )
 _STATUS_BY_CODE = {b"%d" % code: name for code, name in enumerate(_STATUS_NAMES)}
@@ -64,9 +105,9 @@ _STATUS_OF_RESET = {
 
 
 class GrpcError(Exception):
-    """A call that ended with a status other than OK: its name (``"UNAVAILABLE"``) and the reason.
+    """The end of a call with another status than OK. ``status``: its name (``"UNAVAILABLE"``).
 
-    ``target``: the address of a connection that failed. ``details``: the reason, and that address.
+    ``target``: the address of a connection that failed. ``details``: that address and the reason.
     """
 
     def __init__(self, status: str, reason: str, target: str = "") -> None:
@@ -77,22 +118,23 @@ class GrpcError(Exception):
 
     @property
     def unreachable(self) -> bool:
-        """True if the server could not be asked or did not answer, whatever the request was."""
+        """True if the server could not be reached or did not answer, whatever the request was."""
         return self.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 
 
 class ProtocolError(Exception):
-    """The server broke HTTP/2; the connection cannot go on."""
+    """A breach of HTTP/2 by the server. The connection cannot go on."""
 
 
 class Received:
-    """What the bytes of one read brought, by stream. All of them are parsed before any is acted on.
+    """The events in the bytes of one read, by stream. All bytes are parsed before any callback.
 
-    ``messages``: of each stream, in order; they precede the stream's end. ``ended``: streams with
-    their status (``None`` is OK). ``answered``: streams whose response has begun. ``refused``:
-    streams that the server reset before it looked at them, with the status that this would be.
-    ``goaway``: the server takes no new streams, and why; ``unprocessed`` are the streams that it
-    did not look at. ``failure``: how the server broke the protocol; what came before it counts.
+    ``messages``: those of each stream, in order; they precede the stream's end. ``ended``: the
+    status of each stream that has ended (None is OK). ``answered``: the streams whose response has
+    begun. ``refused``: the streams that the server reset without processing them, with the status
+    for their callers. ``goaway``: the reason why the server accepts no new streams; it did not
+    process the ``unprocessed`` ones. ``failure``: the server's breach of the protocol; the events
+    before it still count.
     """
 
     __slots__ = ("answered", "ended", "failure", "goaway", "messages", "refused", "unprocessed")
@@ -109,25 +151,25 @@ class Received:
 
 @dataclass
 class _Stream:
-    """One request, as far as it is not sent, and the part of a message that has arrived."""
+    """The unsent part of one request, and the part of a message that has arrived."""
 
     id: int
-    window: int = 0  # bytes that the server takes on it, beside the initial window of all streams
+    window: int = 0  # bytes that the server accepts, beside the initial window of all streams
     outbox: deque[bytes | memoryview] = field(default_factory=deque)
     half_closed: bool = False
     end_sent: bool = False
     received: int = 0  # bytes since the stream's window was last opened
-    held: bool = False  # its reader is behind: the window stays as it is
+    held: bool = False  # its reader is behind: the window is not opened
     partial: bytearray = field(default_factory=bytearray)
-    needs: int = 0  # bytes of `partial` before another look at it is worth while
+    needs: int = 0  # bytes of `partial` that complete its first prefix or message
 
     def split(self, payload: bytes) -> list[bytes]:
-        """The messages that ``payload`` completes; they may begin and end anywhere in payloads.
+        """Return the messages that ``payload`` completes. Payloads may divide messages anywhere.
 
-        Raises ``GrpcError`` for one that is compressed or too long.
+        Raises ``GrpcError`` for a message that is compressed or too long.
         """
         source: bytes | memoryview = payload
-        if not self.partial and len(payload) >= _PREFIX_SIZE:  # nearly always one whole message
+        if not self.partial and len(payload) >= _PREFIX_SIZE:  # nearly always one complete message
             compressed, length = _unpack_prefix(payload)
             if not compressed and length == len(payload) - _PREFIX_SIZE:
                 return [payload[_PREFIX_SIZE:]]
@@ -137,7 +179,9 @@ class _Stream:
                 return []
             source = memoryview(self.partial)
         messages = []
-        start, size, needs = 0, len(source), _PREFIX_SIZE
+        start = 0
+        size = len(source)
+        needs = _PREFIX_SIZE
         while size - start >= _PREFIX_SIZE:
             compressed, length = _unpack_prefix(source, start)
             if compressed:
@@ -158,50 +202,57 @@ class _Stream:
 
 
 class State(Enum):
-    """Of a connection; each follows the one before it, or ENDED any of them."""
+    """The state of a connection. Each state follows the one before it, or ENDED any of them."""
 
     WAITING = "waiting"  # for the server's first SETTINGS
     OPEN = "open"
-    DRAINING = "draining"  # no stream can be opened any more
-    ENDED = "ended"  # its owner has given it up
+    DRAINING = "draining"  # no further stream can be opened
+    ENDED = "ended"  # the connection's owner has ended it
 
 
 class Http2Client:
     """One connection, which is in a ``state``.
 
-    ``output`` are frames to be sent and ``unsent`` the streams that have more to send:
-    ``bytes_to_send`` is due while either holds something.
+    ``output``: frames to send. ``unsent``: streams with data to send. While either has items, call
+    ``bytes_to_send``.
     """
 
     def __init__(self) -> None:
-        settings = ((_ENABLE_PUSH, 0), (_INITIAL_WINDOW, _STREAM_WINDOW), (_HEADER_LIST, 1 << 16))
-        own = b"".join([_SETTING.pack(*setting) for setting in settings])
-        update = number_frame(UPDATE, 0, _MAX_31_BITS - _DEFAULT_WINDOW)
-        self.output: list[bytes] = [_PREFACE, frame(SETTINGS, 0, 0, own), update]
+        settings = (
+            _SETTING.pack(_ENABLE_PUSH, 0),
+            _SETTING.pack(_INITIAL_WINDOW, _STREAM_WINDOW),
+            _SETTING.pack(_HEADER_LIST, 1 << 16),
+        )
+        self.output: list[bytes] = [
+            _PREFACE,
+            frame(SETTINGS, 0, 0, b"".join(settings)),
+            number_frame(UPDATE, 0, _MAX_31_BITS - _DEFAULT_WINDOW),
+        ]
         self.unsent: dict[int, _Stream] = {}  # in the order of their turns
-        self._blocked: dict[int, _Stream] = {}  # have more to send than the server takes of them
+        self._blocked: dict[int, _Stream] = {}  # with more data than their windows admit
         self.state = State.WAITING
         self._streams: dict[int, _Stream] = {}
         self._next_id = 1
         self._received = 0  # bytes since the connection's window was last opened
         self._partial_frame = b""
-        self._decoder = Decoder(MAX_HEADERS_BYTES)  # of all streams, as they share one table
-        # The block of headers that is to be continued: of which stream, whether it ends that, and
-        # what has come.
+        self._decoder = Decoder(MAX_HEADERS_BYTES)  # all streams share its table
+        # A header block that is not complete: its stream, True if it ends the stream, its bytes.
         self._block: tuple[int, bool, bytearray] | None = None
-        # What the server allows.
-        self._window = self._initial_window = _DEFAULT_WINDOW  # of all streams together, of each
-        self._max_streams, self._max_frame_size = _MAX_31_BITS, _DEFAULT_FRAME_SIZE
+        # The server's limits.
+        self._window = _DEFAULT_WINDOW  # of all streams together
+        self._initial_window = _DEFAULT_WINDOW  # of each stream
+        self._max_streams = _MAX_31_BITS
+        self._max_frame_size = _DEFAULT_FRAME_SIZE
 
     # Requests
 
     @property
     def can_open(self) -> bool:
-        """Whether the server takes another stream now."""
+        """True while the server accepts another stream."""
         return self.state is State.OPEN and len(self._streams) < self._max_streams
 
     def open(self, headers: bytes) -> int:
-        """Begin a request with a packed header block: the id of its stream."""
+        """Begin a request with a packed header block, and return the id of its stream."""
         stream = _Stream(self._next_id)
         self._streams[stream.id] = stream
         self.output.append(frame(HEADERS, END_HEADERS, stream.id, headers))
@@ -211,46 +262,58 @@ class Http2Client:
         return stream.id
 
     def send(self, stream_id: int, message: bytes) -> None:
-        """Queue a message; it leaves when flow control admits it."""
-        if (stream := self._streams.get(stream_id)) is not None:
+        """Queue a message. It leaves when flow control admits it."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
             stream.outbox.append(_MESSAGE_PREFIX.pack(0, len(message)) + message)
             self.unsent[stream_id] = stream
 
     def half_close(self, stream_id: int) -> None:
-        """End the request after what is queued."""
-        if (stream := self._streams.get(stream_id)) is not None:
+        """End the request after its queued messages."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
             stream.half_closed = True
             self.unsent[stream_id] = stream
 
     def reset(self, stream_id: int) -> None:
-        """Cancel the request; nothing more is received of it. Nothing happens once it has ended."""
-        if (stream := self._streams.get(stream_id)) is not None:
+        """Cancel the request, unless it has ended, and ignore the rest of its response."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
             self._close(stream, CANCEL)
 
     def hold(self, stream_id: int) -> None:
-        """Let the server fill the stream's window, and no more, until ``release``."""
-        if (stream := self._streams.get(stream_id)) is not None:
+        """Let the server fill the stream's window, and send no more until ``release``."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
             stream.held = True
 
     def release(self, stream_id: int) -> None:
         """Open the stream's window again."""
-        if (stream := self._streams.get(stream_id)) is not None and stream.held:
+        stream = self._streams.get(stream_id)
+        if stream is not None and stream.held:
             stream.held = False
             if stream.received:
                 self._open_window(stream)
 
     def bytes_to_send(self, *, data: bool = True) -> bytes:
-        """All frames that are due, and with ``data`` a turn of each stream's data."""
-        for stream in [*self.unsent.values()] if data else ():
+        """Return all frames that are due. With ``data``, each stream also has a turn."""
+        streams: list[_Stream] = []
+        if data:
+            streams = list(self.unsent.values())
+        for stream in streams:
             if self._window <= 0 and stream.outbox:
                 break
             del self.unsent[stream.id]
             turn = _TURN_BYTES
             while stream.outbox:
-                own = self._initial_window + stream.window
-                size = min(self._window, own, turn, self._max_frame_size)
-                if size <= 0:  # the last now: windows and turns go around
-                    (self.unsent if own > 0 else self._blocked)[stream.id] = stream
+                stream_window = self._initial_window + stream.window
+                size = min(self._window, stream_window, turn, self._max_frame_size)
+                if size <= 0:
+                    # The stream goes to the end of the queue, so that windows and turns go around.
+                    if stream_window > 0:
+                        self.unsent[stream.id] = stream
+                    else:
+                        self._blocked[stream.id] = stream
                     break
                 part = stream.outbox.popleft()
                 if len(part) > size:
@@ -271,11 +334,11 @@ class Http2Client:
 
     @property
     def has_more_data(self) -> bool:
-        """Whether flow control admits data that ``bytes_to_send`` has left to another turn."""
+        """True while flow control admits data that waits for another turn."""
         return self._window > 0 and bool(self.unsent)
 
     def _close(self, stream: _Stream, reset: int | None) -> None:
-        """The stream is over; ``reset`` tells so to a server that would go on with it."""
+        """Forget a stream. ``reset``: the code for a server that would continue the stream."""
         del self._streams[stream.id]
         self.unsent.pop(stream.id, None)
         self._blocked.pop(stream.id, None)
@@ -285,15 +348,17 @@ class Http2Client:
     # Responses
 
     def receive(self, data: bytes) -> Received:
-        """What the next bytes of the connection bring."""
+        """Parse the next bytes of the connection, and return their events."""
         received = Received()
         data = self._partial_frame + data
-        start, size, window = 0, len(data), self._initial_window
+        start = 0
+        size = len(data)
+        initial_window = self._initial_window
         try:
             while size - start >= _HEADER_SIZE:
                 high, low, kind, flags, stream_id = _unpack_header(data, start)
                 length = high << 8 | low
-                # Frames as large as we allow (4.2), of which the first is SETTINGS (3.4).
+                # A frame may not be larger than we allow (4.2), and the first is SETTINGS (3.4).
                 is_first = self.state is State.WAITING
                 if length > _DEFAULT_FRAME_SIZE or (is_first and kind != SETTINGS):
                     raise ProtocolError("this is not an HTTP/2 server")
@@ -309,44 +374,51 @@ class Http2Client:
                 else:
                     self._receive_other(received, kind, flags, stream_id, payload)
                 start = start_of_next
-            if self._initial_window != window:  # it holds for open streams, too (6.9.2)
-                windows = [
-                    self._initial_window + stream.window for stream in self._streams.values()
-                ]
-                if max(windows, default=0) > _MAX_31_BITS or self._initial_window > _MAX_31_BITS:
-                    raise ProtocolError(f"SETTINGS with windows of {self._initial_window} bytes")
-                self.unsent |= self._blocked
-                self._blocked.clear()
-        except (ProtocolError, struct.error) as error:  # the latter for a frame of another length
-            # An error of the connection is told by GOAWAY (5.4.1).
-            start, received.failure = size, str(error)
+            if self._initial_window != initial_window:
+                self._apply_initial_window()
+        except (ProtocolError, struct.error) as error:  # struct.error: a frame of a wrong length
+            # GOAWAY reports an error of the connection (5.4.1).
+            start = size
+            received.failure = str(error)
             self.output.append(frame(GOAWAY, 0, 0, _GOAWAY.pack(0, PROTOCOL_ERROR)))
         self._partial_frame = data[start:]
         return received
 
+    def _apply_initial_window(self) -> None:
+        """Apply a new initial window, which holds for open streams, too (6.9.2)."""
+        largest = self._initial_window
+        for stream in self._streams.values():
+            largest = max(largest, self._initial_window + stream.window)
+        if largest > _MAX_31_BITS:
+            raise ProtocolError(f"SETTINGS with windows of {self._initial_window} bytes")
+        self.unsent |= self._blocked
+        self._blocked.clear()
+
     def _receive_data(self, received: Received, stream_id: int, flags: int, payload: bytes) -> None:
         size = len(payload)
-        self._received += size  # with the padding, and of ended streams, too (6.9.1)
+        self._received += size  # including padding, and the data of ended streams (6.9.1)
         if self._received >= _UPDATE_BYTES:
             self.output.append(number_frame(UPDATE, 0, self._received))
             self._received = 0
         stream = self._streams.get(stream_id)
-        if stream is None:  # it was cancelled, and the server did not know yet (5.1)
+        if stream is None:  # we have cancelled it, and the server did not know yet (5.1)
             return
         stream.received += size
         if stream.received >= _STREAM_UPDATE_BYTES and not stream.held:
             self._open_window(stream)
         try:
-            messages = stream.split(unpadded(payload, PADDED) if flags & PADDED else payload)
+            if flags & PADDED:
+                payload = unpadded(payload, PADDED)
+            messages = stream.split(payload)
         except GrpcError as error:
             self._end(received, stream, error, CANCEL)
             return
         if messages:
-            before = received.messages.get(stream_id)
-            if before is None:
+            earlier_messages = received.messages.get(stream_id)
+            if earlier_messages is None:
                 received.messages[stream_id] = messages
             else:
-                before += messages
+                earlier_messages += messages
         if flags & END_STREAM:  # a gRPC response ends with trailers, not with data
             self._end(received, stream, status_of({}), CANCEL)
 
@@ -363,17 +435,17 @@ class Http2Client:
     def _receive_other(
         self, received: Received, kind: int, flags: int, stream_id: int, payload: bytes
     ) -> None:
-        """Any frame but DATA and WINDOW_UPDATE, or one of them among a block of headers."""
+        """Receive any frame but DATA and WINDOW_UPDATE, or one of these within a header block."""
         if kind == CONTINUATION or self._block is not None:
             # Nothing may come between the frames of a header block (6.10).
             if kind != CONTINUATION or self._block is None or stream_id != self._block[0]:
                 raise ProtocolError("headers that are not continued")
-            _, ends, block = self._block
+            _, ends_stream, block = self._block
             block += payload
-            self._receive_headers(received, flags, stream_id, ends, block)
+            self._receive_headers(received, flags, stream_id, ends_stream, block)
         elif kind == HEADERS:
-            ends, block = bool(flags & END_STREAM), bytearray(unpadded(payload, flags))
-            self._receive_headers(received, flags, stream_id, ends, block)
+            block = bytearray(unpadded(payload, flags))
+            self._receive_headers(received, flags, stream_id, bool(flags & END_STREAM), block)
         elif kind == RESET:
             (code,) = _UINT32.unpack(payload)
             details = f"the server reset the stream: HTTP/2 error {code}"
@@ -384,15 +456,18 @@ class Http2Client:
                 received.refused[stream_id] = error
             elif stream is not None:
                 self._end(received, stream, error, None)
-        elif kind == GOAWAY:  # the server goes on with streams up to the last one named (6.8)
-            last, code = _GOAWAY.unpack_from(payload)
+        elif kind == GOAWAY:  # the server processes the streams up to an id (6.8)
+            last_id, code = _GOAWAY.unpack_from(payload)
             text = payload[_GOAWAY.size :].decode("utf-8", "replace")
             received.goaway = text or f"HTTP/2 error {code}"
             self.state = State.DRAINING
-            while self._streams and next(reversed(self._streams)) > last:
-                received.unprocessed.append(next(reversed(self._streams)))
-                self._close(self._streams[received.unprocessed[-1]], CANCEL)
-        # We have switched pushes off (8.4); SETTINGS (6.5) and PING (6.7) are the connection's.
+            while self._streams:
+                newest_id = next(reversed(self._streams))
+                if newest_id <= last_id:
+                    break
+                received.unprocessed.append(newest_id)
+                self._close(self._streams[newest_id], CANCEL)
+        # We have switched pushes off (8.4). SETTINGS (6.5) and PING (6.7) belong to the connection.
         elif kind == PUSH or (stream_id and kind in (SETTINGS, PING)):
             raise ProtocolError(f"a frame of type {kind} on stream {stream_id}")
         elif kind == SETTINGS and not flags & ACK:
@@ -404,30 +479,35 @@ class Http2Client:
                 self.output.append(frame(PING, ACK, 0, payload))
 
     def _receive_update(self, stream_id: int, payload: bytes) -> None:
-        """The server takes more bytes: on the connection (stream 0) or on one stream."""
+        """Open the server's window of the connection (stream 0) or of one stream."""
         increment = _UINT32.unpack(payload)[0] & _MAX_31_BITS  # the highest bit is reserved
         stream = self._streams.get(stream_id)
         if stream_id == 0:
-            window = self._window = self._window + increment
+            self._window += increment
+            window = self._window
         elif stream is not None:
             stream.window += increment
             window = self._initial_window + stream.window
             if window > 0 and stream_id in self._blocked:
                 self.unsent[stream_id] = self._blocked.pop(stream_id)
-        else:  # it was cancelled, and the server did not know yet
+        else:  # we have cancelled it, and the server did not know yet
             return
         if not increment or window > _MAX_31_BITS:  # (6.9, 6.9.1)
             raise ProtocolError(f"a WINDOW_UPDATE by {increment} to {window}")
 
     def _receive_headers(
-        self, received: Received, flags: int, stream_id: int, ends: bool, block: bytearray
+        self, received: Received, flags: int, stream_id: int, ends_stream: bool, block: bytearray
     ) -> None:
-        """A block of headers; ended streams have theirs read, too, as all share one table."""
+        """Receive a header block.
+
+        All streams share one table, so the headers of ended streams are decoded, too.
+        """
         if len(block) > MAX_HEADERS_BYTES:
             raise ProtocolError(f"headers of more than {MAX_HEADERS_BYTES} bytes")
-        self._block = None if flags & END_HEADERS else (stream_id, ends, block)
-        if self._block is not None:
+        if not flags & END_HEADERS:
+            self._block = (stream_id, ends_stream, block)
             return
+        self._block = None
         try:
             decoded = self._decoder.decode(bytes(block), raw=True)
         except HPACKError as error:
@@ -438,14 +518,16 @@ class Http2Client:
         if stream is None or fields.get(b":status", b"").startswith(b"1"):
             return
         received.answered.append(stream_id)
-        if ends:
-            status = status_of(fields)
-            if status is None and stream.partial:
-                status = GrpcError("INTERNAL", "the call ended within a message")
-            # Without our END_STREAM the stream would stay open on this side (8.1).
-            self._end(received, stream, status, None if stream.end_sent else NO_ERROR)
-        elif (problem := not_grpc(fields)) is not None:
-            self._end(received, stream, problem, CANCEL)
+        if not ends_stream:
+            problem = not_grpc(fields)
+            if problem is not None:
+                self._end(received, stream, problem, CANCEL)
+            return
+        status = status_of(fields)
+        if status is None and stream.partial:
+            status = GrpcError("INTERNAL", "the call ended within a message")
+        # Without our END_STREAM the stream would stay open on this side (8.1).
+        self._end(received, stream, status, None if stream.end_sent else NO_ERROR)
 
     def _receive_settings(self, payload: bytes) -> None:
         if self.state is State.WAITING:
@@ -463,28 +545,32 @@ class Http2Client:
 
 
 def packed_headers(fields: list[tuple[bytes, bytes]]) -> bytes:
-    """A header block that can be sent at any time, since none of its fields enters the table that
-    the server keeps."""
+    """Pack a header block that can be sent at any time.
+
+    None of its fields enters the table that the server keeps.
+    """
     block: bytes = Encoder().encode([NeverIndexedHeaderTuple(*field) for field in fields])
     return block
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes | memoryview) -> bytes:
-    """A whole frame."""
+    """Return a frame with its header."""
     size = len(payload)
     return FRAME_HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
 
 
 def number_frame(kind: int, stream_id: int, number: int) -> bytes:
-    """A frame of one number: the increment of a window, the code of a reset."""
+    """Return a frame of one number: the increment of a window, or the code of a reset."""
     return frame(kind, 0, stream_id, _UINT32.pack(number))
 
 
 def unpadded(payload: bytes, flags: int) -> bytes:
-    """A frame's payload without padding and priority. Raises ``ProtocolError``."""
-    begin, end = 0, len(payload)
-    if flags & PADDED:  # (6.1, 6.2)
-        begin, end = 1, end - payload[0] if payload else -1
+    """Return a frame's payload without padding and priority. Raises ``ProtocolError``."""
+    begin = 0
+    end = len(payload)
+    if flags & PADDED:  # the first byte is the length of the padding (6.1, 6.2)
+        begin = 1
+        end = end - payload[0] if payload else -1
     if flags & PRIORITY:
         begin += 5
     if begin > end:
@@ -493,24 +579,27 @@ def unpadded(payload: bytes, flags: int) -> bytes:
 
 
 def status_of(trailers: Mapping[bytes, bytes]) -> GrpcError | None:
-    """The status in a response's last headers; ``None`` for OK."""
+    """Return the status in a response's last headers, or None for OK."""
     code = trailers.get(b"grpc-status")
     if code is None:
         return not_grpc(trailers) or GrpcError("UNKNOWN", "the call ended without a grpc-status")
-    # gRPC percent-encodes the text of a status, and takes what is encoded wrongly as it is.
+    if code == b"0":
+        return None
+    # gRPC percent-encodes the text of a status. A text with a wrong encoding is used as it is.
     details = unquote_to_bytes(trailers.get(b"grpc-message", b"")).decode("utf-8", "replace")
-    return None if code == b"0" else GrpcError(_STATUS_BY_CODE.get(code, "UNKNOWN"), details)
+    return GrpcError(_STATUS_BY_CODE.get(code, "UNKNOWN"), details)
 
 
 def not_grpc(headers: Mapping[bytes, bytes]) -> GrpcError | None:
-    """Why a response with these first headers is no gRPC response; ``None`` if it is one."""
-    status = headers.get(b":status", b"200")
-    kind = headers.get(b"content-type", b"application/grpc")
-    if status != b"200":
-        # As in gRPC's document "HTTP to gRPC Status Code Mapping".
-        passing = status in (b"429", b"502", b"503", b"504")
-        details = f"HTTP status {status.decode('latin-1')}"
-        return GrpcError("UNAVAILABLE" if passing else "UNKNOWN", details)
-    if not kind.startswith(b"application/grpc"):
-        return GrpcError("UNKNOWN", f"not gRPC: content-type is {kind.decode('latin-1')}")
+    """Return the error of a response whose first headers are not gRPC's, or None."""
+    http_status = headers.get(b":status", b"200")
+    if http_status != b"200":
+        details = f"HTTP status {http_status.decode('latin-1')}"
+        # gRPC's document "HTTP to gRPC Status Code Mapping" has these as UNAVAILABLE.
+        if http_status in (b"429", b"502", b"503", b"504"):
+            return GrpcError("UNAVAILABLE", details)
+        return GrpcError("UNKNOWN", details)
+    content_type = headers.get(b"content-type", b"application/grpc")
+    if not content_type.startswith(b"application/grpc"):
+        return GrpcError("UNKNOWN", f"not gRPC: content-type is {content_type.decode('latin-1')}")
     return None
