@@ -327,7 +327,7 @@ class PipelineDeployment(BaseDeployment):
 
 
 class Request:
-    """One request: its inputs by name (``request["wav"]``), as Triton gives them.
+    """A request: its inputs by name (``request["wav"]``), as Triton gives them.
 
     ``id``: unique in the process. ``client_id``: the id that the caller chose. ``parameters``: the
     request's parameters as the caller sent them. ``traceparent``: the caller's trace context (W3C).

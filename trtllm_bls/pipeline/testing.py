@@ -126,7 +126,7 @@ class InferenceResponse:
 
 
 class Ask:
-    """One request to a decoupled model, its caller, and the responses that the caller got.
+    """A request to a decoupled model, its caller, and the responses that the caller got.
 
     ``on_send`` is called in the sending thread with each response before it arrives. It may block,
     or raise as Triton does if a send fails.

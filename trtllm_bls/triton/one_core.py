@@ -41,7 +41,7 @@ class OneCore:
         """Choose by the load since the last check; call it once a second. Raises ``OSError``."""
         ticks = core_ticks()
         cpu_seconds = time.process_time()
-        loads = {}  # of other programs, as a share of each core's time
+        loads = {}  # the share of each core's time that other programs take
         is_full = False
         for core in self._all & ticks.keys() & self._ticks.keys():
             busy = ticks[core][0] - self._ticks[core][0]

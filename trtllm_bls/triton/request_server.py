@@ -316,7 +316,7 @@ class RequestServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _watch(self) -> None:
-        remaining: list[Call] = []  # of this round through all calls
+        remaining: list[Call] = []  # in this round through all calls
         for look in itertools.count(1):
             if self._closing.wait(WATCH_SECONDS):
                 return
@@ -423,7 +423,7 @@ class Outbox:
 
 
 class Call:
-    """One Triton request and its answer. ``arrays``: the inputs, once they have been read.
+    """A Triton request and its answer. ``arrays``: the inputs, once they have been read.
 
     ``wanted``: the requested outputs, which are all if the caller named none. ``decoupled``: any
     number of responses may be sent; otherwise exactly one. ``send``, ``fail``, ``finish`` and
@@ -460,7 +460,7 @@ class Call:
         self.is_abandoned = False  # the task was cancelled because nobody takes the answer
         self.may_be_stopped = False  # another request with its id may stop it
         self.is_stopped = False
-        self.waiters: list[asyncio.Future[None]] = []  # of ``ready``, during a send
+        self.waiters: list[asyncio.Future[None]] = []  # tasks in ``ready`` during a send
         # The lock guards these:
         self._lock = threading.Lock()
         self._closed = False  # FINAL has been sent

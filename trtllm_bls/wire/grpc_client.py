@@ -58,12 +58,12 @@ _CONNECT_SECONDS = 5.0
 _SOCKET_CLOSE_SECONDS = 1.0  # for the server to close its side of the socket
 _REFUSED_SECONDS = 10.0  # how long a call is sent again whose stream the server refuses
 _PAUSE_SECONDS = Backoff(0.001, 0.1)  # before it is sent again
-_MAX_UNREAD_BYTES = 2**22  # of answers to a server that does not read them
-_ATTEMPTS = 3  # of a call that servers leave unprocessed by their GOAWAY
+_MAX_UNREAD_BYTES = 2**22  # answers to a server that does not read them
+_ATTEMPTS = 3  # for a call that servers leave unprocessed by their GOAWAY
 _COALESCE_CALLS = 16  # the least number of calls whose reads are coalesced
 _COALESCE_SECONDS = 0.002  # between two reads
 MOST_WAITING = 16_384  # items in one stream; a stream with more fails, since its reader is behind
-MOST_WAITING_BYTES = 8 * 2**20  # of one call's messages; beyond it the server must not send more
+MOST_WAITING_BYTES = 8 * 2**20  # in one call's messages; beyond it the server must not send
 
 __all__ = [
     "MOST_WAITING",
@@ -198,7 +198,7 @@ class GrpcChannel:
 
 
 class GrpcCall:
-    """One RPC, made by ``GrpcChannel.open``.
+    """An RPC, made by ``GrpcChannel.open``.
 
     ``on_messages`` gets every message that one read of the socket completed, in order. ``on_end``
     is the last callback: it gets the error, or None for status OK. Both may be assigned anew while
@@ -284,7 +284,7 @@ def ignore(event: object) -> None:
 
 
 class _Http2Connection(asyncio.Protocol):
-    """One HTTP/2 connection and the calls on it.
+    """An HTTP/2 connection and the calls on it.
 
     It connects, is ready at the server's SETTINGS, drains after the server's GOAWAY, and ends with
     its last call, by ``end`` or with the socket. A call waits here until the connection is ready
@@ -555,7 +555,7 @@ class Arrivals(Generic[Item]):
     def __init__(self) -> None:
         self._items: list[Item] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._waiting_bytes = 0  # of a call's messages that arrived while others waited
+        self._waiting_bytes = 0  # in messages that arrived while others waited
         self._over = False
         self._error: Exception | None = None
         self._at_end: list[AtEnd] = []

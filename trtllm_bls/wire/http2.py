@@ -52,8 +52,8 @@ _INITIAL_WINDOW = 0x4
 _FRAME_SIZE = 0x5
 _HEADER_LIST = 0x6
 
-MAX_HEADERS_BYTES = 1 << 16  # of one header block, packed or not
-MAX_MESSAGE_BYTES = 1 << 30  # of one message, which stays in memory until it is complete
+MAX_HEADERS_BYTES = 1 << 16  # limit of a header block, packed or not
+MAX_MESSAGE_BYTES = 1 << 30  # limit of a message, which stays in memory until it is complete
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DEFAULT_FRAME_SIZE = 1 << 14  # HTTP/2's default, which the server keeps since we do not raise it
 _DEFAULT_WINDOW = (1 << 16) - 1
@@ -62,7 +62,7 @@ _MAX_31_BITS = (1 << 31) - 1  # the largest window, and the largest id of a stre
 _UPDATE_BYTES = 1 << 24
 _STREAM_WINDOW = 1 << 22
 _STREAM_UPDATE_BYTES = 1 << 21
-_TURN_BYTES = 1 << 18  # of one stream's data, before the other streams have a turn
+_TURN_BYTES = 1 << 18  # a stream's data before the other streams have a turn
 
 FRAME_HEADER = struct.Struct(">HBBBI")  # length (upper 16 bits, lower 8), type, flags, stream
 _MESSAGE_PREFIX = struct.Struct(">BI")  # gRPC's: compressed flag, length
@@ -211,7 +211,7 @@ class State(Enum):
 
 
 class Http2Client:
-    """One connection, which is in a ``state``.
+    """A connection, which is in a ``state``.
 
     ``output``: frames to send. ``unsent``: streams with data to send. While either has items, call
     ``bytes_to_send``.
@@ -239,8 +239,8 @@ class Http2Client:
         # A header block that is not complete: its stream, True if it ends the stream, its bytes.
         self._block: tuple[int, bool, bytearray] | None = None
         # The server's limits.
-        self._window = _DEFAULT_WINDOW  # of all streams together
-        self._initial_window = _DEFAULT_WINDOW  # of each stream
+        self._window = _DEFAULT_WINDOW  # for all streams together
+        self._initial_window = _DEFAULT_WINDOW  # for each stream
         self._max_streams = _MAX_31_BITS
         self._max_frame_size = _DEFAULT_FRAME_SIZE
 
