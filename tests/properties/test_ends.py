@@ -13,6 +13,7 @@ from doubles.scripted_tokens import Choice
 from tests.helpers.random_cases import cut_anywhere, run_cases
 from tests.helpers.scripted_text import asking
 from trtllm_bls.engines.embedded.batching import Sequence as EmbeddedSequence
+from trtllm_bls.engines.embedded.sampling import Choice as EmbeddedChoice
 from trtllm_bls.engines.trtllm_fields import sequence_ends
 from trtllm_bls.speculative.progress import Progress
 from trtllm_bls.text.answer import SequenceText, TextRules
@@ -108,7 +109,7 @@ def by_embedded(request: EngineRequest, pieces: Sequence[TokenIds]) -> END:
     )
     for token in (token for piece in pieces for token in piece):
         if sequence.finish is None:
-            sequence._take(token, 0.0)
+            sequence._take(EmbeddedChoice(token, 0.0, 0.0, True), None)
     return tuple(sequence.tokens[len(request.input_ids) :]), sequence.finish
 
 
