@@ -1,9 +1,9 @@
 """The values that pass between modules: plain and free of Triton and numpy.
 
-Grouped by receiver: what an engine takes and gives (token ids), then what the orchestrator
-takes and gives (text). ``None`` in a field of a request means that the caller did not say. Such a
-field is not sent on, so the engine's own default applies. Arrays that are only passed on (logits,
-LoRA weights) are typed ``Array``; they are made and read by ``wire``.
+They are grouped by receiver: an engine's requests and answers (token ids), then the orchestrator's
+(text). ``None`` in a field of a request means that the caller did not set it. Such a field is not
+sent on, so the engine's own default applies. Arrays that are only passed on (logits, LoRA weights)
+are typed ``Array``; ``wire`` makes and reads them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOTHING: Mapping[str, Array] = MappingProxyType({})
 
 
 class FinishReason(str, Enum):
-    """Why a sequence ended; the value is what callers read.
+    """The reason of a sequence's end; callers read the value.
 
     After ``CANCELLED`` and ``ERROR`` the request itself still has to end: with an error, or
     silently if its caller has left.
@@ -52,7 +52,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Field names are ours; the contract table has the wire names."""
+    """The choice of the next token. The contract table has the wire names of the fields."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -74,7 +74,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken, as TensorRT-LLM reads these fields.
+        """True if the likeliest token is always taken, as TensorRT-LLM reads these fields.
 
         A temperature by itself does not make it sample: that takes ``top_k`` above 1 or ``top_p``.
         """
@@ -85,10 +85,10 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Wants:
-    """What the caller asked to get back beside the tokens.
+    """Data that the caller wants beside the tokens.
 
-    ``top_log_probs``: how many of the likeliest ids at the place of each token. An engine that does
-    not report them (``EngineCapacity``) is asked for logits instead.
+    ``top_log_probs``: the number of likeliest ids at the place of each token. An engine that does
+    not report them (``EngineCapacity``) gives logits instead.
     """
 
     log_probs: bool = False
@@ -107,7 +107,7 @@ WANTS_FIELDS = tuple([each.name for each in fields(Wants)])
 # The engine's inputs of a guide, under whose names errors speak of it.
 GUIDE_KIND_INPUT = "guided_decoding_guide_type"
 GUIDE_TEXT_INPUT = "guided_decoding_guide"
-# What a salt begins with on the wire where an engine without salts is to ignore it.
+# The beginning of a salt on the wire that an engine without salts has to ignore.
 _OPTIONAL_SALT = "key:"
 
 
@@ -125,11 +125,11 @@ class Guide:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter, by whatever the engine knows it by.
+    """A LoRA adapter, by a number, a name or its weights, as the engine takes it.
 
-    ``task_id`` is its number in the engine's cache, ``name`` its name in the server's
-    ``model.yaml``, ``path`` and ``checkpoint_source`` its directory and who made it. ``weights``
-    and ``config`` are the adapter itself, for the C++ backend.
+    ``task_id``: its number in the engine's cache. ``name``: its name in the server's
+    ``model.yaml``. ``path``: its directory. ``checkpoint_source``: the program that made it.
+    ``weights`` and ``config``: the adapter itself, for the C++ backend.
     """
 
     task_id: int | None = None
@@ -166,7 +166,7 @@ class CacheSalt:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """Tokens another model guesses will come next, to be verified in one forward pass."""
+    """Tokens that may come next, which the engine verifies in one forward pass."""
 
     token_ids: TokenIds
     logits: Array | None = None  # [len(token_ids), vocab]; absent = verify by id
@@ -175,15 +175,15 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationRequest:
-    """What a caller asks of speculative decoding; ``None`` leaves it to the deployment.
+    """A caller's choices for speculative decoding; ``None`` leaves one to the deployment.
 
-    ``num_draft_tokens``: 0 turns it off, k > 0 asks for drafts of exactly k tokens.
-    ``draft_source``: where drafts come from: ``off``, ``model``, ``ngram``, ``mixed`` or
+    ``num_draft_tokens``: 0 turns it off; k > 0 makes drafts of exactly k tokens.
+    ``draft_source``: the source of drafts: ``off``, ``model``, ``ngram``, ``mixed`` or
     ``prediction``.
     ``use_draft_logits``: verify against the draft model's logits, not only its token ids.
-    ``calls``: how the model writes a call of each tool that the request has.
-    ``prediction``: what the answer is expected to resemble; drafts are taken from it first. A
-    request with nothing but a prediction drafts from it alone, and is decoded plainly where
+    ``calls``: the ids of a call of each of the request's tools, as the model writes them.
+    ``prediction``: the ids of a text that the answer may resemble; drafts are taken from it first.
+    A request with nothing but a prediction drafts from it alone, and is decoded plainly where
     speculation is impossible.
     """
 
@@ -196,12 +196,12 @@ class SpeculationRequest:
 
 @dataclass(kw_only=True)  # see EngineChunk
 class BaseRequest:
-    """What is asked of an engine and of the orchestrator in the same words.
+    """The fields that requests to an engine and to the orchestrator share.
 
-    ``tenant``: who asks, as the front end has authenticated it, never as the request says; requests
-    of one tenant may draft from one another's answers. ``None``: nobody knows, or nobody may.
-    ``traceparent`` is the caller's trace context (W3C). ``extras`` holds further engine tensors by
-    wire name (prompt tables, retention, ...), which are passed on unopened.
+    ``tenant``: the caller as the front end has authenticated it, never as the request names it.
+    Requests of one tenant may draft from one another's answers; ``None``: there is none, or it
+    must not. ``traceparent``: the caller's trace context (W3C). ``extras``: further engine tensors
+    by wire name (prompt tables, retention, ...), which are passed on unopened.
     """
 
     request_id: str
@@ -237,12 +237,17 @@ class EngineRequest(BaseRequest):
     draft: Draft | None = None
 
     def logit_rows(self, capacity: EngineCapacity) -> int:
-        """Rows of logits in all responses; a stream repeats those of the context on each."""
-        new = self.max_tokens
+        """Return the number of rows of logits in all responses.
+
+        A stream repeats those of the context on each response.
+        """
+        num_new = self.max_tokens
         if capacity.max_sequence_tokens is not None:
-            new = max(0, min(new, capacity.max_sequence_tokens - len(self.input_ids)))
-        context = len(self.input_ids) * (new if self.streaming else 1)
-        rows = context * self.wants.context_logits + new * self.wants.generation_logits
+            num_new = max(0, min(num_new, capacity.max_sequence_tokens - len(self.input_ids)))
+        num_context = len(self.input_ids)
+        if self.streaming:
+            num_context *= num_new
+        rows = num_context * self.wants.context_logits + num_new * self.wants.generation_logits
         return self.num_return_sequences * rows
 
 
@@ -267,7 +272,7 @@ class EngineMetrics:
     total_draft_tokens: int | None = None
 
     def without_reuse(self) -> EngineMetrics:
-        """The same, without what tells how much of the prompt was in the KV cache already."""
+        """Return the metrics without those that show how much of the prompt was in the KV cache."""
         return replace(self, kv_cache_alloc_new_blocks=None, kv_cache_reused_blocks=None)
 
 
@@ -276,12 +281,12 @@ ENGINE_METRICS = tuple([each.name for each in fields(EngineMetrics)])  # as the 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationStats:
-    """What speculative decoding did for one request so far; tokens unless named otherwise.
+    """The figures of speculative decoding for one request so far; tokens unless named otherwise.
 
-    ``rounds`` verified a draft; plain decoding between them is not counted. ``ngram_drafted`` and
-    ``predicted`` of the tokens ``drafted`` came from the text itself and from the prediction.
-    ``fallback`` names in one word why drafting was given up (error, deadline, vocabulary,
-    refused).
+    ``rounds``: the number of verified drafts; plain decoding between them is not counted.
+    ``ngram_drafted`` and ``predicted``: the tokens among ``drafted`` that came from the text itself
+    and from the prediction. ``fallback``: the reason, in one word, why drafting was given up
+    (error, deadline, vocabulary, refused).
     """
 
     rounds: int = 0
@@ -297,8 +302,10 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted per drafted token; ``None`` when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else None
+        """Share of the drafted tokens that was accepted; ``None`` if nothing was drafted."""
+        if not self.drafted:
+            return None
+        return self.accepted / self.drafted
 
 
 # One is made per token. Frozen or with keyword-only fields, making one would take several times as
@@ -374,13 +381,14 @@ class EngineChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapacity:
-    """What an engine can take; ``None`` where it does not say.
+    """An engine's limits; ``None``: it does not state one.
 
     ``max_sequence_tokens`` counts prompt and completion together.
     ``one_step``: the engine ends every request after one step, as older engines built for external
-    drafts do. ``may_be_one_step``: it is of a kind that may do so without saying.
+    drafts do. ``may_be_one_step``: it is of a kind that may do so without stating it.
     ``tells_top_log_probs``: it reports the likeliest ids beside each token, without logits.
-    ``speculates``: how the engine speculates by itself, if it does and takes no drafts.
+    ``speculates``: the setting by which the engine speculates itself, if it does and takes no
+    drafts.
     """
 
     vocab_size: int | None = None
@@ -398,12 +406,12 @@ class EngineCapacity:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How a chat template writes a conversation.
+    """Options of a conversation for the chat template.
 
-    ``tools``: what the model may call. ``variables``: further variables of the
-    template. ``continue_final_message``: the answer goes on where the last message ends.
-    ``tool_choice``: of a pipeline's request, ``auto``, ``required``, or the name of the tool to
-    call, to which guided decoding holds the model. ``parallel_tool_calls``: there may be several.
+    ``tools``: the tools that the model may call. ``variables``: further variables of the template.
+    ``continue_final_message``: the answer goes on where the last message ends. ``tool_choice``, of
+    a pipeline's request: ``auto``, ``required``, or the name of the tool to call, to which guided
+    decoding holds the model. ``parallel_tool_calls``: there may be several calls.
     """
 
     tools: Sequence[Message] | None = None
@@ -434,12 +442,12 @@ class CallerFields:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerMarkup:
-    """How the text of a chat's answer is marked.
+    """The markers in the text of a chat's answer.
 
-    ``reasoning_begin`` and ``reasoning_end`` are around reasoning, empty where none may come;
-    ``is_opened``: the prompt ended with the first. ``header_end``: what ends a message's header,
-    where all text is in messages. ``markers``: a text that holds all markers of the format; special
-    tokens in it stay in the answer where others are left out.
+    ``reasoning_begin`` and ``reasoning_end`` stand around reasoning; they are empty if none may
+    come. ``is_opened``: the prompt ended with the first. ``header_end``: the end of a message's
+    header, if all text is in messages. ``markers``: a text that holds all markers of the format;
+    special tokens in it stay in the answer where others are left out.
     """
 
     reasoning_begin: str = ""
@@ -454,7 +462,7 @@ NO_MARKUP = AnswerMarkup()
 
 @dataclass(kw_only=True)
 class TextRequest(BaseRequest):
-    """One prompt with everything asked of it.
+    """A prompt with all fields of its request.
 
     The prompt is one of ``text``, ``prompt_ids`` (token ids) and ``messages`` (a conversation,
     written by the chat template as ``chat`` says).
@@ -464,15 +472,15 @@ class TextRequest(BaseRequest):
     ``stop_token_ids`` end a sequence as the model's own end ids do, beside them.
     ``token_bias``: ``(token id, added logit)`` pairs. ``return_tokens`` and ``return_drafted`` ask
     for ``tokens`` and ``drafted`` of each chunk.
-    ``markup``: of a chat's answer; ``None``: as the chat template has it. Stops apply to the answer
-    alone, not to the reasoning before it.
+    ``markup``: the markup of a chat's answer; ``None``: as the chat template has it. Stops apply to
+    the answer alone, not to the reasoning before it.
     ``prediction``: a text that the answer is expected to resemble, to draft from.
     ``timeout_s``: seconds from arrival after which the answer ends with what there is.
     ``stream_interval``: a chunk of a stream has so many tokens, but for the first and the last.
     ``prompt_table_extra_id`` tells a prompt embedding table from others, for KV cache reuse.
     ``api``: the kind of answer that an HTTP API makes of it, for the log and the metrics.
     ``text_ids``: the token ids of ``text``, if it has been tokenised already.
-    ``caller``: what the caller sent for a pipeline.
+    ``caller``: the caller's fields for a pipeline.
     """
 
     text: str | None = None
@@ -509,13 +517,14 @@ class TextRequest(BaseRequest):
 
 @dataclass(kw_only=True)  # see EngineChunk
 class Ending:
-    """How one sequence ended; every sequence has exactly one, on its last chunk.
+    """The end of a sequence; every sequence has exactly one, on its last chunk.
 
     ``completion_tokens`` counts every generated token up to and including the one that completed
-    a stop; the end token itself is not counted. ``seed`` is what sampling really used.
-    ``cached_tokens`` of the prompt were in the KV cache already; ``None`` where the engine does not
-    say or ``expose_kv_cache_metrics`` is off. ``reasoning_tokens`` of the completion are reasoning,
-    with the tags around it; ``None`` where none may come.
+    a stop; the end token itself is not counted. ``seed``: the seed of the sampling.
+    ``cached_tokens``: the number of the prompt's tokens that were in the KV cache already; ``None``
+    if the engine does not state it or ``expose_kv_cache_metrics`` is off. ``reasoning_tokens``: the
+    number of the completion's tokens in reasoning and the tags around it; ``None`` if none may
+    come.
     """
 
     finish_reason: FinishReason
@@ -552,7 +561,7 @@ class TextChunk:
     ``tokens`` are those whose whole text has left with this chunk, those of an echoed prompt first;
     ``None`` if they were not asked for.
     ``drafted``: the parts of ``text`` that accepted draft tokens wrote, as ``(begin, end)`` in
-    characters, one for each such token. Empty when accumulating or echoing.
+    characters, one for each such token; empty when accumulating or echoing.
     """
 
     __slots__ = (
@@ -606,11 +615,12 @@ class TextChunk:
 
 # --- a request that is over -----------------------------------------------------------------
 
-MOST_CHARACTERS = 1000  # of a prompt and an error: figures may wait to be read, prompts are large
+# Characters of a prompt and of an error: figures may wait to be read, and prompts are large.
+MAX_REPORT_CHARS = 1000
 
 
 class Outcome(str, Enum):
-    """How a request ended; ``RequestStats.reason`` says more."""
+    """The outcome of a request; ``RequestStats.reason`` says more."""
 
     SUCCESS = "success"  # reason: its finish reason
     REFUSED = "refused"  # reason: the limit's parameter, or the field that has a mistake
@@ -621,12 +631,12 @@ class Outcome(str, Enum):
 
 @dataclass(kw_only=True)  # see EngineChunk
 class RequestStats:
-    """One request (one prompt) that is over. Times are seconds from its arrival.
+    """The figures of a request (one prompt) that is over. Times are seconds from its arrival.
 
     ``queue_s`` lasts until the engine was given the request, ``ttft_s`` until the first response of
     a stream; ``None`` where that never happened. ``inter_token_s`` is the mean time between two
     tokens of a sequence, ``longest_gap_s`` the longest between two responses, each of which may
-    hold several tokens. ``error`` is what the caller was told.
+    hold several tokens. ``error``: the text of the error that the caller got.
     """
 
     request_id: str
@@ -645,7 +655,7 @@ class RequestStats:
     speculation: SpeculationStats | None = None
     traceparent: str | None = None
     api: str | None = None
-    # At most MOST_CHARACTERS, for the request log.
+    # At most MAX_REPORT_CHARS, for the request log.
     prompt: str | None = field(default=None, repr=False)
 
 

@@ -1,9 +1,9 @@
 """One text request from text to text: get a place, tokenise, run the engine, answer, end once.
 
-``Admission`` says how many requests run at once and how many wait. ``Orchestrator`` knows engines
-only through ``engines.base``, and nothing of Triton or HTTP. Whether tokens come from one model or
-from speculative decoding is the engine's business; what becomes of them is decided by ``Answer``.
-``Orchestrator.run`` prepares, drives and ends a request; it has the deadline and every ending.
+``Admission`` limits how many requests run at once and how many wait. ``Orchestrator`` knows engines
+only through ``engines.base``, and nothing of Triton or HTTP. The engine may make tokens with one
+model or by speculative decoding; ``Answer`` makes text of them. ``Orchestrator.run`` prepares,
+drives and ends a request; it has the deadline and every ending.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from trtllm_bls.text.json_values import json_size
 from trtllm_bls.text.prompts import Prompt, PromptMaker
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import (
-    MOST_CHARACTERS,
+    MAX_REPORT_CHARS,
     Ending,
     EngineCapacity,
+    EngineChunk,
     EngineRequest,
     FinishReason,
     Outcome,
@@ -61,19 +62,19 @@ else:
     from async_timeout import timeout as timeout
 
 
-_GREEDY = Sampling()  # of nearly every request that asks for nothing
-_NOTHING_MORE = Wants()
-_NEW = 0.2  # weight of the newest request in the average duration
-_UNKNOWN_ROOM = 1024  # tokens, where neither the request nor the engine has a limit
+_DEFAULT_SAMPLING = Sampling()  # as in nearly all requests
+_TOKENS_ALONE = Wants()
+_EWMA_WEIGHT = 0.2  # the weight of the newest request in the average duration
+_DEFAULT_ROOM = 1024  # tokens, if neither the request nor the engine has a limit
 
 
 @dataclass(eq=False)
 class Place:
-    """Of one request; ``admitted`` is done once its sequences may run, which ``began`` then."""
+    """A request's place. ``admitted`` is done once its sequences may run, at ``begun_at``."""
 
     sequences: int
     admitted: asyncio.Future[None]
-    began: float | None = None
+    begun_at: float | None = None
 
 
 class Admission:
@@ -81,8 +82,8 @@ class Admission:
 
     Up to ``max_queued`` more sequences wait for one, in the order of their arrival.
 
-    A request of n sequences takes n places at once. ``max_queue_s``: how long, in seconds, a
-    request waits before it is refused; ``None`` = as long as its caller does.
+    A request of n sequences takes n places at once. ``max_queue_s``: seconds after which a waiting
+    request is refused; ``None``: it waits as long as its caller does.
     """
 
     def __init__(self, max_running: int, max_queued: int, max_queue_s: float | None) -> None:
@@ -91,13 +92,13 @@ class Admission:
         self._max_queue_s = max_queue_s
         # In the order of their arrival; any of them may leave, at the same cost.
         self._waiting: OrderedDict[Place, None] = OrderedDict()
-        self._average_s = 0.0  # how long a request runs
+        self._average_s = 0.0  # the time that a request runs
         self.running = 0  # sequences
         self.queued = 0
 
     @property
     def room(self) -> int:
-        """How many more sequences may run or wait; any thread may ask."""
+        """Number of further sequences that may run or wait; any thread may read it."""
         return self.places + self._max_queued - self.running - self.queued
 
     @property
@@ -107,7 +108,7 @@ class Admission:
 
     @property
     def total(self) -> int:
-        """How many sequences may run or wait at all."""
+        """Number of sequences that may run or wait at all."""
         return self.places + self._max_queued
 
     def crowded(self) -> Overloaded:
@@ -144,10 +145,10 @@ class Admission:
                 timer.cancel()
 
     def take(self, sequences: int) -> Place:
-        """A place for a request of so many sequences, which has to ``leave`` it.
+        """Return a place for a request of so many sequences, which has to ``leave`` it.
 
         Raises ``InvalidRequest`` for more sequences than may ever run at once, and ``Overloaded``
-        where as many wait as may.
+        if as many wait as may.
         """
         if sequences > self.places:
             raise above_limit(
@@ -166,14 +167,16 @@ class Admission:
         return place
 
     def leave(self, place: Place) -> None:
-        """The request is over, or waits no more; without effect from the second time on."""
+        """Give a place back: the request is over, or waits no more. May be called twice."""
         if place in self._waiting:
             self._stop_waiting(place)
-        elif place.began is not None:
-            took = place.admitted.get_loop().time() - place.began
-            self._average_s += _NEW * (took - self._average_s) if self._average_s else took
+        elif place.begun_at is not None:
+            seconds = place.admitted.get_loop().time() - place.begun_at
+            if not self._average_s:
+                self._average_s = seconds
+            self._average_s += _EWMA_WEIGHT * (seconds - self._average_s)
             self.running -= place.sequences
-            place.began = None
+            place.begun_at = None
         if self._waiting:
             self._admit()
 
@@ -189,17 +192,17 @@ class Admission:
             admitted.set_exception(self._overloaded(waited, "max_queue_seconds"))
 
     def _admit(self) -> None:
-        """Give free places to those that have waited longest."""
+        """Give free places to the requests that have waited longest."""
         while self._waiting:
-            first = next(iter(self._waiting))
-            if self.running + first.sequences > self.places:
+            place = next(iter(self._waiting))
+            if self.running + place.sequences > self.places:
                 return
-            self._stop_waiting(first)
-            if not first.admitted.done():  # one that was refused or cancelled is about to leave
-                self._begin(first)
+            self._stop_waiting(place)
+            if not place.admitted.done():  # one that was refused or cancelled is about to leave
+                self._begin(place)
 
     def _begin(self, place: Place) -> None:
-        place.began = place.admitted.get_loop().time()
+        place.begun_at = place.admitted.get_loop().time()
         place.admitted.set_result(None)
         self.running += place.sequences
 
@@ -207,9 +210,9 @@ class Admission:
         del self._waiting[place]
         self.queued -= place.sequences
 
-    def _overloaded(self, why: str, parameter: str) -> Overloaded:
+    def _overloaded(self, reason: str, parameter: str) -> Overloaded:
         seconds = math.ceil(self._average_s * (self.queued + 1) / self.places)
-        problem = f"sequences running: {self.running}, waiting: {self.queued}, {why}"
+        problem = f"sequences running: {self.running}, waiting: {self.queued}, {reason}"
         return Overloaded.for_now(f"{problem} (parameter {parameter})", max(1, seconds), parameter)
 
 
@@ -237,10 +240,10 @@ class _PlaceContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a deployment decides where a request is silent.
+    """A deployment's defaults for requests.
 
-    ``engine_shows_progress``: the engine shows that it works without a response, as one of the same
-    server does by its metrics. Of any other, answers in one piece are read token by token.
+    ``engine_shows_progress``: the engine shows without a response that it works, as one of the same
+    server does by its metrics. Answers in one piece of any other are read token by token.
     """
 
     add_special_tokens: bool = True
@@ -254,12 +257,12 @@ class Defaults:
 
 
 class Load(NamedTuple):
-    """What an orchestrator, or a pipeline, has to do and has done.
+    """The load of an orchestrator, or of a pipeline.
 
     ``running`` and ``waiting``: requests that have a token, and that have none yet. An answer that
     the engine gives in one piece shows none before its end, so its request runs as soon as the
-    engine was given it. ``queued``: those that the engine was not given. ``tokens``: taken from the
-    engine so far; they grow while an answer in one piece is read, of which no response tells.
+    engine has it. ``queued``: waiting requests that the engine does not have. ``tokens``: the
+    number taken from the engine so far. It also grows while an answer in one piece is read.
     """
 
     running: int
@@ -269,7 +272,7 @@ class Load(NamedTuple):
 
 
 class TextSink(Protocol):
-    """Where the chunks of one request go.
+    """The receiver of one request's chunks.
 
     Chunks that arrive while the sink is not ready are answered together, so a slow reader's
     responses grow larger instead of more.
@@ -286,8 +289,8 @@ class TextSink(Protocol):
 class Orchestrator:
     """Serves any number of requests at once on one event loop; usable in any process.
 
-    ``on_end`` is given the figures of each request once it is over, also of a refused one.
-    ``admission``: how many sequences may run and wait; ``None`` = any number.
+    ``on_end`` gets the figures of each request once it is over, also of a refused one.
+    ``admission``: the limits on sequences that run and wait; ``None``: there are none.
     """
 
     def __init__(
@@ -310,21 +313,22 @@ class Orchestrator:
         self.admission = admission or Admission(sys.maxsize, 0, None)
         self._on_end = on_end
         self._open: set[_RequestRecord] = set()
-        self._tokens = 0  # of requests that are over
+        self._tokens = 0  # those of requests that are over
 
     def load(self) -> Load:
-        """The load now; from any thread."""
+        """Return the load now; from any thread."""
         records = self._open.copy()
-        waiting = sum(record.waits for record in records)
-        return Load(
-            len(records) - waiting,
-            waiting,
-            sum(record.asked is None for record in records),
-            self._tokens + sum(record.tokens for record in records),
-        )
+        waiting = 0
+        queued = 0
+        tokens = self._tokens
+        for record in records:
+            waiting += record.waits
+            queued += record.engine_request is None
+            tokens += record.tokens
+        return Load(len(records) - waiting, waiting, queued, tokens)
 
     def prompt_ids(self, request: TextRequest) -> PromptIds:
-        """The ids of a prompt of any length. Takes long for a long one, so call it in a thread.
+        """Return a prompt's ids. Takes long for a long prompt, so call it in a thread.
 
         Raises ``InvalidRequest``.
         """
@@ -337,7 +341,7 @@ class Orchestrator:
 
     @property
     def timeout_s(self) -> float | None:
-        """The time limit of a request that names none, in seconds."""
+        """Time limit of a request that names none, in seconds."""
         return self._defaults.timeout_s
 
     async def run(
@@ -348,20 +352,21 @@ class Orchestrator:
     ) -> None:
         """Send the chunks of every sequence; each sequence's last one has its ``ending``.
 
-        A streaming request gets text as soon as it is certain, any other one chunk per sequence.
-        Where a stream that has begun fails or is cancelled, its last chunks say so and the error
-        follows. Raises ``InvalidRequest``, ``Overloaded`` and what the engine raises. By the time
-        that ``run`` has ended, however it ends, the engine's work has ended. Whoever cancels it
-        says why, by a ``CancelCause`` as the message of ``Task.cancel``. ``on_prompt`` is given the
-        number of the prompt's tokens before the engine gets the request.
+        A streaming request gets text as soon as it is certain, any other one chunk per sequence. If
+        a stream that has begun fails or is cancelled, its last chunks say so and the error follows.
+        Raises ``InvalidRequest``, ``Overloaded`` and the engine's errors. The engine's work has
+        ended when ``run`` ends, in whichever way. A caller that cancels it gives a ``CancelCause``
+        as the message of ``Task.cancel``. ``on_prompt`` gets the number of the prompt's tokens
+        before the engine gets the request.
         """
         record = _RequestRecord(request, sink)
         self._open.add(record)
         ended_by: BaseException | None = None
         stream: ChunkStream | None = None
-        time_limit = timeout(
-            self._defaults.timeout_s if request.timeout_s is None else request.timeout_s
-        )
+        seconds = request.timeout_s
+        if seconds is None:
+            seconds = self._defaults.timeout_s
+        time_limit = timeout(seconds)
         try:
             self._check(request)
             async with time_limit:
@@ -370,27 +375,22 @@ class Orchestrator:
                     await self.admission.wait(place)
                     engine_request, answer = await self._prepare(request)
                     on_prompt(len(engine_request.input_ids))
-                    record.asked, record.answer = engine_request, answer
+                    record.engine_request = engine_request
+                    record.answer = answer
                     record.begun_at = asyncio.get_running_loop().time()
                     stream = self._engine.generate(engine_request)
                     await self._drive(stream, answer, record)
                 finally:
                     self.admission.leave(place)
         except BaseException as error:
-            ended_by, so_far = error, record.answer
-            timed_out = isinstance(error, asyncio.TimeoutError) and has_expired(time_limit)
-            reason = FinishReason.TIMEOUT if timed_out else FinishReason.ERROR
+            ended_by = error
+            reason = FinishReason.ERROR
             if isinstance(error, asyncio.CancelledError):
                 reason = FinishReason.CANCELLED
-            if so_far is not None and (timed_out or (request.stream and so_far.begun)):
-                arrived = stream.take() if stream is not None else []
-                for chunk in (*so_far.feed(arrived), *so_far.end(reason)):
-                    record.send(chunk)
-            elif timed_out:  # before the prompt's tokens were counted
-                ending = Ending(finish_reason=reason, prompt_tokens=0, completion_tokens=0)
-                for index in range(request.num_return_sequences):
-                    record.send(TextChunk(text="", sequence_index=index, ending=ending))
-            if not timed_out:
+            elif isinstance(error, asyncio.TimeoutError) and has_expired(time_limit):
+                reason = FinishReason.TIMEOUT
+            record.end_early(reason, stream)
+            if reason is not FinishReason.TIMEOUT:
                 raise
             ended_by = None
         finally:
@@ -400,7 +400,7 @@ class Orchestrator:
             ended_by = None  # whose traceback refers to this frame: a reference cycle
 
     async def _drive(self, stream: ChunkStream, answer: Answer, record: _RequestRecord) -> None:
-        """Send what the engine's chunks become, until both the answer and the engine have ended."""
+        """Send the answer, chunk by chunk, until both the answer and the engine have ended."""
         try:
             while not answer.must_cancel:
                 await stream.wait()
@@ -421,7 +421,7 @@ class Orchestrator:
             raise EngineError(f"{self._engine.name} ended its stream before its last chunk")
 
     def _check(self, request: TextRequest) -> None:
-        """Refuse by name what a text stream cannot honour, and what is too large."""
+        """Refuse, by name, fields that a text stream cannot honour or that are too large."""
         beams = request.sampling.beam_width or 1
         if beams > 1:
             problem = f"{beams}: beams rewrite text that has left; send num_return_sequences"
@@ -438,8 +438,8 @@ class Orchestrator:
             limits.check_guide(request.guide)
 
     async def _prepare(self, request: TextRequest) -> tuple[EngineRequest, Answer]:
-        """Return what the engine is asked, and what its chunks will become."""
-        if request.sampling != _GREEDY:
+        """Return the engine's request, and the answer that its chunks will make."""
+        if request.sampling != _DEFAULT_SAMPLING:
             request = _with_seed(request)
         capacity = await self._engine.capacity()
         prompt = await self._make_prompt(request, capacity)
@@ -456,7 +456,7 @@ class Orchestrator:
             or request.stop_words
             or request.sampling.min_tokens
             or request.timeout_s is not None
-            or (not self._defaults.engine_shows_progress and engine_request.wants == _NOTHING_MORE)
+            or (not self._defaults.engine_shows_progress and engine_request.wants == _TOKENS_ALONE)
         )
         if engine_request.wants.context_logits or engine_request.wants.generation_logits:
             rows = engine_request.logit_rows(capacity)
@@ -465,7 +465,9 @@ class Orchestrator:
         skip = request.skip_special_tokens
         if skip is None:
             skip = self._defaults.skip_special_tokens
-        markers = request.markup.markers if request.markup is not None else ""
+        markers = ""
+        if request.markup is not None:
+            markers = request.markup.markers
         detokenizers: list[Detokenizer] = []
         for _ in range(request.num_return_sequences):
             detokenizers.append(self.prompts.tokenizer.detokenizer(skip, markers))
@@ -473,35 +475,42 @@ class Orchestrator:
 
     async def _make_prompt(self, request: TextRequest, capacity: EngineCapacity) -> Prompt:
         """Tokenise the request. Raises ``InvalidRequest``, also for a prompt that is too long."""
-        longest = capacity.max_prompt_tokens
-        if capacity.max_sequence_tokens is not None:  # at least one new token has to fit
-            room = capacity.max_sequence_tokens - 1
-            longest = room if longest is None else min(longest, room)
+        limit = capacity.max_prompt_tokens
+        if capacity.max_sequence_tokens is not None:
+            room = capacity.max_sequence_tokens - 1  # at least one new token has to fit
+            if limit is None or room < limit:
+                limit = room
         if request.text_ids is None and self.prompts.is_long(request):
             # On the event loop, tokenising a long text would hold up every other stream.
-            return await asyncio.to_thread(self.prompts.make, request, longest, _give_way)
-        return self.prompts.make(request, longest)
+            return await asyncio.to_thread(self.prompts.make, request, limit, _give_way)
+        return self.prompts.make(request, limit)
 
     def _max_tokens(
         self, request: TextRequest, engine_request: EngineRequest, capacity: EngineCapacity
     ) -> int:
-        """Return how many tokens the answer may have: those asked for, or at most all that fit."""
+        """Return the answer's limit of tokens: the request's own, or all that fit."""
         max_tokens = request.max_tokens
         if max_tokens is not None and not request.fits_max_tokens:
             return max_tokens
-        room = _UNKNOWN_ROOM if max_tokens is None else max_tokens
+        room = max_tokens
+        if room is None:
+            room = _DEFAULT_ROOM
         if capacity.max_sequence_tokens is not None:
             room = capacity.max_sequence_tokens - len(engine_request.input_ids)
         if self._defaults.limits.max_output_tokens is not None:
             room = min(room, self._defaults.limits.max_output_tokens)
-        return room if max_tokens is None else min(room, max_tokens)
+        if max_tokens is not None:
+            room = min(room, max_tokens)
+        return room
 
     def _rules(
         self, request: TextRequest, prompt: Prompt, max_tokens: int, capacity: EngineCapacity
     ) -> TextRules:
         prompt_ids = prompt.engine_request.input_ids
-        # As in TensorRT-LLM's own models, a stream repeats the prompt only where that is asked for.
-        with_prompt = request.echo or not (request.stream or request.exclude_input_in_output)
+        echo_ids: PromptIds = ()
+        # As in TensorRT-LLM's own models, a stream repeats the prompt only if the request says so.
+        if request.echo or not (request.stream or request.exclude_input_in_output):
+            echo_ids = prompt_ids
         return TextRules(
             prompt_tokens=len(prompt_ids),
             max_tokens=max_tokens,
@@ -509,7 +518,7 @@ class Orchestrator:
             kept_ids=prompt.kept_ids,
             stop_sequences=prompt.stop_sequences,
             markup=prompt.markup,
-            echo_ids=prompt_ids if with_prompt else (),
+            echo_ids=echo_ids,
             accumulate=self._defaults.accumulate,
             max_sequence_tokens=capacity.max_sequence_tokens,
             expose_kv_cache_metrics=self._defaults.expose_kv_cache_metrics,
@@ -533,17 +542,19 @@ def _with_seed(request: TextRequest) -> TextRequest:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RequestTimes:
-    """When a request came, began and was answered, by the clock of the running event loop."""
+    """The times of a request's arrival, begin and responses, by the running event loop's clock."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self.arrived_at = self._clock()
         self.begun_at: float | None = None  # it does not wait any more
-        self._first_at = self._last_at = self._longest_gap = 0.0
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._longest_gap = 0.0
         self.responses = 0
 
     def note_response(self) -> None:
-        """A response leaves."""
+        """Note that a response leaves now."""
         now = self._clock()
         if not self.responses:
             self._first_at = now
@@ -556,33 +567,38 @@ class RequestTimes:
         """Add the times of a request that is over; ``streamed``: its responses show its pace."""
         stats.responses = self.responses
         stats.duration_s = self._clock() - self.arrived_at
-        stats.queue_s = self.begun_at - self.arrived_at if self.begun_at is not None else None
+        if self.begun_at is not None:
+            stats.queue_s = self.begun_at - self.arrived_at
         if streamed and self.responses:
             stats.ttft_s = self._first_at - self.arrived_at
-            stats.longest_gap_s = self._longest_gap if self.responses > 1 else None
+            if self.responses > 1:
+                stats.longest_gap_s = self._longest_gap
 
 
 class _RequestRecord(RequestTimes):
-    """Passes the chunks of one request on to ``sink``, and notes what ``RequestStats`` tells."""
+    """Passes the chunks of one request on to ``sink``, and notes the figures of its stats."""
 
     def __init__(self, request: TextRequest, sink: TextSink) -> None:
         super().__init__()
         self.sink = sink
         self._request = request
-        self.asked: EngineRequest | None = None  # once the engine is given the request
+        self.engine_request: EngineRequest | None = None  # once the engine gets it
         self.answer: Answer | None = None
         self._endings: list[Ending] = []
 
     @property
     def waits(self) -> bool:
-        """See ``Load.waiting``."""
-        return self.asked is None or (self.asked.streaming and not self.tokens)
+        """True while the request has no token; see ``Load``."""
+        if self.engine_request is None:
+            return True
+        return self.engine_request.streaming and not self.tokens
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answer so far."""
-        sequences = self.answer.sequences if self.answer is not None else ()
-        return sum([sequence.criteria.generated for sequence in sequences])
+        """Number of tokens in the answer so far."""
+        if self.answer is None:
+            return 0
+        return sum([sequence.criteria.generated for sequence in self.answer.sequences])
 
     def send(self, chunk: TextChunk) -> None:
         """Pass a chunk on."""
@@ -591,29 +607,53 @@ class _RequestRecord(RequestTimes):
             self._endings.append(chunk.ending)
         self.sink.send(chunk)
 
+    def end_early(self, reason: FinishReason, stream: ChunkStream | None) -> None:
+        """Send the last chunks of a request that an error ended, and that may have begun.
+
+        A stream that has begun gets them, and a request whose time was up. Any other gets an error
+        alone.
+        """
+        timed_out = reason is FinishReason.TIMEOUT
+        answer = self.answer
+        if answer is not None and (timed_out or (self._request.stream and answer.has_begun)):
+            chunks: list[EngineChunk] = []
+            if stream is not None:
+                chunks = stream.take()
+            for chunk in (*answer.feed(chunks), *answer.end(reason)):
+                self.send(chunk)
+        elif timed_out:  # before the prompt's tokens were counted
+            ending = Ending(finish_reason=reason, prompt_tokens=0, completion_tokens=0)
+            for index in range(self._request.num_return_sequences):
+                self.send(TextChunk(text="", sequence_index=index, ending=ending))
+
     def stats(self, error: BaseException | None) -> RequestStats:
-        """The figures of the request, which is over; ``error`` is what ended it, if one did."""
-        request, tokens, endings = self._request, self.tokens, self._endings
-        beginning = (request.text or "")[:MOST_CHARACTERS]
+        """Return the figures of the request, which is over; ``error``: the error that ended it."""
+        request = self._request
+        tokens = self.tokens
+        beginning = (request.text or "")[:MAX_REPORT_CHARS]
         if request.messages:
             beginning = _beginning(request.messages)
+        reason = ""
+        if self._endings:
+            reason = self._endings[0].finish_reason.value
         stats = stats_of(
             request.request_id,
             error,
-            endings[0].finish_reason.value if endings else "",
-            prompt_tokens=len(self.asked.input_ids) if self.asked is not None else 0,
+            reason,
             completion_tokens=tokens,
             sequences=request.num_return_sequences,
-            # A request that is speculated has one sequence.
-            speculation=endings[0].speculation if endings else None,
             traceparent=request.traceparent,
             api=request.api,
             prompt=beginning,
         )
-        if error is None and any(
-            ending.finish_reason is FinishReason.TIMEOUT for ending in endings
-        ):
-            stats.outcome, stats.reason = Outcome.CANCELLED, CancelCause.DEADLINE.value
+        if self.engine_request is not None:
+            stats.prompt_tokens = len(self.engine_request.input_ids)
+        if self._endings:  # A request that is speculated has one sequence.
+            stats.speculation = self._endings[0].speculation
+        for ending in self._endings:
+            if error is None and ending.finish_reason is FinishReason.TIMEOUT:
+                stats.outcome = Outcome.CANCELLED
+                stats.reason = CancelCause.DEADLINE.value
         streamed = request.stream and tokens > 0
         self.add_to(stats, streamed)
         gaps = tokens / request.num_return_sequences - 1
@@ -626,14 +666,14 @@ def _beginning(messages: object) -> str:
     """Return as much of a conversation as the request log may show."""
     pieces: list[str] = []
     length = 0
-    with suppress(RecursionError):  # of what no template takes, either
+    with suppress(RecursionError):  # no template takes such messages, either
         for piece in json.JSONEncoder(ensure_ascii=False).iterencode(messages):
             pieces.append(piece)
             length += len(piece)
-            if length >= MOST_CHARACTERS:
+            if length >= MAX_REPORT_CHARS:
                 break
     # JSON may spell half a character, which no file can have.
-    return "".join(pieces)[:MOST_CHARACTERS].encode(errors="replace").decode()
+    return "".join(pieces)[:MAX_REPORT_CHARS].encode(errors="replace").decode()
 
 
 async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:
@@ -650,7 +690,7 @@ async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:
 
 
 def has_expired(limit: Timeout) -> bool:
-    """Whether ``limit`` raised the timeout.
+    """Return true if ``limit`` raised the timeout.
 
     The clock does not tell: timers fire up to its resolution early, which is 1 ms in uvloop.
     """
@@ -678,24 +718,28 @@ def _give_way() -> None:
 def stats_of(
     request_id: str, error: BaseException | None, reason: str = "", **figures: Any
 ) -> RequestStats:
-    """The figures of a request that is over. ``error``: what ended it, if one did; otherwise it
-    ended for ``reason``."""
-    outcome, message = Outcome.SUCCESS, None
+    """Return the figures of a request that is over.
+
+    ``error``: the error that ended it; ``None``: it ended for ``reason``.
+    """
+    outcome = Outcome.SUCCESS
+    message: str | None = None
     if error is not None:
         outcome, reason = _outcome_of(error)
     if isinstance(error, Exception):
-        message = str(error)[:MOST_CHARACTERS]
+        message = str(error)[:MAX_REPORT_CHARS]
     return RequestStats(
         request_id=request_id, outcome=outcome, reason=reason, error=message, **figures
     )
 
 
 def _outcome_of(error: BaseException) -> tuple[Outcome, str]:
-    """The outcome of a request that ``error`` ended, and the reason that ``Outcome`` describes."""
+    """Return the outcome of a request that ``error`` ended, and its reason; see ``Outcome``."""
     if isinstance(error, asyncio.CancelledError):
-        causes = {cause.value: cause for cause in CancelCause}
-        cause = causes.get(str(error.args[0]) if error.args else "", CancelCause.CALLER_LEFT)
-        return Outcome.CANCELLED, cause.value
+        causes = [cause.value for cause in CancelCause]
+        if error.args and str(error.args[0]) in causes:
+            return Outcome.CANCELLED, str(error.args[0])
+        return Outcome.CANCELLED, CancelCause.CALLER_LEFT.value
     if isinstance(error, DeadlineExceeded):
         return Outcome.CANCELLED, CancelCause.DEADLINE.value
     if isinstance(error, InvalidRequest):

@@ -33,16 +33,16 @@ class Vocabulary(Protocol):
 
     @property
     def decoder(self) -> Mapping[str, Any] | None:
-        """The decoder as tokenizer.json describes it, if the tokenizer has one."""
+        """Decoder as tokenizer.json describes it, if the tokenizer has one."""
 
     def token(self, token_id: int) -> str | None:
-        """The token as the table spells it; ``None`` for an id that is not in the table."""
+        """Return the token as the table spells it; ``None`` for an id outside of the table."""
 
     def encode_word(self, text: str) -> tuple[int, ...]:
-        """The ids of ``text`` alone, without special tokens."""
+        """Return the ids of ``text`` alone, without special tokens."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of all ids at once: what every detokenizer must agree with."""
+        """Return the text of all ids at once, with which every detokenizer must agree."""
 
 
 class KeepingVocabulary:
@@ -73,13 +73,13 @@ class Detokenizer(Protocol):
     """
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids make certain; a character comes with the id that ends it."""
+        """Return the text that these ids make certain; a character comes with its last id."""
 
     def feed_one(self, token_id: int) -> tuple[str, bytes]:
-        """The same of one id, and the bytes that it stands for in the text."""
+        """Feed one id, and return its text and the bytes that it stands for in the text."""
 
     def flush(self) -> str:
-        """The text held back, as it stands; ends the sequence."""
+        """Return the text held back, as it stands; ends the sequence."""
 
 
 # --- by table -------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Detokenizer(Protocol):
 #
 # The one place where the text differs from the tokenizer's own ``decode``: a run of ``<0xNN>``
 # tokens that holds whole characters *and* stray bytes (also one that ends inside a character).
-# ``decode`` then spoils the whole run, one U+FFFD per byte, characters shown long ago included; we
+# ``decode`` then spoils the whole run, one U+FFFD per byte, also characters that have long left; we
 # keep the characters and spoil the stray bytes only, one U+FFFD each.
 
 
@@ -103,16 +103,30 @@ def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("trtllm_bls.one_mark_per_byte", _one_mark_per_byte)
 
 
-# The GPT-2 alphabet: printable Latin-1 stands for itself, the other bytes from U+0100 on.
 _PRINTABLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_SHIFTED_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE_BYTES]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE_BYTES} | {
-    chr(256 + index): byte for index, byte in enumerate(_SHIFTED_BYTES)
-}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of GPT-2's alphabet.
+
+    Printable Latin-1 stands for itself, and the characters from U+0100 on for the other bytes.
+    """
+    alphabet: dict[str, int] = {}
+    next_character = 0x100
+    for byte in range(256):
+        if byte in _PRINTABLE_BYTES:
+            alphabet[chr(byte)] = byte
+        else:
+            alphabet[chr(next_character)] = byte
+            next_character += 1
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 def byte_level(token: str) -> bytes:
-    """The bytes of a token of byte-level BPE."""
+    """Return the bytes of a token of byte-level BPE."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -121,15 +135,17 @@ def byte_level(token: str) -> bytes:
 
 def _sentencepiece(space: str, token: str) -> bytes:
     byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
-    return bytes.fromhex(byte[1]) if byte else token.replace(space, " ").encode()
+    if byte is not None:
+        return bytes.fromhex(byte[1])
+    return token.replace(space, " ").encode()
 
 
 class ByteTable(dict[int, bytes]):
-    """Token id to bytes, ``b""`` for a token without text. Filled as ids come; shared by all
-    sequences.
+    """The bytes of tokens, by token id; ``b""`` for a token without text.
 
-    ``strip`` is how many leading spaces of a text are dropped. ``byte_fallback``: stray bytes come
-    as ``<0xNN>``, and runs of them may differ from ``decode`` as said above.
+    It is filled as ids come, and shared by all sequences. ``strip``: the number of leading spaces
+    of a text that are dropped. ``byte_fallback``: stray bytes come as ``<0xNN>``, and runs of them
+    may differ from ``decode`` as said above.
     """
 
     def __init__(
@@ -143,16 +159,21 @@ class ByteTable(dict[int, bytes]):
     ) -> None:
         super().__init__()
         self._token = vocabulary.token
-        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._skipped_ids: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            self._skipped_ids = vocabulary.special_ids
         self._to_bytes = to_bytes
         self.strip = strip
         self.byte_fallback = byte_fallback
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skipped else self._token(token_id)
-        if token is None:  # not kept, since there is no bound on ids outside the vocabulary
+        if token_id in self._skipped_ids:
             return b""
-        data = self[token_id] = self._to_bytes(token)
+        token = self._token(token_id)
+        if token is None:  # no entry, since there is no bound on ids outside the vocabulary
+            return b""
+        data = self._to_bytes(token)
+        self[token_id] = data
         return data
 
 
@@ -161,7 +182,9 @@ class ByteTableDetokenizer:
 
     def __init__(self, table: ByteTable) -> None:
         self._bytes_of = table
-        self._errors = "trtllm_bls.one_mark_per_byte" if table.byte_fallback else "replace"
+        self._errors = "replace"
+        if table.byte_fallback:
+            self._errors = "trtllm_bls.one_mark_per_byte"
         self._held = b""  # the beginning of a character, at most three bytes
         self._strip = table.strip  # spaces to drop before the text has begun
 
@@ -174,28 +197,30 @@ class ByteTableDetokenizer:
         return self._decode(b"".join([bytes_of[token_id] for token_id in token_ids]))
 
     def feed_one(self, token_id: int) -> tuple[str, bytes]:
-        """At the beginning of a text, the bytes may lose spaces."""
-        before, is_beginning = self._held, self._strip
+        """Feed one id. At the beginning of a text, its bytes may lose spaces."""
+        num_held = len(self._held)
+        may_strip = self._strip > 0
         text = self.feed((token_id,))
-        if not is_beginning or _REPLACEMENT in text:
+        if not may_strip or _REPLACEMENT in text:
             return text, self._bytes_of[token_id]
-        return text, (text.encode() + self._held)[len(before) :]
+        return text, (text.encode() + self._held)[num_held:]
 
     def flush(self) -> str:
-        """U+FFFD stands for a character that was never finished."""
+        """Return U+FFFD for a character that was never finished."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, final: bool = False) -> str:
         # This runs once per token, and takes half the time of codecs' incremental decoder.
-        known = self._held + data
-        text, used = codecs.utf_8_decode(known, self._errors, final)
-        self._held = known[used:]
+        data = self._held + data
+        text, num_bytes = codecs.utf_8_decode(data, self._errors, final)
+        self._held = data[num_bytes:]
         return text
 
     def _feed_beginning(self, token_id: int) -> str:
         text = self._decode(self._bytes_of[token_id])
         while self._strip and text.startswith(" "):
-            text, self._strip = text[1:], self._strip - 1
+            text = text[1:]
+            self._strip -= 1
         if text:
             self._strip = 0
         return text
@@ -203,55 +228,58 @@ class ByteTableDetokenizer:
 
 # --- by window ------------------------------------------------------------------------------
 
-# A character has at most four bytes, so 16 ids without text are broken bytes and not the beginning
-# of a character. The bound also keeps the cost linear.
+# A character has at most four bytes, so 16 ids without text are broken bytes, and no beginning of a
+# character. The bound also keeps the cost linear.
 MAX_HELD_IDS = 16
 
 
 class WindowDetokenizer:
     """The text of one sequence, for any tokenizer. See ``Detokenizer``.
 
-    The text of new ids is what a window with them has more than the same window without them.
-    Slower than a table (two decodes per id), but it asks nothing of the tokenizer beyond
-    ``decode``. ``_shown`` ids lead the window: their text is out, and they are there as context,
-    because a decoder may treat the first token of a text otherwise.
+    A window of ids is decoded with the new ids and without them; the difference is their text. That
+    is slower than a table (two decodes per id), but needs nothing of the tokenizer beyond
+    ``decode``. The first ``_num_context`` ids of the window are context, whose text has left: a
+    decoder may treat the first token of a text differently.
     """
 
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
         self._vocabulary = vocabulary
         self._skips = skip_special_tokens
         self._ids: list[int] = []
-        self._shown = 0
-        self._shown_text = ""
+        self._num_context = 0
+        self._context_text = ""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         certain = ""
         for token_id in token_ids:
-            skipped = self._skips and token_id in self._vocabulary.special_ids
-            if skipped or self._vocabulary.token(token_id) is None:
+            is_skipped = self._skips and token_id in self._vocabulary.special_ids
+            if is_skipped or self._vocabulary.token(token_id) is None:
                 # A window that began with ids without text would decode like the beginning of a
                 # text.
                 continue
             self._ids.append(token_id)
             text = self._decode(self._ids)
-            held = len(self._ids) - self._shown
-            if held <= MAX_HELD_IDS and text.endswith(_REPLACEMENT):
+            num_held = len(self._ids) - self._num_context
+            if num_held <= MAX_HELD_IDS and text.endswith(_REPLACEMENT):
                 continue
-            new = text[len(self._shown_text) :]
-            certain += new
-            if new or held > MAX_HELD_IDS:
-                self._ids, self._shown = self._ids[self._shown :], held
-                self._shown_text = self._decode(self._ids)
+            new_text = text[len(self._context_text) :]
+            certain += new_text
+            if new_text or num_held > MAX_HELD_IDS:
+                self._ids = self._ids[self._num_context :]
+                self._num_context = num_held
+                self._context_text = self._decode(self._ids)
         return certain
 
     def feed_one(self, token_id: int) -> tuple[str, bytes]:
-        """The bytes of half a character are unknown."""
+        """Feed one id. The bytes of half a character are unknown."""
         text = self.feed((token_id,))
         return text, text.encode()
 
     def flush(self) -> str:
-        text = self._decode(self._ids)[len(self._shown_text) :]
-        self._ids, self._shown, self._shown_text = [], 0, ""
+        text = self._decode(self._ids)[len(self._context_text) :]
+        self._ids = []
+        self._num_context = 0
+        self._context_text = ""
         return text
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -273,7 +301,7 @@ _SAMPLES = (
 def choose_detokenizer(
     vocabulary: Vocabulary, skip_special_tokens: bool
 ) -> Callable[[], Detokenizer]:
-    """What makes the detokenizers of this tokenizer, one per call; costs some milliseconds.
+    """Return the function that makes this tokenizer's detokenizers; it takes some milliseconds.
 
     On any difference from the tokenizer's own ``decode`` the next safer one is taken, with a
     warning in the log.
@@ -284,9 +312,12 @@ def choose_detokenizer(
         difference = _first_difference(make, vocabulary, skip_special_tokens, table.byte_fallback)
         if difference is None:
             return make
+        kind = "byte-level"
+        if table.byte_fallback:
+            kind = "sentencepiece"
         logger.warning(
             "the %s table differs from this tokenizer's decode (%s); using the slower window",
-            "sentencepiece" if table.byte_fallback else "byte-level",
+            kind,
             difference,
         )
     window = partial(WindowDetokenizer, vocabulary, skip_special_tokens)
@@ -297,7 +328,7 @@ def choose_detokenizer(
 
 
 def _table(vocabulary: Vocabulary, skip: bool, decoder: Any) -> ByteTable | None:
-    """The table that fits the decoder as tokenizer.json describes it; ``None``: no table does."""
+    """Return the table for a decoder as tokenizer.json describes it; ``None`` if none fits."""
     match decoder:
         case {"type": "ByteLevel"}:
             return ByteTable(vocabulary, skip, byte_level)
@@ -327,14 +358,16 @@ def _first_difference(
     skip_special_tokens: bool,
     broken_bytes_differ: bool,
 ) -> str | None:
-    """One line on the first list of ids whose text differs, or ``None``.
+    """Describe the first list of ids whose text differs, in one line; ``None`` without one.
 
     ``broken_bytes_differ``: text with U+FFFD is not compared, as there the two may differ.
     """
     chance = random.Random(0)
     for token_ids in _lists(vocabulary, chance):
         expected = vocabulary.decode(token_ids, skip_special_tokens)
-        detokenizer, text, begin = make(), "", 0
+        detokenizer = make()
+        text = ""
+        begin = 0
         while begin < len(token_ids):
             end = begin + chance.randint(1, 3)
             text += detokenizer.feed(token_ids[begin:end])
@@ -346,17 +379,19 @@ def _first_difference(
 
 
 def _lists(vocabulary: Vocabulary, chance: random.Random) -> Iterator[list[int]]:
-    """Real text whole and cut at both ends, then random ids, among them added ones."""
+    """Yield ids of real text, whole and cut at both ends, then random ids with added ones."""
     for sample in _SAMPLES:
-        real = list(vocabulary.encode_word(sample))
-        yield real
+        real_ids = list(vocabulary.encode_word(sample))
+        yield real_ids
         for _ in range(4):
-            begin = chance.randrange(len(real) + 1)
-            yield real[begin : chance.randint(begin, len(real))]
-    known = range(vocabulary.vocab_size)
+            begin = chance.randrange(len(real_ids) + 1)
+            yield real_ids[begin : chance.randint(begin, len(real_ids))]
+    table_ids = range(vocabulary.vocab_size)
+    if not table_ids:
+        return
     added = sorted(vocabulary.added_ids)
-    for length in range(1, 1 + _RANDOM_LISTS if known else 1):
-        token_ids = chance.choices(known, k=1 + length % 16)
+    for length in range(1, 1 + _RANDOM_LISTS):
+        token_ids = chance.choices(table_ids, k=1 + length % 16)
         if added and length % 4 == 0:
             token_ids.insert(chance.randrange(len(token_ids) + 1), chance.choice(added))
         yield token_ids
