@@ -14,7 +14,7 @@ from tests.helpers.children import Child
 from tests.helpers.fake_engine_server import Triton
 from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
-from trtllm_bls.engines.base import AskedCapacity
+from trtllm_bls.engines.base import RenewedCapacity
 from trtllm_bls.engines.own_port import is_own
 from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable
@@ -132,7 +132,7 @@ async def test_who_asks_as_the_capacity_comes_is_told_it() -> None:
         late.append(asyncio.create_task(capacity.get()))
         return EngineCapacity(max_sequence_tokens=77)
 
-    capacity = AskedCapacity(ask, 30)
+    capacity = RenewedCapacity(ask, 30)
     told = [await capacity.get(), await late[0]]
     assert [each.max_sequence_tokens for each in told] == [77, 77]
     assert len(late) == 1  # the answer serves both
@@ -153,7 +153,7 @@ async def test_a_capacity_that_cannot_be_asked_is_asked_for_by_the_next_request(
             raise answer
         return answer
 
-    capacity = AskedCapacity(ask, 30)
+    capacity = RenewedCapacity(ask, 30)
     failed = await asyncio.gather(capacity.get(), capacity.get(), return_exceptions=True)
     assert [str(each) for each in failed] == ["lost", "lost"]
     assert [(await capacity.get()).max_sequence_tokens for _ in range(2)] == [1, 1]

@@ -202,8 +202,8 @@ class RunningCalls:
         self._watching = None
 
 
-class AskedCapacity:
-    """A server's capacity, as ``ask`` returned it last.
+class RenewedCapacity:
+    """A server's capacity, as ``ask`` returned it last: ``latest``.
 
     A capacity that is ``seconds`` old is renewed in the background. A request waits for another
     only if the last one is in doubt, as it is at first.
@@ -212,7 +212,7 @@ class AskedCapacity:
     def __init__(
         self, ask: Callable[[], Coroutine[Any, Any, EngineCapacity]], seconds: float
     ) -> None:
-        self.known: EngineCapacity | None = None
+        self.latest: EngineCapacity | None = None
         self._ask = ask
         self._seconds = seconds
         self._old_at = 0.0
@@ -228,8 +228,8 @@ class AskedCapacity:
                 self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
             if self._in_doubt:
                 await asyncio.shield(self._asking)
-        assert self.known is not None
-        return self.known
+        assert self.latest is not None
+        return self.latest
 
     def doubt(self) -> None:
         """Have the next request ask.
@@ -247,7 +247,7 @@ class AskedCapacity:
     async def _renew(self) -> None:
         # All is set before the task has ended: a request in that moment needs no callbacks.
         try:
-            self.known = await self._ask()
+            self.latest = await self._ask()
             self._in_doubt = False
             self._old_at = asyncio.get_running_loop().time() + self._seconds
         except BaseException:
@@ -291,12 +291,14 @@ def join_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         joined.log_probs = tuple(log_probs)
     if joined.top_log_probs is not None:
         joined.top_log_probs = tuple(top_log_probs)
-    joined.generation_logits = np.concatenate(logits) if logits else None
+    joined.generation_logits = None
+    if logits:
+        joined.generation_logits = np.concatenate(logits)
     return joined
 
 
 def wire_id(request: EngineRequest) -> str:
-    """A request's id for the engine: a number, a slash, and its own id for the logs.
+    """Return a request's id for the engine: a number, a slash, and its own id for the logs.
 
     TensorRT-LLM 0.9 takes the number at an id's beginning for the whole id, and ids must differ
     among all processes that share the engine, also among those forked from one.

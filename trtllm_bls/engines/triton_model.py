@@ -33,7 +33,7 @@ from google.protobuf.message import DecodeError
 from mypy_extensions import mypyc_attr
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls, wire_id
+from trtllm_bls.engines.base import CallChunks, RenewedCapacity, RunningCalls, wire_id
 from trtllm_bls.engines.own_port import is_own
 from trtllm_bls.errors import (
     EngineError,
@@ -109,7 +109,7 @@ class GrpcEngine:
         self._channel = GrpcChannel(url, tls=tls)
         self.pool = StreamPool(self._channel)
         self._model: DeployedModel | None = None
-        self._capacity = AskedCapacity(self._ask_model, _REFRESH_SECONDS)
+        self._capacity = RenewedCapacity(self._ask_model, _REFRESH_SECONDS)
         self.capacity = self._capacity.get
         self.calls = RunningCalls(name, stall_seconds, self._problem, self._capacity.doubt)
 

@@ -22,7 +22,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from trtllm_bls.engines import trtllm_fields as trtllm
-from trtllm_bls.engines.base import AskedCapacity, CallChunks, RunningCalls, wire_id
+from trtllm_bls.engines.base import CallChunks, RenewedCapacity, RunningCalls, wire_id
 from trtllm_bls.engines.trtllm_service import service_messages as messages
 from trtllm_bls.errors import (
     EngineError,
@@ -46,14 +46,14 @@ from trtllm_bls.types import (
 from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, StreamEnd, ignore
 
 _ASK_SECONDS = 10.0  # for information about the model
-_HEALTH_PROBE_SECONDS = 5.0  # for a silent server to say how it is
-# For an Abort to be answered, before its call is cancelled all the same: on a busy host a server
+_HEALTH_PROBE_SECONDS = 5.0  # for the health of a silent server
+# For the response to an Abort, before its call is cancelled all the same: on a busy host a server
 # takes seconds, and a call that is cancelled first may run to its end.
 _ABORT_SECONDS = 10.0
 _AGAIN_SECONDS = 0.2  # until a request that may not have begun is aborted again
 _ABORTS_SECONDS = 1.0  # for aborts under way
 _HEALTH_SECONDS = 1.0  # between questions for its health
-_LINGER_SECONDS = 1.0  # for the server to end by itself what has had its last token
+_LINGER_SECONDS = 1.0  # for the server to end a request that has had its last token
 
 _TOO_LONG_WORDS = re.compile(
     r"maximum context length|default_max_tokens.{0,200}must be greater than 0|max_num_tokens"
@@ -86,10 +86,10 @@ _GUIDE_TYPES = {kind: number for number, kind in enumerate(trtllm.GUIDE_TYPES, s
 def service_request(
     request: EngineRequest, request_id: str, eos_id: int | None, capacity: EngineCapacity
 ) -> tuple[bytes, bool]:
-    """The request as a message, serialised, and whether the server knows every end of it, so that
-    it ends by itself. ``eos_id``: the id at which it does.
+    """Return the request as a serialised message, and true if the server knows all of its ends.
 
-    Raises ``InvalidRequest``, or ``Unsupported`` for what the service has no way to honour.
+    Such a request ends by itself. ``eos_id``: the id at which the server ends one. Raises
+    ``InvalidRequest``, and ``Unsupported`` for fields that the service cannot honour.
     """
     trtllm.check(request, capacity, _SERVICE_INPUTS, _SERVICE_REFUSALS, _NO_FIELD)
     sampling = trtllm.sampling_fields(request.sampling)
@@ -105,33 +105,35 @@ def service_request(
     )
     if request.wants.log_probs:
         message.output_config.logprobs = max(1, request.wants.top_log_probs)  # 0 gives none at all
-    known = _add_ends(message, request, eos_id)
+    ends_known = _add_ends(message, request, eos_id)
     # An answer that is ended from here is read while it grows.
-    message.streaming = request.streaming or not known
-    if (guide := request.guide) is not None:
+    message.streaming = request.streaming or not ends_known
+    guide = request.guide
+    if guide is not None:
         text = trtllm.guide_text(guide)
         message.guided_decoding.guide_type = _GUIDE_TYPES[guide.kind]
         message.guided_decoding.guide = text or guide.kind  # without one nothing is guided
     if request.adapter is not None and request.adapter.task_id:  # 0 is the model itself
         message.lora_config.task_id = request.adapter.task_id
-    return messages.packed_request(message, request.input_ids), known
+    return messages.packed_request(message, request.input_ids), ends_known
 
 
 def _add_ends(message: Any, request: EngineRequest, eos_id: int | None) -> bool:
-    """Whether the server knows every end of the request."""
-    never_ends, least = request.end_id in (None, -1), request.sampling.min_tokens or 0
-    message.ignore_eos = never_ends or request.end_id != eos_id
+    """Add the request's ends to its message; return true if the server knows all of them."""
+    has_no_end_id = request.end_id in (None, -1)
+    min_tokens = request.sampling.min_tokens or 0
+    message.ignore_eos = has_no_end_id or request.end_id != eos_id
     if message.ignore_eos:  # turns stop ids off, too
-        if not never_ends and least > 1:
+        if not has_no_end_id and min_tokens > 1:
             raise Unsupported("min_tokens", f"only the model's own end_id ({eos_id}) waits for it")
-        return never_ends and not request.stop_sequences
-    if least:
-        message.sampling_config.min_tokens = least
-    single, known = trtllm.stop_ids(request)
-    message.stop_token_ids.extend(single)
-    # Otherwise the id is cut off the answer, or is not, depending on how it ends.
-    message.include_stop_token_in_output = bool(single)
-    return known
+        return has_no_end_id and not request.stop_sequences
+    if min_tokens:
+        message.sampling_config.min_tokens = min_tokens
+    stop_ids, are_all = trtllm.stop_ids(request)
+    message.stop_token_ids.extend(stop_ids)
+    # Without this, the server may or may not cut the id off, depending on the end.
+    message.include_stop_token_in_output = bool(stop_ids)
+    return are_all
 
 
 # --- messages as an answer, without I/O -----------------------------------------------------
@@ -147,32 +149,35 @@ class ServiceAnswer:
 
     def __init__(self, request: EngineRequest, request_id: str) -> None:
         self._request_id = request_id
-        self._scored, self._top = request.wants.log_probs, request.wants.top_log_probs
+        self._has_scores = request.wants.log_probs
+        self._num_top = request.wants.top_log_probs
         self._sequences = trtllm.sequence_ends(request)
 
     def read(self, raw_messages: list[bytes], chunks: list[EngineChunk]) -> bool:
-        """Add what the messages hold to ``chunks``; whether all sequences have ended.
+        """Add the chunks of some messages to ``chunks``; return true once all sequences have ended.
 
         Raises ``EngineError``, and protobuf's errors for bytes that are no message.
         """
         for raw in raw_messages:
             response = _response(raw)
             chunks += self._read(response)
-            done = response.complete
+            complete = response.complete
             # From proto 0.4.19 on. In a stream the last token may have left before, without them.
-            if done.spec_draft_tokens and chunks and chunks[-1].final:
+            if complete.spec_draft_tokens and chunks and chunks[-1].final:
                 chunks[-1].speculation = SpeculationStats(
-                    drafted=done.spec_draft_tokens, accepted=done.spec_accepted_tokens
+                    drafted=complete.spec_draft_tokens, accepted=complete.spec_accepted_tokens
                 )
         return all([sequence.done for sequence in self._sequences])
 
     def _read(self, response: Any) -> list[EngineChunk]:
         if response.request_id != self._request_id:
             raise EngineError("the engine answered to another request's id")
-        streamed = response.HasField("chunk")
-        if not streamed and not response.HasField("complete"):
-            return []
-        part: Any = response.chunk if streamed else response.complete
+        part: Any = response.chunk
+        is_complete = not response.HasField("chunk")
+        if is_complete:
+            if not response.HasField("complete"):
+                return []
+            part = response.complete
         index: int = part.sequence_index
         if index >= len(self._sequences):
             raise EngineError(f"the engine answered for sequence {index}: none such")
@@ -181,50 +186,59 @@ class ServiceAnswer:
             return []
         if not sequence.received:
             sequence.cached_tokens = part.cached_tokens
-        if not streamed:
+        if is_complete:
             return self._read_complete(sequence, part)
-        several = part.token_ids  # all of them new
+        new_ids = part.token_ids
         # Iterating over a repeated field takes two microseconds, even of one value.
-        ids = (several[0],) if len(several) == 1 else tuple(several[:])
-        if not self._scored:
+        ids = (new_ids[0],) if len(new_ids) == 1 else tuple(new_ids[:])
+        if not self._has_scores:
             return sequence.feed(ids)
         return sequence.feed(ids, *self._scores(ids, part.logprobs))
 
     def _read_complete(self, sequence: trtllm.SequenceEnds, part: Any) -> list[EngineChunk]:
-        """A ``GenerateComplete``, which repeats all ids, or all but those of a stop."""
+        """Read a ``GenerateComplete``, which repeats all ids, or all but those of a stop."""
         if part.finish_reason == "error":
             raise EngineError("the engine failed while it answered")
-        every: tuple[int, ...] = tuple(part.output_token_ids[:])
+        all_ids: tuple[int, ...] = tuple(part.output_token_ids[:])
         scores: tuple[Any, Any] = (None, None)
-        if self._scored:
-            scores = self._scores(every, part.logprobs, sequence.received)
-        ids, reason = every[sequence.received :], trtllm.REASONS.get(part.finish_reason)
+        if self._has_scores:
+            scores = self._scores(all_ids, part.logprobs, sequence.received)
+        ids = all_ids[sequence.received :]
+        reason = trtllm.REASONS.get(part.finish_reason)
         if part.finish_reason == "stop":
-            matched = part.matched_token_id if part.HasField("matched_token_id") else None
-            if matched in sequence.stop_ids:
+            matched_id: int | None = None
+            if part.HasField("matched_token_id"):
+                matched_id = part.matched_token_id
+            if matched_id in sequence.stop_ids:
                 reason = FinishReason.STOP
-            elif ids and matched in (None, ids[-1]):
+            elif ids and matched_id in (None, ids[-1]):
                 ids = ids[:-1]  # an end id of the server's own
         return sequence.feed(ids, *scores, ended=True, reason=reason)
 
     def _scores(
         self, ids: Sequence[int], entries: Iterable[Any], skip: int = 0
     ) -> tuple[list[float], list[TopLogProbs] | None]:
-        """Log-probabilities of the ids after the first ``skip``, and those of the likeliest ids of
-        each place. There may be other entries, for ids that were cut off."""
-        remaining = iter(entries)
-        scored: list[Any] = [
-            next((entry for entry in remaining if entry.token_id == token), None) for token in ids
-        ]
-        if None in scored:
-            raise EngineError("the engine's log-probabilities are not those of its tokens")
-        values = [entry.logprob for entry in scored[skip:]]
-        if not self._top:
-            return values, None
-        pairs = [
-            [(top.token_id, top.logprob) for top in each.top_logprobs] for each in scored[skip:]
-        ]
-        return values, [trtllm.likeliest(listed, self._top) for listed in pairs]
+        """Return the log-probabilities of the ids after the first ``skip``.
+
+        With them come those of the likeliest ids of each place, if the request wants any. There may
+        be other entries, for ids that were cut off.
+        """
+        log_probs: list[float] = []
+        top_log_probs: list[TopLogProbs] = []
+        unread = iter(entries)
+        for place, token in enumerate(ids):
+            entry = next(unread, None)
+            while entry is not None and entry.token_id != token:
+                entry = next(unread, None)
+            if entry is None:
+                raise EngineError("the engine's log-probabilities are not those of its tokens")
+            if place < skip:
+                continue
+            log_probs.append(entry.logprob)
+            if self._num_top:
+                pairs = [(top.token_id, top.logprob) for top in entry.top_logprobs]
+                top_log_probs.append(trtllm.likeliest(pairs, self._num_top))
+        return log_probs, top_log_probs if self._num_top else None
 
 
 # --- the engine -----------------------------------------------------------------------------
@@ -233,9 +247,9 @@ class ServiceAnswer:
 class TrtllmServiceEngine:
     """The TrtllmService at ``url`` (host:port). Implements ``trtllm_bls.engines.base.Engine``.
 
-    What the service cannot be asked, or not reliably: ``eos_id``, the id at which it ends by
-    itself, its tokenizer's; ``vocab_size``, the ids that there are; ``max_sequence_tokens`` as in
-    ``EngineCapacity``. ``stall_seconds`` is that of ``RunningCalls``.
+    The service does not tell the following, or not reliably. ``eos_id``: its tokenizer's end id, at
+    which it ends by itself. ``vocab_size``: the number of ids. ``max_sequence_tokens``: as in
+    ``EngineCapacity``. ``stall_seconds``: as in ``RunningCalls``.
     """
 
     def __init__(
@@ -249,29 +263,30 @@ class TrtllmServiceEngine:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.name = f"trtllm://{url}"
-        self._eos_id, self._vocab_size = eos_id, vocab_size
+        self._eos_id = eos_id
+        self._vocab_size = vocab_size
         self._max_sequence_tokens = max_sequence_tokens
         self.channel = GrpcChannel(url, tls=tls, coalesce_reads=True)
-        self._capacity = AskedCapacity(self._ask_capacity, _HEALTH_SECONDS)
+        self._capacity = RenewedCapacity(self._ask_capacity, _HEALTH_SECONDS)
         self._aborting: set[asyncio.Task[None]] = set()
         probe = partial(self._problem, _HEALTH_PROBE_SECONDS)
         self.calls = RunningCalls(self.name, stall_seconds, probe, self._capacity.doubt)
 
     async def capacity(self) -> EngineCapacity:
-        """What the service and its settings tell. Raises ``EngineUnavailable``.
+        """Return the capacity by the service's and our settings. Raises ``EngineUnavailable``.
 
         A service that is not healthy by its own account is unavailable, too.
         """
         return await self._capacity.get()
 
     def generate(self, request: EngineRequest) -> ServiceChunks:
-        """See ``Engine.generate``."""
-        capacity = self._capacity.known
+        """Generate as ``Engine.generate`` does."""
+        capacity = self._capacity.latest
         if capacity is None:
             raise EngineUnavailable(f"{self.name}: not asked for its capacity yet")
         request_id = wire_id(request)
-        asked = service_request(request, request_id, self._eos_id, capacity)
-        return ServiceChunks(self, request, request_id, *asked)
+        message, ends_known = service_request(request, request_id, self._eos_id, capacity)
+        return ServiceChunks(self, request, request_id, message, ends_known)
 
     async def close(self) -> None:
         """Abort what runs and close the connection."""
@@ -288,8 +303,8 @@ class TrtllmServiceEngine:
     def release(self, request_id: str, ends_known: bool, call: GrpcCall, end: StreamEnd) -> None:
         """End a request's work, unless the server ends it: ``Abort``, then the call is cancelled.
 
-        The server ends by itself what has had its last token, unless it does not know of that end
-        (``ends_known``) or errs.
+        The server itself ends a request that has had its last token, unless it errs or does not
+        know of that end (``ends_known``).
         """
         if call.done:
             return
@@ -298,7 +313,9 @@ class TrtllmServiceEngine:
         if end is not StreamEnd.LAST:
             self._abort_soon(request_id, call)
             return
-        seconds = _LINGER_SECONDS if ends_known else 0
+        seconds = 0.0
+        if ends_known:
+            seconds = _LINGER_SECONDS
         loop = asyncio.get_running_loop()
         timer = loop.call_later(seconds, self._abort_soon, request_id, call)
         call.on_end = lambda error: timer.cancel()
@@ -310,7 +327,7 @@ class TrtllmServiceEngine:
         task.add_done_callback(self._aborting.discard)
 
     def failure(self, error: GrpcError) -> TrtllmBlsError:
-        """A call's status as an error of ours."""
+        """Return a call's status as an error of ours."""
         reason = error.reason.strip().partition("\n")[0] or error.status
         if error.status == "UNIMPLEMENTED":
             return EngineError(f"{self.name}: {_OTHER}")
@@ -350,21 +367,25 @@ class TrtllmServiceEngine:
             raise GrpcError("INTERNAL", f"its {method}Response cannot be read") from error
 
     async def _problem(self, timeout: float) -> str | None:
-        """What is wrong with the server, by its own account or for want of one."""
+        """Return the server's problem, which may be that it does not tell its health."""
         try:
             status = (await self._ask("HealthCheck", timeout)).status
         except GrpcError as error:
-            problem = _OTHER if error.status == "UNIMPLEMENTED" else error.details
+            problem = error.details.partition("\n")[0]
+            if error.status == "UNIMPLEMENTED":
+                problem = _OTHER
         else:
-            problem = "" if status == "OK" else f"it is not healthy: {status}"
-        return f"{self.name}: {problem.partition(chr(10))[0]}" if problem else None
+            if status == "OK":
+                return None
+            problem = f"it is not healthy: {status}".partition("\n")[0]
+        return f"{self.name}: {problem}" if problem else None
 
     async def _ask_capacity(self) -> EngineCapacity:
         problem = await self._problem(_ASK_SECONDS)
         if problem is not None:
             raise EngineUnavailable(problem)
-        if self._capacity.known is not None:
-            return self._capacity.known
+        if self._capacity.latest is not None:
+            return self._capacity.latest
         try:
             model = await self._ask("GetModelInfo", _ASK_SECONDS)
             server = await self._ask("GetServerInfo", _ASK_SECONDS)
@@ -373,11 +394,13 @@ class TrtllmServiceEngine:
         log.info("%s: TensorRT-LLM %s, %s", self.name, server.version, model.model_id)
         if warning := trtllm.ignored_fields(server.version):
             log.warning("%s: %s", self.name, warning)
-        # Repeating max_input_len, it is a default that nothing enforces.
-        longest = model.max_seq_len if model.max_seq_len != model.max_input_len else 0
+        max_sequence_tokens = self._max_sequence_tokens
+        # If it repeats max_input_len, it is a default that nothing enforces.
+        if not max_sequence_tokens and model.max_seq_len != model.max_input_len:
+            max_sequence_tokens = model.max_seq_len
         return EngineCapacity(
             vocab_size=self._vocab_size,  # theirs leaves added tokens out
-            max_sequence_tokens=self._max_sequence_tokens or longest or None,
+            max_sequence_tokens=max_sequence_tokens or None,
             max_draft_tokens=0,
             tells_top_log_probs=True,
             speculates=trtllm.SPECULATES,
@@ -385,7 +408,7 @@ class TrtllmServiceEngine:
 
 
 class ServiceChunks(CallChunks):
-    """One request over one ``Generate`` call; ``ends_known``: as ``service_request`` tells."""
+    """A request over a ``Generate`` call of its own; ``ends_known``: as of ``service_request``."""
 
     def __init__(
         self,
