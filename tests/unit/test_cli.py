@@ -58,7 +58,7 @@ def test_help_has_examples_that_parse(name: str) -> None:
     shown = command(name).get_help(click.Context(command(name), parent, info_name=name))
     examples = [
         shlex.split(line)[2:]
-        for line in shown.splitlines()
+        for line in shown.replace("\\\n", "").splitlines()
         if line.strip().startswith("trtllm-bls ")
     ]
     assert examples
@@ -162,6 +162,13 @@ def test_help_fits_a_terminal_of_80_columns() -> None:
     assert "..." not in output.partition("Try it:")[2]
 
 
+def test_help_of_each_command_fits_a_terminal_of_80_columns() -> None:
+    """Its examples can be copied, and no list of values is wider than the screen."""
+    for name in COMMANDS:
+        _, output = run("help", name)
+        assert max(len(line) for line in output.splitlines()) <= 80, name
+
+
 def test_help_of_a_command_is_that_of_its_option() -> None:
     """`trtllm-bls help serve` and `trtllm-bls serve --help` print the same."""
     for name in COMMANDS:
@@ -175,6 +182,7 @@ def test_help_of_a_command_is_that_of_its_option() -> None:
         (["help", "sevre"], "did you mean 'serve'?"),
         (["xyzzy"], "see `trtllm-bls help`"),
         (["serve", "--port", "9000"], "--openai-port is OpenAI's API"),
+        (["serve", "meta-llama/Llama-3.1-8B"], "--model meta-llama/Llama-3.1-8B"),
         (["generate", "hello", "world"], "put it in quotes: 'hello world'"),
         (["generate", "--url", "localhost", "hello"], "localhost:8001"),
         (["chat", "--url", "::1"], "[::1]:8001"),

@@ -68,6 +68,10 @@ def test_a_line_is_made_readable() -> None:
         ("", False),
         ("At:", False),
         ("  <frozen importlib._bootstrap>(241): _call_with_frames_removed", False),
+        ("Signal (11) received.", False),
+        (" 0# 0x000055C3B53D1D4D in tritonserver", False),
+        ("12# triton::core::Model::~Model() in /opt/tritonserver/lib/libtritonserver.so", False),
+        ("1# of 3 parts is done", True),
     ],
 )
 def test_only_noteworthy_lines_are_shown(raw: str, shown: bool) -> None:

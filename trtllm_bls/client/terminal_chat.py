@@ -409,6 +409,10 @@ class OpenAIModel:
                     yield response
                     return
                 refusal = _refusal(response.status_code, await response.aread())
+        except httpx.ConnectError as error:
+            raise ConnectionFailed(
+                f"{self.url}: {error}; `trtllm-bls serve` starts a server"
+            ) from error
         except httpx.HTTPError as error:
             raise ConnectionFailed(f"{self.url}: {error}") from error
         if response.status_code == 404 and not self.url.rstrip("/").endswith("/v1"):

@@ -92,7 +92,7 @@ def main(**options: Any) -> None:
     \b
     Examples:
       trtllm-bls generate "Once upon a time" -o 64
-      trtllm-bls generate --chat --system "Answer briefly." "What is a B-tree?" --temperature 0.7
+      trtllm-bls generate --chat --system "Be brief." "What is a B-tree?"
       trtllm-bls generate "1, 2, 3," --stop-words "10" --stop-words $'\\n'
       git diff | trtllm-bls generate --json -o 200 | jq -r .text
       trtllm-bls generate "Count to a thousand:" -o 1000 --stop-after-ms 500

@@ -107,10 +107,12 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
     \b
     Examples:
-      trtllm-bls configure --engine-dir ./engine --tokenizer-dir ./llama --out ./repository
+      trtllm-bls configure --engine-dir ./e --tokenizer-dir ./t --out ./repository
       trtllm-bls configure --from ./old --out ./new --version 0.18
-      trtllm-bls configure --engine-dir ./e --tokenizer-dir ./t --out ./r --set max_beam_width=2
-      trtllm-bls configure --engine llm_api --tokenizer-dir ./llama --model-yaml ./y --out ./r
+      trtllm-bls configure --engine-dir ./e --tokenizer-dir ./t --out ./r \\
+        --set max_beam_width=2
+      trtllm-bls configure --engine llm_api --tokenizer-dir ./t \\
+        --model-yaml ./model.yaml --out ./r
     """
     slurm = options.pop("slurm")
     source = options.pop("source")

@@ -45,7 +45,8 @@ def command(
     \b
     Examples:
       trtllm-bls new models/my_pipeline
-      trtllm-bls new models/speech --input text:STRING --output codes:STRING --output pcm:FP32[-1]
+      trtllm-bls new models/speech --input text:STRING \\
+        --output codes:STRING --output pcm:FP32[-1]
       trtllm-bls new models/speech
     """
     name = Path(os.path.abspath(directory)).name

@@ -59,7 +59,8 @@ def command(context: click.Context, /, **options: Any) -> None:
     \b
     Examples:
       trtllm-bls dynamo --engine trtllm://gpu-host:50051 --tokenizer-dir ./llama
-      trtllm-bls dynamo --tokens --engine trtllm://gpu-host:50051 --tokenizer-dir ./llama
+      trtllm-bls dynamo --tokens --engine trtllm://gpu-host:50051 \\
+        --tokenizer-dir ./llama
     """
     for variable in _LISTENS:  # read when the runtime starts
         os.environ.setdefault(variable, options["host"])

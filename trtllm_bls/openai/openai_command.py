@@ -79,7 +79,7 @@ def main(context: click.Context, /, **options: Any) -> None:
     \b
     Examples:
       trtllm-bls openai --engine-url localhost:8001 --tokenizer-dir ./llama
-      trtllm-bls openai --model-repository /repo --workers 4 --api-keys-file keys.txt
+      trtllm-bls openai --model-repository /repo --api-keys-file keys.txt
     """
     try:
         from trtllm_bls.http.keys import read_keys

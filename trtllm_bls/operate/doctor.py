@@ -955,7 +955,7 @@ def conformance(engine: str, **options: Any) -> None:
     \b
     Examples:
       trtllm-bls conformance --engine llm_api --model /models/llama
-      trtllm-bls conformance --engine trtllm://127.0.0.1:50051 --model /models/llama
+      trtllm-bls conformance --engine trtllm://gpu-host:50051 --model ./llama
     """
     from trtllm_bls.engines.conformance import examine as examine_engine
     from trtllm_bls.engines.opening import open_local_engine

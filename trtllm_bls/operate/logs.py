@@ -22,8 +22,12 @@ _STRUCTURED = re.compile(
     r"(?P<text>.*)"
 )
 _SEVERITIES = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
-# Tables, empty lines, and the stub's tracebacks, which Triton repeats with the model's name.
-_FURNITURE = re.compile(r"\s*(?:[+|].*)?|At:|  .+\(\d+\): .+|Signal \(\d+\) received\.")
+# Tables, empty lines, the stub's tracebacks, which Triton repeats with the model's name, and the
+# addresses that Triton prints of a crash, which ``serve`` reports in a line.
+_FURNITURE = re.compile(
+    r"\s*(?:[+|].*)?|At:|  .+\(\d+\): .+|Signal \(\d+\) received\.|"
+    r" *\d+# (?:0x[0-9A-Fa-f]+|.+ in ).*"
+)
 
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _UNLOADED = re.compile(r"successfully unloaded '([^']+)' version \d+")

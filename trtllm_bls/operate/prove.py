@@ -140,9 +140,12 @@ def command(out: Path, **options: Any) -> None:
     \b
     Examples:
       trtllm-bls prove --out report
-      trtllm-bls prove --out report --model-repository /repository --beside http://127.0.0.1:8080
-      trtllm-bls prove --out report --url 127.0.0.1:8001 --tokenizer-dir /models/llama
-      trtllm-bls prove --out report --only conformance --engine trtllm://127.0.0.1:50051
+      trtllm-bls prove --out report --model-repository /repository \\
+        --beside http://127.0.0.1:8080
+      trtllm-bls prove --out report --url 127.0.0.1:8001 \\
+        --tokenizer-dir /models/llama
+      trtllm-bls prove --out report --only conformance \\
+        --engine trtllm://127.0.0.1:50051
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

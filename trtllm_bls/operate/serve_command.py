@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Any
 
@@ -15,10 +16,11 @@ _SETTINGS_OF_DEMO = (  # those of ``serve`` that ``demo`` has too
 _VERBOSE = click.option("--verbose", is_flag=True, help="Show every line of the server's log.")
 
 
-@click.command()
+@click.command(context_settings={"allow_extra_args": True})
 @options_of(ServeSettings)
 @_VERBOSE
-def command(verbose: bool, **options: Any) -> None:
+@click.pass_context
+def command(context: click.Context, /, verbose: bool, **options: Any) -> None:
     """Serve a model until Ctrl-C or SIGTERM; a second one does not wait for running requests.
 
     \b
@@ -28,6 +30,9 @@ def command(verbose: bool, **options: Any) -> None:
       trtllm-bls serve --http-port 7000 --grpc-port 7001 --metrics-port 7002
       trtllm-bls serve --set tensorrt_llm.max_batch=8 --log-file triton.log
     """
+    if context.args:  # other servers take the model as an argument
+        model = shlex.quote(context.args[0])
+        raise click.UsageError(f"serve takes no argument; a model is an option: --model {model}")
     from trtllm_bls.operate.serve import serve
 
     sys.exit(serve(ServeSettings(**options), verbose))

@@ -158,7 +158,7 @@ class Lifecycle:
 def _running_text(running: list[str]) -> str:
     """Return the number of running requests, and the ids of some, for the log."""
     if not running:
-        return "none runs"
+        return "no request runs"
     ids = ", ".join(running[:NUM_IDS])
     if len(running) > NUM_IDS:
         ids += ", ..."

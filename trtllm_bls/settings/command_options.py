@@ -394,14 +394,18 @@ class ServeSettings:
         metavar="NAME[=TASK_ID]",
     )
     tool_parser: str = setting(
-        "How the model writes tool calls, for the OpenAI API; auto: by its chat template.",
+        "How the model writes tool calls, for the OpenAI API; auto: by its chat template. Names: "
+        f"none, {', '.join(TOOL_FORMATS)}.",
         "auto",
         type=click.Choice(["auto", "none", *TOOL_FORMATS]),
+        metavar="NAME",
     )
     reasoning_parser: str = setting(
-        "How the model marks reasoning, for the OpenAI API; auto: by its chat template.",
+        "How the model marks reasoning, for the OpenAI API; auto: by its chat template. Names: "
+        f"none, {', '.join(REASONING_TAGS)}.",
         "auto",
         type=click.Choice(["auto", "none", *REASONING_TAGS]),
+        metavar="NAME",
     )
     chat_template_kwargs: str = setting(
         "Variables of the chat template for the OpenAI API, a JSON object. A request's own "
