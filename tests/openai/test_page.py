@@ -1130,3 +1130,94 @@ def test_a_price_is_no_formula(browser: webdriver.Chrome, connect: Connect) -> N
     page.starts()
     page.ask("Hi")
     assert page.texts(".formatted math mrow") and "$5, or 7$" in page.find(".formatted").text
+
+
+# What has the focus in turn, by the state of the page; "[tabindex]" are places that scroll.
+FOCUSED = """
+const kinds = "button, summary, input, select, textarea, [tabindex='0']";
+const places = document.querySelectorAll(kinds);
+const scope = document.querySelector("dialog[open]") ?? document;
+const shown = [...places].filter((place) =>
+  place.checkVisibility() && !place.disabled && place.type !== "file" && scope.contains(place));
+const place = shown[arguments[0]];
+place?.focus();
+return place ? place.outerHTML.slice(0, 90) : null;
+"""
+RESET = """
+for (const dialog of document.querySelectorAll("dialog")) dialog.close();
+for (const { controller } of state.runs.values()) controller.abort();
+for (const chat of [...state.chats.values()]) forgetChat(chat);
+$("notice").hidden = true;
+openChat(newChat());
+"""
+IN_STATES = {
+    "empty": "",
+    "turns": OTHER_STATES,
+    "menu": f"{OTHER_STATES} document.querySelector('article:last-child .more').open = true;",
+    "editor": f"{OTHER_STATES} {EDITS}",
+    "name": f"{OTHER_STATES} renameChat(chat);",
+    "settings": "$('settings').showModal(); $('advanced').open = true;",
+    "reader": f"{OTHER_STATES} showText('A title', 'A text');",
+    "file": "attach([new File(['text'], 'a.txt')]);",
+    "answer": "send('Hi');",
+    "end": f"{OTHER_STATES} $('down').hidden = false;",
+}
+IS_LOST = """
+const end = arguments[0];
+setTimeout(() => {
+  const { activeElement } = document;
+  end(activeElement === document.body || !activeElement.checkVisibility());
+}, 50);
+"""
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("state", IN_STATES)
+def test_no_key_loses_the_focus(
+    browser: webdriver.Chrome, connect: Connect, state: str, width: int
+) -> None:
+    """Whatever has it, after Enter, and in `make test-all` after the space bar and Escape."""
+    api, _ = connect(speaking(lambda prompt: "one more word " * 300, 0.02))
+    size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    lost = []
+    try:
+        page = Page(browser, api.url)
+        page.starts()
+        for key in (Keys.ENTER, Keys.SPACE, Keys.ESCAPE)[: budget(1, 3)]:
+            for place in range(100):
+                page.script(RESET)
+                page.script("showSide(true)" if state == "name" else "")
+                page.script(f"{{ {IN_STATES[state]} }}")
+                name = page.script(FOCUSED, place)
+                if name is None:
+                    break
+                page.type(key)
+                if browser.execute_async_script(IS_LOST):
+                    lost.append((key, name))
+            assert place > 1
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert lost == []
+
+
+def test_lists_in_lists_are_indented(browser: webdriver.Chrome, connect: Connect) -> None:
+    """Each level begins further right than the one that it is in."""
+    api, _ = connect(speaking(lambda prompt: "- one\n  - two\n    1. three\n\n- four"))
+    page = Page(browser, api.url)
+    page.starts()
+    page.ask("Hi")
+    items = page.browser.find_elements(By.CSS_SELECTOR, ".formatted li")
+    one, two, three, four = (item.rect["x"] for item in items)
+    assert one == four and one + 10 < two and two + 10 < three
+
+
+def test_rates_have_three_digits(browser: webdriver.Chrome, connect: Connect) -> None:
+    """A rate of tokens is measured no better."""
+    api, _ = connect(endless(0))
+    page = Page(browser, api.url)
+    page.starts()
+    rates = {"3.14159": "3.14", "31.4159": "31.4", "314.159": "314", "3141.59": "3,140"}
+    for rate, shown in rates.items():
+        figures = f"figuresOf({{ figures: {{ tokens: 2, seconds: 1 / {rate}, exact: 1 }} }})"
+        assert f"{shown} tokens/s" in page.script(f"return {figures}")
