@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trtllm_bls.http.limits import UNNAMED, Refused
-from trtllm_bls.http.routes import ROUTES, Route, judged
+from trtllm_bls.http.routes import ROUTES, Route, match_route
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 
@@ -46,10 +46,10 @@ def test_infer_can_be_closed() -> None:
     for row in ROUTES:
         if row.tensors:
             with pytest.raises(Refused, match="serve --triton-infer on opens it") as refused:
-                judged(row.method, filled(row), True, True, opens_infer=False)
+                match_route(row.method, filled(row), True, True, opens_infer=False)
             assert refused.value.status == 403
         else:
-            assert judged(row.method, filled(row), True, True, opens_infer=False)[0] is row
+            assert match_route(row.method, filled(row), True, True, opens_infer=False)[0] is row
 
 
 def filled(row: Route) -> bytes:
@@ -59,13 +59,13 @@ def filled(row: Route) -> bytes:
 @pytest.mark.parametrize("row", ROUTES, ids=lambda row: f"{row.method} {row.path}")
 def test_every_row_answers_its_path(row: Route) -> None:
     """And no other row does, whoever asks; a key and the option open what they are for."""
-    assert judged(row.method, filled(row), True, True)[0] is row
+    assert match_route(row.method, filled(row), True, True)[0] is row
     for has_key, opens in ((True, False), (False, True)):
         if (has_key or row.keyless) and (opens or not row.control):
-            assert judged(row.method, filled(row), has_key, opens)[0] is row
+            assert match_route(row.method, filled(row), has_key, opens)[0] is row
         else:
             with pytest.raises(Refused) as refused:
-                judged(row.method, filled(row), has_key, opens)
+                match_route(row.method, filled(row), has_key, opens)
             assert refused.value.status == (403 if has_key else 401)
 
 
@@ -83,4 +83,4 @@ def test_no_other_spelling_is_a_path(path: bytes) -> None:
     """By any method."""
     for method in ("GET", "POST", "HEAD", "get"):
         with pytest.raises(Refused, match="nothing is served at this path"):
-            judged(method, path, True, True)
+            match_route(method, path, True, True)

@@ -519,7 +519,7 @@ def test_a_defect_is_told_as_500_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without its text, which the log has."""
-    monkeypatch.setattr(triton, "judged", lambda *given: 1 / 0)
+    monkeypatch.setattr(triton, "match_route", lambda *given: 1 / 0)
     defects.clear()
     told = asyncio.run(Triton().ask("GET", b"/v2", []))
     assert told["status"] == 500 and b"unexpected ZeroDivisionError" in told["body"]

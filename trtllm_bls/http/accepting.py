@@ -22,11 +22,11 @@ from typing import Any
 
 import uvicorn
 
-_WORKER_PLACES = 256  # of workers, those included that are being replaced
+_WORKER_PLACES = 256  # workers, including those that are being replaced
 _COUNT_BYTES = 8
 _NO_WORKER = 2**62  # the count of a place that no worker has, which is never the lowest
 _ACCEPTED_AT_ONCE = 32  # connections in one turn of the event loop: more would hold up streams
-_PAUSE_S = 0.001  # between two looks at whose turn it is
+_PAUSE_S = 0.001  # until a worker looks again whether it is its turn
 _PATIENCE_S = 0.005  # for a worker with fewer connections, which may be busy or hang
 _NO_DESCRIPTORS_S = 0.5  # until a process without free descriptors tries again
 _TCP_INFO_BACKLOG = struct.Struct("=24xI")  # ``tcpi_unacked``: of a listening socket, its backlog
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerConnections:
-    """How many connections each worker has, in memory of the process that forks the workers.
+    """The number of connections of each worker, in memory that they inherit from their parent.
 
     A worker locks its place. The kernel frees the lock of a worker that ends, however it ends.
     """
@@ -68,7 +68,7 @@ class WorkerConnections:
         self._own_place = None
 
     def counts(self) -> list[int]:
-        """The number of connections of each worker that accepts."""
+        """Return the number of connections of each worker that accepts."""
         return [count for count in self._counts if count != _NO_WORKER]
 
     @property
@@ -82,10 +82,10 @@ class WorkerConnections:
         if self._own_place is None:
             return True
         counts = list(self._counts)
-        least = min(counts)
-        if counts[self._own_place] <= least:
+        fewest = min(counts)
+        if counts[self._own_place] <= fewest:
             return True
-        place = counts.index(least)
+        place = counts.index(fewest)
         if self._lock(place):  # its worker was killed
             self._counts[place] = _NO_WORKER
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
@@ -103,7 +103,7 @@ class WorkerConnections:
 class Acceptor:
     """Accepts from one listening socket on the running event loop, as an ``asyncio.Server`` does.
 
-    ``count`` is called when the number of connections that are being opened changes.
+    ``on_change`` is called when the number of connections that are being opened changes.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Acceptor:
         protocol: Callable[[], asyncio.Protocol],
         tls: ssl.SSLContext | None,
         turns: WorkerConnections,
-        count: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         # Tasks by the connection that they open, which may last while TLS is negotiated.
         self.opening: dict[asyncio.Protocol, asyncio.Task[None]] = {}
@@ -120,7 +120,7 @@ class Acceptor:
         self._protocol = protocol
         self._tls = tls
         self._turns = turns
-        self._count = count
+        self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._waits_until: float | None = None  # for a worker with fewer connections
         self._pause: asyncio.TimerHandle | None = None
@@ -158,8 +158,8 @@ class Acceptor:
                 self._pause_for(_PAUSE_S)
                 return
         self._waits_until = None
-        # About half of what is this worker's when all workers accept at once. The smaller the
-        # share, the more even are the counts. A worker without others takes all that waits.
+        # All workers may accept at once. Each takes half of an even share of the backlog, as small
+        # shares keep the counts even. A single worker takes the whole backlog.
         share = 1 + backlog(self._listening) // (2 * self._turns.others + 1)
         for _ in range(min(share, _ACCEPTED_AT_ONCE)):
             try:
@@ -174,7 +174,7 @@ class Acceptor:
             protocol = self._protocol()
             task = self._loop.create_task(self._open(connection, protocol))
             self.opening[protocol] = task
-            self._count()
+            self._on_change()
             task.add_done_callback(partial(self._opened, connection, protocol))
 
     async def _open(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
@@ -187,13 +187,13 @@ class Acceptor:
         self, connection: socket.socket, protocol: asyncio.Protocol, task: asyncio.Task[None]
     ) -> None:
         del self.opening[protocol]
-        self._count()
+        self._on_change()
         if task.cancelled():
             connection.close()
 
 
 def backlog(listening: socket.socket) -> int:
-    """The number of connections that wait to be accepted."""
+    """Return the number of connections that wait to be accepted."""
     info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BACKLOG.size)
     waiting: int = _TCP_INFO_BACKLOG.unpack(info)[0]
     return waiting
@@ -222,7 +222,7 @@ class WorkerServer(uvicorn.Server):
         self.servers = [*self._acceptors]  # type: ignore[list-item]  # uvicorn closes them
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End as uvicorn's server does; the other workers accept in this one's place."""
+        """Leave the turns to the other workers, then end as uvicorn's server does."""
         self._turns.leave()
         await super().shutdown(sockets)
 

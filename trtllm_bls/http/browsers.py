@@ -11,15 +11,16 @@ from urllib.parse import urlsplit
 def browser_problem(
     host: str, origin: str, hosts: Collection[str] = (), origins: Collection[str] = ()
 ) -> tuple[int, str] | None:
-    """The status and message that refuse a request with these headers; ``None`` if it may pass.
+    """Return the status and message that refuse a request; ``None`` if it may pass.
 
     For servers on this machine: any web page can make its visitor's browser send requests here. A
     page of another server has a foreign ``Origin``; one whose name was made to mean this machine
-    (DNS rebinding) has a foreign ``Host``. Hosts that may be named: IP addresses, ``localhost`` and
-    ``hosts``. Origins: that of the host itself and ``origins``, where ``*`` stands for all. A
-    header that was not sent is empty.
+    (DNS rebinding) has a foreign ``Host``. ``host`` may be an IP address, ``localhost`` or one of
+    ``hosts``. ``origin`` may be that of the host itself or one of ``origins``, where ``*`` stands
+    for all. Both are empty where the header was not sent.
     """
-    host, origin = host.lower(), origin.lower()
+    host = host.lower()
+    origin = origin.lower()
     is_ours = not host
     with suppress(ValueError):
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
@@ -28,7 +29,7 @@ def browser_problem(
         )
     if not is_ours:
         return 421, f"this server does not answer as {host[:80]!r}"
-    is_own = not origin or origin.partition("://")[2] == host
-    if not (is_own or "*" in origins or origin in origins):
+    is_same_origin = not origin or origin.partition("://")[2] == host
+    if not (is_same_origin or "*" in origins or origin in origins):
         return 403, f"pages of {origin[:80]!r} may not use this server"
     return None

@@ -19,65 +19,65 @@ MIB = 1024 * KIB
 # --- one connection -----------------------------------------------------------------------------
 
 HEADER_S = 10.0  # for the headers of a request
-BODY_S = 30.0  # for its body
+BODY_S = 30.0  # for the body of a request
 IDLE_S = 75.0  # clients and proxies close idle connections earlier, so no request is lost
 URL_BYTES = 8 * KIB
-HEAD_BYTES = 64 * KIB  # of headers, trailers and chunks' frames
+HEAD_BYTES = 64 * KIB  # headers, trailers and chunks' frames of a request
 CONNECTION_REQUESTS = 1000
 PARSED_AT_ONCE = 4 * KIB  # bytes, which hold 200 requests or fewer
 
-FRAMES_A_TURN = 64  # of a WebSocket, in one turn of the event loop; about 2 ms
+FRAMES_A_TURN = 64  # from one WebSocket, in one turn of the event loop; about 2 ms
 FRAMES_A_MESSAGE = 1024  # 4 KiB each for a message of 4 MiB
 CONTROL_FRAMES = 100  # pings and pongs in a minute
-TURNS_AFTER_CLOSE = 16  # for the client's own close frame, behind what it has sent already
-SOCKET_S = 3600.0  # of one WebSocket, as OpenAI has it
+TURNS_AFTER_CLOSE = 16  # for the client's close frame, which follows the frames that it had sent
+SOCKET_S = 3600.0  # until a WebSocket is closed, as OpenAI has it
 SOCKET_REFUSALS = 60  # messages that are refused in a minute
 
-# --- all clients of a process, who share it (``shares``) ----------------------------------------
+# --- all clients of a process together, who share it (``shares``) -------------------------------
 
 SOCKETS = 256  # WebSockets
-HELD_BODY_BYTES = 64 * MIB  # of bodies that are received or read, for each port
-HELD_TENSOR_BYTES = 128 * MIB  # of bodies that are forwarded, until Triton has answered
+HELD_BODY_BYTES = 64 * MIB  # bodies that are received or read, for each port
+HELD_TENSOR_BYTES = 128 * MIB  # bodies that are forwarded, until Triton has answered
 SMALL_BODY_BYTES = 64 * KIB  # a quarter of the room is for bodies up to this
 CONTINUED_BYTES = 16  # times ``--max-body-bytes``: conversations that WebSockets may go on from
 
 # --- one body -----------------------------------------------------------------------------------
 
-BODY_BYTES = 4 * MIB  # of JSON, also unpacked; ``--max-body-bytes``
-TENSOR_BYTES = 64 * MIB  # of JSON and binary tensors
+BODY_BYTES = 4 * MIB  # JSON, also unpacked; ``--max-body-bytes``
+TENSOR_BYTES = 64 * MIB  # JSON and binary tensors
 LONG_JSON_BYTES = 256 * KIB  # a longer text is read in a thread
 
 # --- infer and generate -------------------------------------------------------------------------
 
 MAX_MEMBERS = 1000  # parameters, inputs or outputs; Triton's time grows with their square
-MAX_DIMENSIONS = 32  # of a shape
-MAX_ELEMENTS = 64 * MIB  # of a tensor, each of which takes a byte of the body or more
-MAX_TEXTS = 2**20  # of a BYTES tensor, whose lengths are walked through one by one
+MAX_DIMENSIONS = 32  # in a shape
+MAX_ELEMENTS = 64 * MIB  # in a tensor; each takes a byte of the body or more
+MAX_TEXTS = 2**20  # in a BYTES tensor, whose lengths are read one by one
 
 # --- the OpenAI API -----------------------------------------------------------------------------
 
-MAX_FIELDS = 256  # of a request
-MAX_ITEMS = 8192  # of a conversation, with those that references stand for
+MAX_FIELDS = 256  # in a request
+MAX_ITEMS = 8192  # in a conversation, including those that references stand for
 MAX_TOOLS = 512
-MAX_PROMPTS = 256  # of a completion
-MAX_TOKENS = 2**20  # of a list
-MAX_PART_BYTES = 16 * MIB  # of one image, sound or file in a conversation, decoded
-MAX_PARTS = 256  # of those in a conversation
-MAX_EMBEDDED_TEXTS = 2048  # of ``/v1/embeddings``, as OpenAI has it
-MAX_DOCUMENTS = 2048  # of ``/v1/rerank``
-MAX_SPEECH_CHARACTERS = 2**16  # of ``/v1/audio/speech``
+MAX_PROMPTS = 256  # in a completion
+MAX_TOKENS = 2**20  # in a list
+MAX_PART_BYTES = 16 * MIB  # one image, sound or file in a conversation, decoded
+MAX_PARTS = 256  # images, sounds and files in a conversation
+MAX_EMBEDDED_TEXTS = 2048  # for ``/v1/embeddings``, as OpenAI has it
+MAX_DOCUMENTS = 2048  # for ``/v1/rerank``
+MAX_SPEECH_CHARACTERS = 2**16  # for ``/v1/audio/speech``
 MAX_NAME = 256  # characters of a voice or a format
-MAX_TEXT_TOKENS = 2**18  # that ``/detokenize`` makes a text of, each of up to hundreds of bytes
-STORED_RESPONSE_BYTES = 4 * MIB  # of one response: of its input, and of the rest
+MAX_TEXT_TOKENS = 2**18  # for ``/detokenize``; one may stand for hundreds of bytes
+STORED_RESPONSE_BYTES = 4 * MIB  # for a response's input, and for the rest of that response
 STORED_CHAIN = 1000  # responses
 REFERENCE_BYTES = 16  # times ``--max-body-bytes``: bodies that references are looked up in
-MAX_NOTES = 100  # of what requests bring, logged once in a process
+MAX_NOTES = 100  # lines about requests, each logged once in a process
 MAX_NOTE = 160  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One row of the table.
+    """A row of the table.
 
     ``unit``: what is counted. ``limit``: the bound, as the page says it. ``holder``: whose count it
     is. ``beyond``: what is answered, or done, beyond it. ``test``: the file and the test that hold
@@ -512,7 +512,7 @@ _KEPT_ROWS = (
         holder="process",
         beyond="404, and nothing is kept",
         test="tests/unit/test_triton_http.py:test_a_version_is_asked_for_in_one_spelling",
-        covers=("kept generate.TritonHttp._declared",),
+        covers=("kept generate.TritonHttp._metadata",),
     ),
     Budget(
         unit="requests that run, and what is kept of each",
@@ -532,7 +532,7 @@ BUDGETS = (*_CONNECTION, *_WEBSOCKETS, *_BODIES, *_TENSOR_ROWS, *_REQUEST_ROWS, 
 
 
 def table() -> str:
-    """The table for docs/security.md."""
+    """Return the table for docs/security.md."""
     rows = [
         ("what is counted", "limit", "of a", "beyond it", "held by"),
         ("---",) * 5,

@@ -1,7 +1,7 @@
-"""Triton's HTTP surface: ``generate`` over gRPC, what else ``routes`` has forwarded to Triton.
+"""Triton's HTTP surface: ``generate`` over gRPC; the other ``routes`` are forwarded to Triton.
 
 A ``generate`` runs in the same model as it would over Triton's port, with the same id and
-parameters, and the engine's work ends when the caller leaves.
+parameters, and the engine's work ends when the client disconnects.
 
 The body of a ``generate`` is a flat object. A member named like an input of the model becomes that
 tensor, every other member a parameter of the request; the members of ``parameters`` are treated as
@@ -53,7 +53,7 @@ from trtllm_bls.http.limits import (
     header,
     traceparent,
 )
-from trtllm_bls.http.routes import JSON_LENGTH, TRACE, Route, judged
+from trtllm_bls.http.routes import JSON_LENGTH, TRACE, Route, match_route
 from trtllm_bls.http.shares import TENANT, NoShare, Shares, holder_of
 from trtllm_bls.http.values import encoded, flat_values, numpy_type, packed, wrong
 from trtllm_bls.orchestrator.orchestrator import Admission
@@ -68,13 +68,13 @@ _ONLY_ONE = (
     "generate expects model to produce exactly 1 response, "
     "use generate stream for model that generates various number of responses"
 )
-# How Triton begins its refusal of a request that no model has seen; it is never an event.
+# Triton begins the refusal of a request that no model has seen with this; it is never an event.
 _NOT_RUN = "[request id: "
 _TO_STOP = b'"stop"'  # the key of a request that ends another one, and needs no place itself
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 # Headers of Triton's answers that clients get.
-_ANSWERED = (b"content-type", b"content-length", JSON_LENGTH)
+_ANSWER_HEADERS = (b"content-type", b"content-length", JSON_LENGTH)
 _HTTP_STATUSES = {
     "INVALID_ARGUMENT": 400,
     "ALREADY_EXISTS": 400,
@@ -101,15 +101,15 @@ class TritonHttp:
     """Triton's HTTP surface as an ASGI application; ``close`` it on the loop that served it.
 
     Triton is at ``grpc``, as host:port, and at ``http``, a URL; ``tls`` is for gRPC. Without
-    ``grpc``, ``generate`` is forwarded, too. ``bodies`` reads those of ``generate``. ``is_allowed``
-    tells the key in ``authorization`` of requests that need one. ``opens_control``: the control
-    APIs are answered. ``opens_infer``: so is ``infer``. ``separates_keys``: requests of different
-    keys share no KV cache.
+    ``grpc``, ``generate`` is forwarded, too. ``bodies`` reads the bodies of ``generate``.
+    ``is_allowed`` returns the key in ``authorization``, ``None`` where it is not allowed.
+    ``opens_control``: the control APIs are answered. ``opens_infer``: ``infer`` is answered.
+    ``separates_keys``: requests of different keys share no KV cache.
 
-    ``places``: those that ``tensorrt_llm_bls`` in Triton has; nobody waits for one here. Triton
-    needs seconds to refuse many requests at once, so one that has no place is refused before it is
-    sent there. Clients of gRPC and of other workers take places too, so Triton may have fewer, and
-    never has more. ``on_refused`` counts a refusal.
+    ``places``: as many as ``tensorrt_llm_bls`` in Triton has; no request waits for one here. Triton
+    needs seconds to refuse many requests at once, so a request without a place is refused before it
+    is sent there. Clients of gRPC and of other workers take places too, so Triton may have fewer
+    free, and never more. ``on_refused`` counts a refusal.
     """
 
     def __init__(
@@ -128,10 +128,14 @@ class TritonHttp:
         self._opens_infer = opens_infer
         self._separates_keys = separates_keys
         self._places = places
-        self._shares = Shares(places.total) if places is not None else None
+        self._shares: Shares | None = None  # of the places
+        if places is not None:
+            self._shares = Shares(places.total)
         self._on_refused = on_refused
         self._opens_control = opens_control
-        self._grpc = GrpcChannel(grpc, tls=tls) if grpc else None
+        self._grpc: GrpcChannel | None = None
+        if grpc:
+            self._grpc = GrpcChannel(grpc, tls=tls)
         self._bodies = bodies or BodyReader()
         self._tensors = BodyReader(TENSOR_BYTES, HELD_TENSOR_BYTES, set_by="")
         self._is_allowed = is_allowed
@@ -142,8 +146,8 @@ class TritonHttp:
             timeout=httpx.Timeout(None, connect=_TIMEOUT_SECONDS),
             trust_env=False,  # a proxy of the environment is not for this machine's own ports
         )
-        # What models declare, by name and version, and when they were asked.
-        self._declared: dict[tuple[str, str], tuple[float, asyncio.Task[dict[str, Any]]]] = {}
+        # The inputs of models, by name and version, and the time when Triton was asked for them.
+        self._metadata: dict[tuple[str, str], tuple[float, asyncio.Task[dict[str, Any]]]] = {}
 
     async def close(self) -> None:
         """Close the connections to Triton; requests that run end with an error."""
@@ -166,21 +170,22 @@ class TritonHttp:
         await _send_error(send, error)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, method = scope["raw_path"], scope["method"]
+        path = scope["raw_path"]
+        method = scope["method"]
         has_key = True
         if self._is_allowed is not None:
             key = self._is_allowed(header(scope, b"authorization"))
             has_key = key is not None
             if key is not None:
                 scope[TENANT] = key.hex()
-        route, match = judged(method, path, has_key, self._opens_control, self._opens_infer)
+        route, match = match_route(method, path, has_key, self._opens_control, self._opens_infer)
         length = header(scope, b"content-length")
         if not route.body and (length.strip(b"0") or header(scope, b"transfer-encoding")):
             raise Refused(400, f"{method} at this path takes no body; send none")
         if route.by_grpc and self._grpc is not None:
             await self._generate(self._grpc, match, scope, receive, send)
             return
-        # Of the request, Triton reads the path that was matched and what is written here.
+        # Triton reads the path that was matched, these headers and the body that is written anew.
         headers = {b"accept-encoding": b"identity"}
         if TRACE in route.headers and (trace := traceparent(scope)):
             headers[TRACE] = trace
@@ -189,11 +194,15 @@ class TritonHttp:
             await self._forward(httpx.Request(method, url, headers=headers), receive, send)
             return
         async with self._tensors.read(scope, receive, route.body) as body:
-            json_length = header(scope, JSON_LENGTH) if JSON_LENGTH in route.headers else b""
+            json_length = b""
+            if JSON_LENGTH in route.headers:
+                json_length = header(scope, JSON_LENGTH)
             if body or not route.control:
-                salt = await self._salt_input(match, scope) if route.tensors else None
+                salt = None
+                if route.tensors:
+                    salt = await self._salt_input(match, scope)
                 forwarded = await self._tensors.in_turn(
-                    len(body), self._understood, body, json_length, route, salt
+                    len(body), self._read_body, body, json_length, route, salt
                 )
                 body = forwarded.content
                 headers[b"content-type"] = JSON
@@ -203,7 +212,7 @@ class TritonHttp:
             request = httpx.Request(method, url, headers=headers, content=body)
             await self._forward(request, receive, send)
 
-    def _understood(
+    def _read_body(
         self, body: bytes, json_length: bytes, route: Route, salt: KeySalt | None
     ) -> Forwarded:
         """Read a body that is forwarded. Raises ``Refused``."""
@@ -214,22 +223,24 @@ class TritonHttp:
         return read_infer(body, json_length, max_bytes, has_shared_memory=shared, salt=salt)
 
     def _key(self, scope: Scope) -> str:
-        """The key whose KV cache is to be its own; empty where there is none."""
-        return str(scope.get(TENANT, "")) if self._separates_keys else ""
+        """Return the key that shares no KV cache with other keys; empty where there is none."""
+        if not self._separates_keys:
+            return ""
+        return str(scope.get(TENANT, ""))
 
     async def _salt_input(self, match: re.Match[bytes], scope: Scope) -> KeySalt | None:
-        """The salt of the request's key, where the model of an ``infer`` takes one."""
+        """Return the salt of the request's key, where the model of an ``infer`` takes one."""
         key = self._key(scope)
         if not key or self._grpc is None:
             return None
         model, version = _model_of(match)
         try:
-            declared = await self._inputs(self._grpc, model, version)
+            inputs = await self._inputs(self._grpc, model, version)
         except GrpcError as error:
             raise _error_of_call(error) from error
-        if SALT_INPUT not in declared:
+        if SALT_INPUT not in inputs:
             return None
-        return KeySalt(key, tuple(declared[SALT_INPUT].shape))
+        return KeySalt(key, tuple(inputs[SALT_INPUT].shape))
 
     async def _generate(
         self,
@@ -241,17 +252,18 @@ class TritonHttp:
     ) -> None:
         model, version = _model_of(match)
         async with self._bodies.read(scope, receive) as body:
-            is_limited = model == BLS_NAME and _TO_STOP not in body
-            places = self._places if is_limited else None
+            places = None
+            if model == BLS_NAME and _TO_STOP not in body:
+                places = self._places
             try:
                 if places is not None and self._shares is not None:
                     self._shares.note(holder_of(scope))
                     places.check_room()
-                declared = await self._inputs(channel, model, version)
+                inputs = await self._inputs(channel, model, version)
                 trace = traceparent(scope)
                 key = self._key(scope)
                 request = await self._bodies.in_turn(
-                    len(body), infer_request, body, model, declared, version, trace, key
+                    len(body), infer_request, body, model, inputs, version, trace, key
                 )
                 exchange = _Exchange()
                 if places is not None:
@@ -266,13 +278,13 @@ class TritonHttp:
         await exchange.run(channel, request, receive, send, stream, writer)
 
     def _take_place(self, places: Admission, scope: Scope) -> Callable[[], None]:
-        """Take a place; the function leaves it. Raises ``Overloaded``."""
+        """Take a place and return a function that gives it back. Raises ``Overloaded``."""
         assert self._shares is not None
         try:
             share = self._shares.take(holder_of(scope), 1)
         except NoShare:
             raise places.crowded() from None
-        try:  # others may have taken the last place meanwhile
+        try:  # other requests may have taken the last place meanwhile
             place = places.take(1)
         except Overloaded:
             share.release()
@@ -285,9 +297,9 @@ class TritonHttp:
         return leave
 
     async def _inputs(self, channel: GrpcChannel, model: str, version: str) -> dict[str, Any]:
-        """What the model declares, by name. Raises ``GrpcError``."""
+        """Return the model's inputs, by name. Raises ``GrpcError``."""
 
-        async def ask() -> dict[str, Any]:
+        async def fetch() -> dict[str, Any]:
             request = service_pb2.ModelMetadataRequest(name=model, version=version)
             method = SERVICE + "ModelMetadata"
             answer = await channel.unary(method, request.SerializeToString(), _TIMEOUT_SECONDS)
@@ -295,19 +307,21 @@ class TritonHttp:
             return {tensor.name: tensor for tensor in inputs}
 
         now = asyncio.get_running_loop().time()
-        asked_at, asking = self._declared.get((model, version), (-math.inf, None))
-        if asking is None or now - asked_at > _METADATA_SECONDS:
-            asking = asyncio.create_task(ask())
-            self._declared[model, version] = now, asking
+        fetched_at, fetching = self._metadata.get((model, version), (-math.inf, None))
+        if fetching is None or now - fetched_at > _METADATA_SECONDS:
+            fetching = asyncio.create_task(fetch())
+            self._metadata[model, version] = now, fetching
         try:
-            # A caller that leaves meanwhile does not end the question, which others wait for too.
-            return asking.result() if asking.done() else await asyncio.shield(asking)
+            if fetching.done():
+                return fetching.result()
+            # Other requests wait for the same task, so a client that leaves does not cancel it.
+            return await asyncio.shield(fetching)
         except GrpcError:
-            self._declared.pop((model, version), None)
+            self._metadata.pop((model, version), None)
             raise
 
     async def _forward(self, request: httpx.Request, receive: Receive, send: Send) -> None:
-        """Have Triton's HTTP port answer, until the caller leaves."""
+        """Have Triton's HTTP port answer, until the client disconnects."""
         relaying = asyncio.ensure_future(self._relay(request, send))
         leaving = asyncio.ensure_future(_until_gone(receive))
         try:
@@ -326,15 +340,17 @@ class TritonHttp:
             raise Refused(503, "the server does not answer; try again", RETRY) from error
         try:
             if response.status_code >= 400 and request.method == "POST":
-                # Errors are short, and told in one piece.
+                # Errors are short, and are sent in one piece.
                 content = await response.aread()
                 if refusal := _error_of_answer(response.status_code, content):
                     raise refusal
-            pairs = [(key.lower(), value) for key, value in response.headers.raw]
-            headers = [(key, value) for key, value in pairs if key in _ANSWERED]
+            headers: list[tuple[bytes, bytes]] = []
+            for name, value in response.headers.raw:
+                if name.lower() in _ANSWER_HEADERS:
+                    headers.append((name.lower(), value))
             status = response.status_code
             await send({"type": "http.response.start", "status": status, "headers": headers})
-            async for chunk in response.aiter_bytes():  # of what was read above, too
+            async for chunk in response.aiter_bytes():  # also where ``aread`` has read them
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except httpx.HTTPError as error:  # the client sees that its connection breaks
@@ -344,11 +360,14 @@ class TritonHttp:
 
 
 def _model_of(match: re.Match[bytes]) -> tuple[str, str]:
-    """The name and the version in a path.
+    """Return the name and the version in a path.
 
-    Triton reads 001 as 1: one spelling, or what is known of a model would be kept for each.
+    Triton reads 001 as 1. The version gets one spelling, so that a model's inputs are kept once.
     """
-    return match[1].decode(), str(int(match[2])) if match[2] else ""
+    version = ""
+    if match[2]:
+        version = str(int(match[2]))
+    return match[1].decode(), version
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -357,15 +376,15 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class _Exchange(ResponseStream[bytes]):
-    """One ``generate``: the responses of the model, as JSON, for a caller that may leave.
+    """The model's responses to one ``generate``, as JSON; the client may disconnect.
 
-    ``leave`` is called when the model's work ends, which a slow reader may outlast.
+    ``leave`` is called when the model's work ends, even if a slow client still reads.
     """
 
     def __init__(self, leave: Callable[[], None] = lambda: None) -> None:
         super().__init__(close_or_cancel)
         self.call_at_end(lambda end, error: leave())
-        self._gone = False  # the caller has left
+        self._is_disconnected = False  # the client
 
     async def run(
         self,
@@ -376,7 +395,7 @@ class _Exchange(ResponseStream[bytes]):
         stream: bool,
         writer: ResponseWriter | None,
     ) -> None:
-        """Answer the caller; where it leaves, the model's work is cancelled.
+        """Answer the client; where it disconnects, the model's work is cancelled.
 
         ``writer`` is tried before ``send`` for events.
         """
@@ -387,44 +406,48 @@ class _Exchange(ResponseStream[bytes]):
             if stream:
                 await self._send_events(send, writer)
                 return
-            answers, error, over = await self._next()
-            while not over:
-                more, error, over = await self._next()
-                answers += more
-            if error is not None and not answers:
+            responses: list[bytes] = []
+            error = None
+            is_over = False
+            while not is_over:
+                arrivals, error, is_over = await self._next()
+                responses += arrivals
+            if error is not None and not responses:
                 await _send_error(send, error)
-            elif error is not None or len(answers) != 1:
+            elif error is not None or len(responses) != 1:
                 await _send_error(send, Refused(200, _ONLY_ONE))
             else:
-                await _send_json(send, 200, answers[0], [])
+                await _send_json(send, 200, responses[0], [])
         finally:
             watching.cancel()
             await self.aclose()
 
     async def _send_events(self, send: Send, writer: ResponseWriter | None) -> None:
-        begun = over = False
-        while not over:
-            events, error, over = await self._next()
-            if not begun:
+        is_started = False
+        is_over = False
+        while not is_over:
+            events, error, is_over = await self._next()
+            if not is_started:
                 if error is not None and error.message.startswith(_NOT_RUN):
                     await _send_error(send, error)
                     return
-                # An error in place of the first response decides the status, as in Triton.
-                first = error if error is not None and not events else Refused(200, "")
-                headers = [_EVENTS, *first.header_pairs]
-                await send(
-                    {"type": "http.response.start", "status": first.status, "headers": headers}
-                )
-                begun = True
+                status = 200
+                headers = [_EVENTS]
+                if error is not None and not events:
+                    # An error in place of the first response decides the status, as in Triton.
+                    status = error.status
+                    headers += error.header_pairs
+                await send({"type": "http.response.start", "status": status, "headers": headers})
+                is_started = True
             if error is not None:
                 events.append(error_json(error.message))
             body = b"".join([b"data: %b\n\n" % event for event in events])
-            if over or writer is None or not writer.write(body):
-                await send({"type": "http.response.body", "body": body, "more_body": not over})
+            if is_over or writer is None or not writer.write(body):
+                await send({"type": "http.response.body", "body": body, "more_body": not is_over})
 
     async def _next(self) -> tuple[list[bytes], Refused | None, bool]:
-        """The responses that have arrived, the error that ended the model's work, and whether it
-        is over. Raises ``ClientGone``, also for a caller that reads too slowly."""
+        """Wait for responses; return them, the error that ended the model's work, and true at its
+        end. Raises ``ClientGone``, also for a client that reads too slowly."""
         error = None
         try:
             await self.wait()
@@ -432,16 +455,16 @@ class _Exchange(ResponseStream[bytes]):
             error = refused
         except Overloaded as behind:
             raise ClientGone from behind
-        if self._gone:
+        if self._is_disconnected:
             raise ClientGone
         if isinstance(self._error, Refused):
             error = self._error
-        over = self._over
-        return self.take(), error, over
+        is_over = self._over
+        return self.take(), error, is_over
 
     async def _watch(self, receive: Receive) -> None:
         await _until_gone(receive)
-        self._gone = True
+        self._is_disconnected = True
         await self.aclose()
 
     def _read(self, messages: list[bytes], items: list[bytes]) -> bool:
@@ -449,16 +472,18 @@ class _Exchange(ResponseStream[bytes]):
             reply = service_pb2.ModelStreamInferResponse.FromString(message)
             if reply.error_message:
                 raise _error_of_model(reply.error_message)
-            response, last = reply.infer_response, is_final(reply.infer_response)
-            if response.outputs or not last:
+            response = reply.infer_response
+            is_last = is_final(response)
+            if response.outputs or not is_last:
                 items.append(response_json(response))
-            if last:
+            if is_last:
                 return True
         return False
 
     def _failure(self, error: GrpcError | None) -> Refused:
-        ended = GrpcError("UNAVAILABLE", "the server ended before its last response")
-        return _error_of_call(error or ended)
+        if error is None:
+            error = GrpcError("UNAVAILABLE", "the server ended before its last response")
+        return _error_of_call(error)
 
     def _unreadable(self, error: Exception) -> Refused:
         if isinstance(error, Refused):
@@ -468,15 +493,20 @@ class _Exchange(ResponseStream[bytes]):
 
 
 def _error_of_model(text: str) -> Refused:
-    """What a model, or Triton in its place, said. Triton's own HTTP port answers 400 to all."""
+    """Translate the error of a model, or of Triton in its place.
+
+    Triton's own HTTP port would answer each with 400.
+    """
     error = from_wire(text)
     if isinstance(error, Overloaded) and error.retry_after_s is not None:
         return Refused(429, text, {"retry-after": str(error.retry_after_s)})
     if isinstance(error, (Overloaded, EngineUnavailable, EngineStalled)):
         return Refused(503, text, RETRY)
     status = WireText.parse(text).status
+    if status == EngineError.status:
+        return Refused(502, text)
     if status:
-        return Refused(502 if status == EngineError.status else 400, text)
+        return Refused(400, text)
     return _error_of_status(triton_status(text), text)
 
 
@@ -486,21 +516,26 @@ def _error_of_call(error: GrpcError) -> Refused:
 
 def _error_of_status(grpc_status: str, text: str) -> Refused:
     status = _HTTP_STATUSES.get(grpc_status, 502)
-    return Refused(status, text, RETRY if status == 503 else {})
+    if status == 503:
+        return Refused(status, text, RETRY)
+    return Refused(status, text)
 
 
 def _error_of_answer(status: int, body: bytes) -> Refused | None:
-    """What Triton's own HTTP port answered, where another status says it better."""
+    """Return the error to send in place of Triton's own answer; ``None`` where that one fits."""
     try:
         text = msgspec.json.decode(body, type=dict[str, str])["error"]
     except (msgspec.MsgspecError, KeyError):
         text = ""
-    error = _error_of_model(text) if text else None
-    if error is not None and (WireText.parse(text).status or error.status in (429, 502, 503)):
-        return error
+    if text:
+        error = _error_of_model(text)
+        if WireText.parse(text).status or error.status in (429, 502, 503):
+            return error
     if status == 503:
         return Refused(503, text or "the server does not answer; try again", RETRY)
-    return Refused(502, text or "Triton failed") if status == 500 else None
+    if status == 500:
+        return Refused(502, text or "Triton failed")
+    return None
 
 
 async def _send_error(send: Send, error: Refused) -> None:
@@ -520,7 +555,7 @@ async def _send_json(
 
 
 class _Members(list[tuple[str, Any]]):
-    """The members of a JSON object, in order; a dict would hide a repeated key, which is wrong."""
+    """The members of a JSON object, in order; a dict would hide a repeated key, an error."""
 
 
 def infer_request(
@@ -531,12 +566,12 @@ def infer_request(
     trace: bytes = b"",
     key_name: str = "",
 ) -> bytes:
-    """``body`` as a ``ModelInferRequest`` to ``model``, whose metadata has these ``inputs``.
+    """Write ``body`` as a ``ModelInferRequest`` to ``model``, whose metadata has these ``inputs``.
 
-    ``key_name``: the key whose KV cache is to be its own, if there is one.
+    ``key_name``: the key that shares no KV cache with other keys, if there is one.
 
-    Raises ``Refused``; for more parameters than a request may have, too, whose time in Triton grows
-    with the square of their number.
+    Raises ``Refused``, also for too many parameters: Triton's time grows with the square of their
+    number.
     """
     try:
         members = json.loads(body, object_pairs_hook=_Members)
@@ -573,8 +608,13 @@ def infer_request(
 
 
 def _salted(key: str, value: Any) -> list[Any]:
-    """The salts that a client sent, each as one that is its key's alone."""
-    return [salt_of(key, salt) if isinstance(salt, str) else salt for salt in flat_values(value)]
+    """Replace each salt that a client sent by one that no other key has."""
+    salts: list[Any] = []
+    for salt in flat_values(value):
+        if isinstance(salt, str):
+            salt = salt_of(key, salt)
+        salts.append(salt)
+    return salts
 
 
 def _flat(members: _Members) -> Iterator[tuple[str, Any]]:
@@ -601,25 +641,29 @@ def _set_parameter(parameter: Any, key: str, value: Any) -> None:
         raise wrong(key, problem)
 
 
-def _add_input(request: Any, declared: Any, value: Any) -> None:
-    """Add a tensor; the innermost open dimension takes what the others leave."""
+def _add_input(request: Any, tensor: Any, value: Any) -> None:
+    """Add the input ``tensor``. The values decide its innermost open dimension; others are 1."""
     values = list(flat_values(value))
-    content = packed(declared.name, declared.datatype, values)
+    content = packed(tensor.name, tensor.datatype, values)
     count = len(values)
-    dims = declared.shape
-    fixed = math.prod(dim for dim in dims if dim >= 0)
-    shape = [1 if dim < 0 else dim for dim in dims]
-    open_dims = [axis for axis, dim in enumerate(dims) if dim < 0]
-    if open_dims and fixed and count % fixed == 0:
-        shape[open_dims[-1]] = count // fixed
+    shape: list[int] = []
+    open_axis = None
+    for axis, size in enumerate(tensor.shape):
+        if size < 0:
+            open_axis = axis
+            size = 1
+        shape.append(size)
+    fixed = math.prod(shape)
+    if open_axis is not None and fixed and count % fixed == 0:
+        shape[open_axis] = count // fixed
     elif count != fixed:
-        raise wrong(declared.name, f"{count} values do not fill the shape {list(dims)}")
-    request.inputs.add(name=declared.name, datatype=declared.datatype, shape=shape)
+        raise wrong(tensor.name, f"{count} values do not fill the shape {list(tensor.shape)}")
+    request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
     request.raw_input_contents.append(content)
 
 
 def response_json(response: Any) -> bytes:
-    """A ``ModelInferResponse`` as one JSON object, its members sorted by name."""
+    """Write a ``ModelInferResponse`` as one JSON object, its members sorted by name."""
     members: dict[str, Any] = {
         "model_name": response.model_name,
         "model_version": response.model_version,
@@ -633,7 +677,8 @@ def response_json(response: Any) -> bytes:
         values: list[Any] = []
         if output.datatype != "BYTES":
             numbers = np.frombuffer(content, numpy_type(output.datatype)).tolist()
-            # JSON has no infinity. RapidJSON writes nothing in its place, which no client can read.
+            # JSON has no infinity, so it becomes null. RapidJSON in Triton writes nothing in its
+            # place, and no client can read that.
             values = [number if math.isfinite(number) else None for number in numbers]
         else:
             offset = 0
@@ -642,12 +687,15 @@ def response_json(response: Any) -> bytes:
                 offset += 4 + size
                 # Bytes that are not UTF-8 are passed on as they are, as Triton does.
                 values.append(content[offset - size : offset].decode("utf-8", "surrogateescape"))
-        members[output.name] = values[0] if len(values) == 1 else values
+        if len(values) == 1:
+            members[output.name] = values[0]
+        else:
+            members[output.name] = values
     return _written(members)
 
 
 def error_json(message: str) -> bytes:
-    """The body of an error."""
+    """Write the body of an error."""
     return _written({"error": message})
 
 

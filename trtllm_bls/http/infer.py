@@ -1,10 +1,10 @@
 """Read the body of ``infer`` into typed values and write it anew for Triton; no I/O.
 
 Triton 24.10 ends its process, or answers 500, where a shape, a size or a value is not what it
-expects: it makes room for as many elements as a shape names before it looks for them. So nothing
-is forwarded but what was understood here: every tensor has a known type, a shape whose product is
-the number of its elements, and exactly these elements. All of them follow the JSON as bytes, so
-that Triton's parser of JSON sees no value of a tensor at all.
+expects: it allocates as many elements as a shape names before it looks for them. So a body is
+forwarded only if it was read here, and every tensor has a type that Triton knows, a shape whose
+product is the number of its elements, and exactly these elements. The elements follow the JSON as
+bytes, so Triton's parser of JSON sees no value of a tensor at all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Optional: TypeAlias = msgspec.UnsetType
 
 
 class SharedMemory(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Where a tensor lies in a shared-memory region that was registered before."""
+    """The place of a tensor in a shared-memory region that is registered."""
 
     shared_memory_region: str | _Optional = msgspec.UNSET
     shared_memory_byte_size: Size | _Optional = msgspec.UNSET
@@ -50,13 +50,13 @@ class SharedMemory(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class InputParameters(SharedMemory, omit_defaults=True, kw_only=True):
-    """Where the values of an input are, if not in the JSON."""
+    """The place of an input's values that are not in the JSON."""
 
     binary_data_size: Size | _Optional = msgspec.UNSET
 
 
 class OutputParameters(SharedMemory, omit_defaults=True, kw_only=True):
-    """In which form an output is wanted."""
+    """The form in which the client wants an output."""
 
     binary_data: bool | _Optional = msgspec.UNSET
     classification: Any = msgspec.UNSET
@@ -80,7 +80,7 @@ class InferInput(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class InferBody(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """The JSON of ``infer``; any other member of it is not forwarded."""
+    """The JSON of ``infer``. Members that have no field here are not forwarded."""
 
     id: str = ""
     parameters: Parameters = {}
@@ -93,15 +93,20 @@ SALT_INPUT = "cache_salt"
 
 @dataclass(frozen=True)
 class KeySalt:
-    """The key whose KV cache is to be its own, and the ``shape`` of a model's salts."""
+    """A key that shares no KV cache with other keys, and the ``shape`` of a model's salts."""
 
     key: str
     shape: tuple[int, ...]
 
     def of_request(self, inputs: Sequence[InferInput]) -> tuple[InferInput, bytes]:
-        """A salt for each row of a request that has none, and its bytes."""
-        rows = inputs[0].shape[0] if inputs[0].shape else 1
-        shape = [rows if size < 0 else size for size in self.shape]
+        """Return an input with a salt for each row of a request, and its bytes.
+
+        It is for a request that names no salt.
+        """
+        num_rows = 1
+        if inputs[0].shape:
+            num_rows = inputs[0].shape[0]
+        shape = [num_rows if size < 0 else size for size in self.shape]
         salt = str(CacheSalt(salt_of(self.key), required=False))
         content = packed(SALT_INPUT, "BYTES", [salt] * math.prod(shape))
         parameters = InputParameters(binary_data_size=len(content))
@@ -109,13 +114,13 @@ class KeySalt:
         return tensor, content
 
     def of_client(self, tensor: InferInput, content: bytes | memoryview) -> bytes:
-        """The salts that a client sent, each as one that is its key's alone."""
+        """Replace each salt that a client sent by one that no other key has; return the bytes."""
         if tensor.datatype != "BYTES":
             raise wrong(SALT_INPUT, "must be strings (BYTES), or a list of them")
         texts = [text.decode("utf-8", "replace") for text in texts_in(content)]
-        own = packed(SALT_INPUT, "BYTES", [salt_of(self.key, text) for text in texts])
-        tensor.parameters = InputParameters(binary_data_size=len(own))
-        return own
+        salts = packed(SALT_INPUT, "BYTES", [salt_of(self.key, text) for text in texts])
+        tensor.parameters = InputParameters(binary_data_size=len(salts))
+        return salts
 
 
 @dataclass(frozen=True)
@@ -140,8 +145,8 @@ def read_infer(
     """Read the body of an ``infer`` and write it anew.
 
     ``json_length``: the client's header of that name, empty where it sent none.
-    ``has_shared_memory``: the server's shared-memory API is open. ``salt``: of the client's key,
-    where the model takes one. Raises ``Refused``.
+    ``has_shared_memory``: the server's shared-memory API is open. ``salt``: the salt of the
+    client's key, where the model takes one. Raises ``Refused``.
     """
     size = _json_size(body, json_length)
     if size == 0:  # one tensor without JSON, whose name and type Triton takes from the model
@@ -182,11 +187,12 @@ def read_settings(body: bytes, max_json_bytes: int) -> Forwarded:
 def _json_size(body: bytes, json_length: bytes) -> int:
     if not json_length:
         return len(body)
-    size = int(json_length) if json_length.isdigit() and len(json_length) < 10 else -1
-    if not 0 <= size <= len(body):
-        header = "Inference-Header-Content-Length"
-        raise Refused(400, f"{header}: send the bytes of JSON, of {len(body)} in the body")
-    return size
+    if json_length.isdigit() and len(json_length) < 10:
+        size = int(json_length)
+        if size <= len(body):
+            return size
+    header = "Inference-Header-Content-Length"
+    raise Refused(400, f"{header}: send the bytes of JSON, of {len(body)} in the body")
 
 
 def _decoded(text: bytes, max_bytes: int, kind: type[Any] = InferBody) -> Any:
@@ -216,7 +222,7 @@ def _is_sequence(value: object) -> bool:
     return isinstance(value, str) or _is_count(value)
 
 
-# The parameters of a request that Triton itself reads. All others are the model's.
+# The parameters of a request that Triton itself reads. Any other parameter is for the model.
 _TYPED: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "sequence_id": (_is_sequence, "must be a string or an integer from 0 to 18446744073709551615"),
     "sequence_start": (_is_bool, "must be true or false"),
@@ -258,7 +264,7 @@ def _check_outputs(outputs: Sequence[InferOutput], has_shared_memory: bool) -> N
 
 
 def _check_region(place: str, parameters: SharedMemory, has_shared_memory: bool) -> bool:
-    """True where the tensor lies in shared memory. Raises ``Refused``."""
+    """Return true where the tensor lies in shared memory. Raises ``Refused``."""
     size = parameters.shared_memory_byte_size
     offset = parameters.shared_memory_offset
     if parameters.shared_memory_region is msgspec.UNSET:
@@ -266,8 +272,8 @@ def _check_region(place: str, parameters: SharedMemory, has_shared_memory: bool)
             raise Refused(400, f"{place}: shared_memory_region is missing")
         return False
     if not has_shared_memory:
-        mend = "send the values; serve --open-control-apis opens it"
-        raise Refused(400, f"{place}: shared memory is closed; {mend}")
+        remedy = "send the values; serve --open-control-apis opens it"
+        raise Refused(400, f"{place}: shared memory is closed; {remedy}")
     if size is msgspec.UNSET:
         raise Refused(400, f"{place}: shared_memory_byte_size is missing")
     return True
@@ -279,7 +285,7 @@ def _check_region(place: str, parameters: SharedMemory, has_shared_memory: bool)
 def _content(
     tensor: InferInput, binary: memoryview, has_shared_memory: bool
 ) -> tuple[bytes | memoryview, memoryview]:
-    """The tensor's bytes, and what is left of ``binary``.
+    """Return the tensor's bytes, and the part of ``binary`` that follows them.
 
     The values of ``tensor`` become binary data that follows the JSON. Raises ``Refused``.
     """
@@ -311,16 +317,18 @@ def _content(
     flat = list(flat_values(values))
     if len(flat) != num_elements:
         raise wrong(tensor.name, _mismatch(f"{len(flat)} values", tensor))
-    own = packed(tensor.name, tensor.datatype, flat)
+    packed_values = packed(tensor.name, tensor.datatype, flat)
     tensor.data = msgspec.UNSET
-    tensor.parameters = InputParameters(binary_data_size=len(own))
-    return own, binary
+    tensor.parameters = InputParameters(binary_data_size=len(packed_values))
+    return packed_values, binary
 
 
 def _num_elements(tensor: InferInput) -> int:
-    """The number of elements that the shape names. Raises ``Refused``."""
-    limit = MAX_TEXTS if tensor.datatype == "BYTES" else MAX_ELEMENTS
-    # Dimensions beside one of zero count too: a program may make strides of them.
+    """Return the number of elements that the shape names. Raises ``Refused``."""
+    limit = MAX_ELEMENTS
+    if tensor.datatype == "BYTES":
+        limit = MAX_TEXTS
+    # Dimensions beside a zero are limited too, as a program may compute strides from them.
     if math.prod(size for size in tensor.shape if size) > limit:
         problem = f"the shape {_shape(tensor)} has more than {limit} elements; send fewer"
         raise wrong(tensor.name, problem)
@@ -330,7 +338,7 @@ def _num_elements(tensor: InferInput) -> int:
 def _check_binary(tensor: InferInput, content: memoryview, num_elements: int) -> None:
     if tensor.datatype == "BYTES":
         num_texts = count_texts(content)
-        if num_texts < 0:
+        if num_texts is None:
             raise wrong(tensor.name, "the last text is cut; send 4 bytes of length and the text")
         if num_texts != num_elements:
             raise wrong(tensor.name, _mismatch(f"{num_texts} texts", tensor))
@@ -338,8 +346,8 @@ def _check_binary(tensor: InferInput, content: memoryview, num_elements: int) ->
         raise wrong(tensor.name, _mismatch(f"{len(content)} bytes", tensor))
 
 
-def _mismatch(what: str, tensor: InferInput) -> str:
-    return f"{what} do not fill the shape {_shape(tensor)} of {tensor.datatype}"
+def _mismatch(elements: str, tensor: InferInput) -> str:
+    return f"{elements} do not fill the shape {_shape(tensor)} of {tensor.datatype}"
 
 
 def _shape(tensor: InferInput) -> str:

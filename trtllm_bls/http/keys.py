@@ -16,7 +16,7 @@ KEYS_VARIABLE = "TRTLLM_BLS_API_KEYS"
 
 
 def read_keys(file: Path | None) -> tuple[bytes, ...]:
-    """Digests of the keys in ``file``, one a line, and of those in the variable, with commas.
+    """Return digests of the keys in ``file``, one a line, and in the variable, between commas.
 
     Blank lines and lines that begin with ``#`` are skipped. Raises ``SettingsError``.
     """
@@ -34,16 +34,18 @@ def read_keys(file: Path | None) -> tuple[bytes, ...]:
 
 
 def salt_of(key: str, cache_salt: str = "") -> str:
-    """Return the KV cache's salt of one key, which no other key has, and which does not tell it.
+    """Return the KV cache's salt of one key. No other key has it, and it does not reveal the key.
 
-    ``cache_salt``: the request's own.
+    ``cache_salt``: the salt that the request named.
     """
     return sha256(f"{key} {cache_salt}".encode()).hexdigest()
 
 
 def key_of(keys: tuple[bytes, ...], authorization: bytes) -> bytes | None:
-    """Which of ``keys`` the header's value has, compared in constant time."""
+    """Return the digest of the header's key if it is one of ``keys``; compares in constant time."""
     scheme, _, key = authorization.partition(b" ")
     digest = sha256(key.strip()).digest()
-    matches = [hmac.compare_digest(digest, known) for known in keys]
-    return digest if scheme.lower() == b"bearer" and any(matches) else None
+    matches = [hmac.compare_digest(digest, key_digest) for key_digest in keys]
+    if scheme.lower() == b"bearer" and any(matches):
+        return digest
+    return None

@@ -1,12 +1,12 @@
-"""What HTTP clients may send, how much of it, and how slowly: for an ASGI program under uvicorn.
+"""Limits on what HTTP clients send, and how slowly, for an ASGI program under uvicorn.
 
 ``ConnectionLimits``  headers, time and number of connections, in uvicorn's protocol
 ``BodyReader``        one request's body: its type, size, compression and time
 ``BrowserGuard``      middleware against web pages that send requests to a server on this machine
 
-Knows no API: each program says how its errors are written. A refusal is sent while the rest of the
-request is still read and thrown away. Closing at once would make the kernel reset the connection,
-and a client that is still writing would see the reset instead of the answer.
+Nothing here knows an API: each program says how its errors are written. After a refusal the
+remainder of the request is still read, and thrown away. Closing at once would make the kernel reset
+the connection, and a client that is still writing would see the reset instead of the answer.
 """
 
 from __future__ import annotations
@@ -45,18 +45,20 @@ from trtllm_bls.http.shares import NoShare, Share, Shares, expire, holder_of, ti
 from trtllm_bls.text.json_values import structure_problem
 from trtllm_bls.wire.traceparent import valid_traceparent
 
-RESPONSE_WRITER = "trtllm_bls.writer"  # of a scope: its ``ResponseWriter``
+RESPONSE_WRITER = "trtllm_bls.writer"  # key of a scope: its ``ResponseWriter``
 
-# Types of bodies; the last stands for a request that names none.
-JSON, OCTETS, UNNAMED = b"application/json", b"application/octet-stream", b""
+# Types of bodies.
+JSON = b"application/json"
+OCTETS = b"application/octet-stream"
+UNNAMED = b""  # the request names no type
 RETRY = {"retry-after": "1"}
-# The encodings of bodies: their name in a refusal, and what zlib calls their format.
-_PACKINGS = {
+# The encodings of bodies: their name in a refusal, and zlib's ``wbits`` for their format.
+_ENCODINGS = {
     b"gzip": ("gzip", 31),
     b"x-gzip": ("gzip", 31),
     b"deflate": ("deflate", 15),  # with zlib's header (RFC 9110), as tritonclient sends it
 }
-_HEADER_BYTES = 32  # of a header beside its name and value, as HTTP/2 counts
+_HEADER_BYTES = 32  # counted for each header beside its name and value, as in HTTP/2
 _Result = TypeVar("_Result")
 KEPT_DESCRIPTORS = 256  # for connections to the engine, files, and refused connections
 DISCARD_S = 5.0  # a refused client has this long to read its answer
@@ -72,21 +74,21 @@ class Refused(Exception):
 
     @property
     def header_pairs(self) -> list[tuple[bytes, bytes]]:
-        """The headers as ASGI has them."""
+        """Headers in ASGI's form."""
         return [(key.encode(), value.encode()) for key, value in self.headers.items()]
 
 
 class ClientGone(Exception):
-    """The client has disconnected, so there is nobody to answer."""
+    """The client has disconnected, so nobody would read an answer."""
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """The header's value, empty where it was not sent; ``name`` in lower case."""
+    """Return the header's value, empty where it was not sent; ``name`` in lower case."""
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
 def traceparent(scope: Scope) -> bytes:
-    """The caller's trace context (W3C), empty where it is none."""
+    """Return the caller's trace context (W3C), empty where there is no valid one."""
     text = header(scope, b"traceparent").decode("latin-1")
     return (valid_traceparent(text) or "").encode()
 
@@ -95,7 +97,7 @@ def traceparent(scope: Scope) -> bytes:
 
 
 def json_error(status: int, message: str, port: int) -> bytes:
-    """``{"error": message}``; the message needs no escape."""
+    """Write ``{"error": message}``; the message needs no escape."""
     return b'{"error":"%b"}' % message.encode()
 
 
@@ -103,11 +105,11 @@ def json_error(status: int, message: str, port: int) -> bytes:
 class ConnectionLimits:
     """Limits of one process; times in seconds.
 
-    ``header_bytes``: of all that a request has beside its body: its URL, headers, trailers, and
-    what frames chunks. ``connections``: further ones are answered 503; 0: as many as there are file
-    descriptors, less some for other uses. ``requests``: of one connection, which is then closed.
-    ``socket_path``: where a client may go on with a WebSocket; empty: nowhere.
-    ``error_body``: the JSON of a refusal, by its status, its message and the port.
+    ``header_bytes`` counts all of a request but its body: the URL, headers, trailers, and the
+    framing of chunks. ``connections``: further ones are answered 503; 0: as many as there are file
+    descriptors, less some for other uses. ``requests``: after so many a connection is closed.
+    ``socket_path``: the path that opens a WebSocket; empty: none does.
+    ``error_body`` writes the JSON of a refusal from its status, its message and the port.
     """
 
     header_s: float = HEADER_S
@@ -137,7 +139,7 @@ class ResponseWriter:
         return not self._flow.write_paused
 
     def write(self, data: bytes) -> bool:
-        """Write a part of a response that has begun; false where ``send`` has to be awaited.
+        """Write a part of a started response; return false where ``send`` has to be awaited.
 
         It does what ``cycle.send`` does with a part of a chunked body, in a third of its time.
         """
@@ -151,35 +153,35 @@ class ResponseWriter:
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which by itself limits neither headers nor the time that requests take.
 
-    It also ignores offers of another protocol (``Upgrade: h2c``), whose body uvicorn would lose;
-    but for a WebSocket at ``socket_path``.
+    It ignores offers of another protocol (``Upgrade: h2c``), where uvicorn would lose the body. A
+    WebSocket at ``socket_path`` is the exception.
     """
 
     def __init__(self, limits: ConnectionLimits, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
         self._deadline: asyncio.TimerHandle | None = None
-        self._header_bytes = 0  # of what is kept of a request's head and trailers
-        self._other_bytes = 0  # of a request that are no body, in the reads so far
-        self._in_headers = True  # of a request, or before the next
+        self._header_bytes = 0  # the current request's headers and trailers
+        self._other_bytes = 0  # all bytes of the current request but its body, in the reads so far
+        self._in_headers = True  # the parser is in a request's headers, or before the next request
         self._num_requests = 0
-        self._discards = False  # all that still comes
-        self._unread = bytearray()  # and not parsed yet
+        self._discards = False  # whatever the client still sends
+        self._unread = bytearray()  # received, and not parsed yet
         self._cycles: deque[RequestResponseCycle] = deque()  # not answered yet, the oldest first
         self._closes_after_body = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if transport.get_extra_info("sslcontext") is None:
-            # Each write leaves at once, where it would else leave with those of all streams at the
-            # end of the event loop's turn. Over TLS a limit of 0 would pause every write.
+            # With a limit of 0 each write is sent at once. Otherwise it would wait for the writes
+            # of all streams in this turn of the event loop. Over TLS 0 would pause every write.
             transport.set_write_buffer_limits(high=0)
-        most = self._limits.connections
-        if not most:
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - KEPT_DESCRIPTORS
-        if len(self.connections) > most + KEPT_DESCRIPTORS // 2:
+        limit = self._limits.connections
+        if not limit:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - KEPT_DESCRIPTORS
+        if len(self.connections) > limit + KEPT_DESCRIPTORS // 2:
             transport.abort()
-        elif len(self.connections) > most:
+        elif len(self.connections) > limit:
             self._refuse(503, "too many connections; try again", b"retry-after: 1\r\n")
         else:
             self._start_timer(self._limits.header_s, self._on_header_timeout)
@@ -189,11 +191,11 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self.pipeline.clear()
         for cycle in self._cycles:
-            # uvicorn tells the newest request alone, which may wait for one that runs.
+            # uvicorn tells the newest request alone, and that one may wait for another that runs.
             if not cycle.response_complete:
                 cycle.disconnected = True
             cycle.message_event.set()
-            # Otherwise the two refer to each other until a garbage collection.
+            # Otherwise the cycle and this protocol refer to each other until a garbage collection.
             cycle.transport = self.transport
         self._cycles.clear()
         if self.cycle is not None:
@@ -211,7 +213,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
-        """Parse what was read, up to the first request that waits for an earlier one.
+        """Parse the received bytes, up to the first request that waits for an earlier one.
 
         One read may hold thousands of requests, and parsing them all would hold up every stream.
         """
@@ -231,7 +233,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._start_timer(self._limits.header_s, self._on_header_timeout)
         try:
             self.parser.feed_data(data)
-            # A header that has no end yet, a chunk's frame, and blank lines show in no callback.
+            # A header without an end yet, a chunk's frame and blank lines come to no callback.
             self._check_size(self._other_bytes)
         except httptools.HttpParserUpgrade as error:
             if self._opens_socket():
@@ -243,10 +245,13 @@ class GuardedProtocol(HttpToolsProtocol):
             else:
                 self._ignore_upgrade(data[error.args[0] :])
         except (httptools.HttpParserError, Refused) as error:
-            cause = error if isinstance(error, Refused) else error.__context__
-            if not isinstance(cause, Refused):
-                cause = Refused(400, "this is not HTTP/1.1")
-            self._refuse(cause.status, cause.message)
+            refusal = Refused(400, "this is not HTTP/1.1")
+            # The parser wraps what a callback raises.
+            for cause in (error, error.__context__):
+                if isinstance(cause, Refused):
+                    refusal = cause
+                    break
+            self._refuse(refusal.status, refusal.message)
 
     def _check_size(self, header_bytes: int) -> None:
         if header_bytes > self._limits.header_bytes:
@@ -261,7 +266,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value) + _HEADER_BYTES
         self._check_size(self._header_bytes)  # before the program sees the request
-        if self._in_headers:  # else a trailer, which nobody reads
+        if self._in_headers:  # otherwise it is a trailer, which nobody reads
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
@@ -273,13 +278,13 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         # ``BodyReader`` answers a slow client before this timer closes the connection.
         self._start_timer(self._limits.body_s + DISCARD_S, self._on_body_timeout)
-        super().on_headers_complete()  # raises for a URL that is none
+        super().on_headers_complete()  # raises for an invalid URL
         self._cycles.append(self.cycle)
         self._in_headers = False
         self._num_requests += 1
         if self._num_requests >= self._limits.requests:
             self.cycle.keep_alive = False
-        # As much of a transport as uvicorn uses to write one response.
+        # The part of a transport that uvicorn uses to write one response.
         self.cycle.transport = cast(
             asyncio.Transport,
             SimpleNamespace(
@@ -302,15 +307,17 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close_after_body(self) -> None:
-        """Close the connection once the request has been read, by then in vain."""
+        """Close the connection, after the remainder of the request's body has been read."""
         if self._in_headers:
             self.transport.close()
         self._closes_after_body = True
 
     def _opens_socket(self) -> bool:
         is_idle = self.cycle is None or self.cycle.response_complete
-        path, is_get = self.url.partition(b"?")[0], self.parser.get_method() == b"GET"
-        return is_get and is_idle and path == self._limits.socket_path and self._should_upgrade()
+        if not is_idle or self.parser.get_method() != b"GET":
+            return False
+        path = self.url.partition(b"?")[0]
+        return path == self._limits.socket_path and self._should_upgrade()
 
     def _ignore_upgrade(self, data: bytes) -> None:
         """Read the request as if it offered no other protocol; ``data`` follows its headers."""
@@ -319,7 +326,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(400, "this is no proxy")
             return
         lines = [method + b" " + self.url + b" HTTP/1.1"]
-        for name, value in self.headers:  # without ``Upgrade``, what ``Connection`` says is void
+        for name, value in self.headers:  # ``Connection`` may stay: without ``Upgrade`` it is void
             if name not in (b"upgrade", b"http2-settings"):
                 lines.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)
@@ -327,16 +334,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread[:0] = b"\r\n".join(lines) + b"\r\n\r\n" + data
 
     def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
-        """Answer what the program does not see, or has not answered, and close the connection."""
+        """Answer in the program's place, and close the connection."""
         cycle = self.cycle
-        running = cycle is not None and not cycle.response_complete
-        if self.pipeline or (running and (cycle.response_started or self._in_headers)):
+        is_running = cycle is not None and not cycle.response_complete
+        if self.pipeline or (is_running and (cycle.response_started or self._in_headers)):
             self.transport.close()  # in the middle of the answer to an earlier request
             return
         self._discards = True
         self._start_timer(DISCARD_S, self.transport.close)
-        if not self._in_headers:  # the program waits for the rest of this request, or has answered
-            if not running:
+        if not self._in_headers:  # the program waits for more of this request, or has answered
+            if not is_running:
                 return
             cycle.disconnected = True
             cycle.message_event.set()
@@ -349,7 +356,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _on_header_timeout(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            # The client reads an earlier response and began to send the next request meanwhile.
+            # The client began to send this request while it reads an earlier response.
             self._start_timer(self._limits.header_s, self._on_header_timeout)
         elif self._other_bytes:
             self._refuse(408, f"the headers did not come within {self._limits.header_s:g} s")
@@ -362,9 +369,9 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _start_timer(self, seconds: float, then: Callable[[], None]) -> None:
+    def _start_timer(self, seconds: float, on_timeout: Callable[[], None]) -> None:
         self._stop_timer()
-        self._deadline = self.loop.call_later(seconds, then)
+        self._deadline = self.loop.call_later(seconds, on_timeout)
 
     def _stop_timer(self) -> None:
         if self._deadline is not None:
@@ -376,10 +383,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class BodyReader:
-    """Reads bodies of up to ``max_bytes``, also when unpacked, each in ``seconds``.
+    """Reader of bodies of up to ``max_bytes``, also when unpacked, each in ``seconds``.
 
-    ``max_held_bytes``: of all bodies together that are being received or used, which clients share
-    (``shares``). ``set_by``: the option that sets ``max_bytes``; empty where none does.
+    ``max_held_bytes``: the limit of all bodies together that are being received or used, which
+    clients share (``shares``). ``set_by``: the option that sets ``max_bytes``; empty where none
+    does.
     """
 
     def __init__(
@@ -396,9 +404,10 @@ class BodyReader:
         self._turn = asyncio.Semaphore(1)
 
     async def in_turn(self, size: int, work: Callable[..., _Result], *values: Any) -> _Result:
-        """What ``work`` makes of a body of ``size`` bytes; a long one does not hold up streams.
+        """Return ``work(*values)`` for a body of ``size`` bytes; a long one runs in a thread.
 
-        Reading one holds the GIL, so two at once would take no less time and more memory.
+        So it does not hold up streams. Reading a body holds the GIL, so two at once would take no
+        less time and more memory.
         """
         if size <= LONG_JSON_BYTES:
             return work(*values)
@@ -409,21 +418,22 @@ class BodyReader:
     async def read(
         self, scope: Scope, receive: Receive, kinds: Collection[bytes] = (JSON,)
     ) -> AsyncIterator[bytes]:
-        """The body while it is used. ``kinds``: the types it may have.
+        """Receive a body and hold its share while it is used. ``kinds``: the types it may have.
 
-        Where JSON is the only one, ``check_json`` has passed it, and it has no byte order mark.
+        Where JSON is the only one, ``check_json`` has passed the body, and it has no byte order
+        mark.
         Raises ``Refused``, ``ClientGone``.
         """
-        packing = self._checked_packing(scope, kinds)
+        encoding = self._checked_encoding(scope, kinds)
         length = header(scope, b"content-length")
         if length.isdigit() and int(length) > self.max_bytes:
             raise self._too_large(scope)
         share = self._held.take(holder_of(scope))
         try:
             body = await self._received(scope, receive, share)
-            if packing in _PACKINGS:
+            if encoding in _ENCODINGS:
                 packed_bytes = len(body)
-                body = await self.in_turn(self.max_bytes, self._unpacked, scope, body, packing)
+                body = await self.in_turn(self.max_bytes, self._unpacked, scope, body, encoding)
                 _hold(share, max(0, len(body) - packed_bytes))
             if kinds == (JSON,):
                 body = body.removeprefix(b"\xef\xbb\xbf")
@@ -432,8 +442,8 @@ class BodyReader:
         finally:
             share.release()
 
-    def _checked_packing(self, scope: Scope, kinds: Collection[bytes]) -> bytes:
-        """How the body is packed. Raises ``Refused``, for another type than ``kinds`` too."""
+    def _checked_encoding(self, scope: Scope, kinds: Collection[bytes]) -> bytes:
+        """Return the body's content encoding. Raises ``Refused``, also for a type not allowed."""
         kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
         if kind not in kinds:
             content_type = kind[:80].decode("latin-1") or "of no type"
@@ -441,15 +451,15 @@ class BodyReader:
                 f"the body must be JSON, not {content_type}; send Content-Type: application/json"
             )
             raise Refused(415, problem)
-        packing = header(scope, b"content-encoding").strip().lower()
-        if packing not in (b"", b"identity", *_PACKINGS):
-            own = repr(packing[:40].decode("latin-1"))
-            problem = f"Content-Encoding {own} is not supported; send gzip or deflate"
+        encoding = header(scope, b"content-encoding").strip().lower()
+        if encoding not in (b"", b"identity", *_ENCODINGS):
+            name = repr(encoding[:40].decode("latin-1"))
+            problem = f"Content-Encoding {name} is not supported; send gzip or deflate"
             raise Refused(415, problem, {"accept-encoding": "gzip, deflate"})
-        return packing
+        return encoding
 
     async def _received(self, scope: Scope, receive: Receive, share: Share) -> bytes:
-        """The body as it was sent. Another client's body may take its room until it is whole."""
+        """Receive the body as it was sent. Until it is whole, another client may take its share."""
         parts: list[bytes] = []
         is_revoked = False
 
@@ -461,8 +471,9 @@ class BodyReader:
         try:
             async with timeout(self._seconds) as limit:
                 share.on_revoke = revoke
-                size, more = 0, True
-                while more:
+                size = 0
+                is_whole = False
+                while not is_whole:
                     event = await receive()
                     if event["type"] == "http.disconnect":
                         raise ClientGone
@@ -472,7 +483,7 @@ class BodyReader:
                         raise self._too_large(scope)
                     _hold(share, len(part))
                     parts.append(part)
-                    more = event.get("more_body", False)
+                    is_whole = not event.get("more_body", False)
                 share.on_revoke = None
         except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
             if is_revoked:
@@ -481,26 +492,29 @@ class BodyReader:
             raise Refused(408, problem, {"connection": "close"}) from None
         return b"".join(parts)
 
-    def _unpacked(self, scope: Scope, packed: bytes, packing: bytes) -> bytes:
-        name, window_bits = _PACKINGS[packing]
-        unpacking = zlib.decompressobj(window_bits)
+    def _unpacked(self, scope: Scope, packed: bytes, encoding: bytes) -> bytes:
+        name, window_bits = _ENCODINGS[encoding]
+        decompressor = zlib.decompressobj(window_bits)
         try:
-            body = unpacking.decompress(packed, self.max_bytes + 1)
+            body = decompressor.decompress(packed, self.max_bytes + 1)
         except zlib.error as error:
             problem = f"the body is not {name} as Content-Encoding says: {error}"
             raise Refused(400, problem) from None
         if len(body) > self.max_bytes:
             raise self._too_large(scope)
-        if not unpacking.eof or unpacking.unused_data:
+        if not decompressor.eof or decompressor.unused_data:
             raise Refused(400, f"the body is not one whole {name} stream")
         return body
 
     def _too_large(self, scope: Scope) -> Refused:
         # A client that waits for 100 Continue sends nothing more, so its connection can be closed.
-        waits = header(scope, b"expect").lower() == b"100-continue"
-        limit = f"the limit ({self.set_by})" if self.set_by else "the limit"
-        problem = f"the body is larger than {self.max_bytes} bytes, which is {limit}"
-        return Refused(413, problem, {"connection": "close"} if waits else {})
+        headers: dict[str, str] = {}
+        if header(scope, b"expect").lower() == b"100-continue":
+            headers["connection"] = "close"
+        problem = f"the body is larger than {self.max_bytes} bytes, which is the limit"
+        if self.set_by:
+            problem += f" ({self.set_by})"
+        return Refused(413, problem, headers)
 
 
 def _hold(share: Share, num_bytes: int) -> None:
@@ -515,7 +529,7 @@ def _too_many_bytes() -> Refused:
 
 
 def check_json(text: bytes) -> None:
-    """Raises ``Refused`` for JSON that is not UTF-8, or that takes too long to be read."""
+    """Raise ``Refused`` for JSON that is not UTF-8, or that would take too long to read."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -539,11 +553,14 @@ class BrowserGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = None
         if scope["type"] == "http":
-            host, origin = (header(scope, name).decode("latin-1") for name in (b"host", b"origin"))
+            host = header(scope, b"host").decode("latin-1")
+            origin = header(scope, b"origin").decode("latin-1")
             problem = browser_problem(host, origin, self.hosts, self.origins)
         if problem is None:
             await self.app(scope, receive, send)
         else:
             status, message = problem
-            mend = "--allowed-host adds a name" if status == 421 else "--allow-origin adds them"
-            await self.refuse(scope, send, Refused(status, f"{message}; {mend}"))
+            remedy = "--allow-origin adds them"
+            if status == 421:
+                remedy = "--allowed-host adds a name"
+            await self.refuse(scope, send, Refused(status, f"{message}; {remedy}"))

@@ -18,12 +18,13 @@ _PATH_PLACES = {"{model}": rf"({_MODEL_NAME})(?:/versions/([0-9]{{1,18}}))?", "{
 
 @dataclass(frozen=True)
 class Route:
-    """One row. In ``path``, ``{model}`` is NAME or NAME/versions/N.
+    """A row of the table. In ``path``, ``{model}`` is NAME or NAME/versions/N.
 
-    ``body``: media types of its body; empty: a request has none. ``by_grpc``: this program asks the
-    model over gRPC; else Triton's own HTTP port answers. ``headers``: those of the client that
-    Triton is told, which sees no others. ``keyless``: also with ``--http-keys``.
-    ``control``: only with ``--open-control-apis``. ``tensors``: not with ``--triton-infer off``.
+    ``body``: media types of the body; empty: a request has none. ``by_grpc``: this program calls
+    the model over gRPC; else Triton's own HTTP port answers. ``headers``: the client's headers that
+    are forwarded to Triton, and no others are. ``keyless``: answered without a key, also under
+    ``--http-keys``. ``control``: answered only with ``--open-control-apis``. ``tensors``: refused
+    under ``--triton-infer off``.
     """
 
     method: str
@@ -44,12 +45,11 @@ class Route:
 
 
 TRACE = b"traceparent"
-JSON_LENGTH = b"inference-header-content-length"  # of the JSON before binary tensors
+JSON_LENGTH = b"inference-header-content-length"  # bytes of the JSON that binary tensors follow
 _TENSOR_TYPES = (JSON, OCTETS, UNNAMED)  # Triton's published client names no type
 _SETTINGS = (JSON, UNNAMED)
 
-
-# Of the APIs that change the server or what others get.
+# APIs that change the server, or the answers that other clients get.
 _CONTROL_READS = (
     *("logging", "trace/setting", "models/{model}/trace/setting"),
     *("systemsharedmemory/status", "systemsharedmemory/region/{name}/status"),
@@ -86,23 +86,26 @@ ROUTES = (
 )
 
 
-def judged(
+def match_route(
     method: str, path: bytes, has_key: bool, opens_control: bool, opens_infer: bool = True
 ) -> tuple[Route, re.Match[bytes]]:
-    """The row that answers a request, and its match of ``path``. Raises ``Refused``."""
-    matches = ((row, row.pattern.fullmatch(path)) for row in ROUTES)
-    rows = [(row, match) for row, match in matches if match is not None]
-    found = next((item for item in rows if item[0].method == method), None)
-    if not has_key and not (found and found[0].keyless):
+    """Return the route that answers a request, and its match of ``path``. Raises ``Refused``."""
+    matches: dict[str, tuple[Route, re.Match[bytes]]] = {}  # by method
+    for row in ROUTES:
+        match = row.pattern.fullmatch(path)
+        if match is not None:
+            matches.setdefault(row.method, (row, match))
+    route, _ = matches.get(method, (None, None))
+    if not has_key and not (route and route.keyless):
         problem = "no valid API key; send Authorization: Bearer KEY"
         raise Refused(401, problem, {"www-authenticate": "Bearer"})
-    if not rows:
+    if not matches:
         raise Refused(404, "nothing is served at this path; docs/security.md has those that are")
-    if found is None:
-        allowed = ", ".join(sorted({row.method for row, _ in rows}))
+    if route is None:
+        allowed = ", ".join(sorted(matches))
         raise Refused(405, f"this path takes {allowed}, not {method}", {"allow": allowed})
-    if found[0].control and not opens_control:
+    if route.control and not opens_control:
         raise Refused(403, "this API is closed; serve --open-control-apis opens it")
-    if found[0].tensors and not opens_infer:
+    if route.tensors and not opens_infer:
         raise Refused(403, "infer is closed; serve --triton-infer on opens it")
-    return found
+    return matches[method]

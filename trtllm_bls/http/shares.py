@@ -1,9 +1,9 @@
-"""Shares of what all clients have together: bytes of bodies, WebSockets, places.
+"""Shares of a total that all clients have together: bytes of bodies, WebSockets, places.
 
-Whoever asks first could take all of it and hold it. So it is counted whose a share is:
+One client could take the whole total and hold it. So each share has a holder, which is a client:
 
 - A holder may hold all while nobody else asks, and half while others do.
-- Where nothing is left, the largest holder's unfinished shares make room for a smaller holder.
+- Where the total is used up, the largest holder's unfinished shares make room for a smaller holder.
 - The last quarter is for small shares alone.
 
 One event loop uses a ``Shares``; nothing here waits.
@@ -26,7 +26,7 @@ if sys.version_info >= (3, 11):
 else:
     from async_timeout import timeout
 
-TENANT = "tenant"  # of a scope: whose request it is, where clients have keys
+TENANT = "tenant"  # key of a scope: the client that sent the request, where clients have keys
 _ASKING_S = 60.0  # for this long after its last request a holder counts as one that asks
 _IPV6_PREFIX = 64  # one client has all addresses of such a network
 
@@ -36,7 +36,7 @@ class NoShare(Exception):
 
 
 def holder_of(scope: Scope) -> str:
-    """The key that a request came with, or else the address of its client."""
+    """Return the key that a request came with, or else the address of its client."""
     if holder := scope.get(TENANT):
         return str(holder)
     client = scope.get("client")
@@ -60,9 +60,10 @@ def expire(limit: Any) -> None:
 
 
 class Share:
-    """What one request holds; ``release`` it.
+    """The amount that one request holds; ``release`` it.
 
-    ``on_revoke``: ends the request where another holder needs the room; ``None`` while it must not.
+    ``on_revoke`` ends the request where another holder needs the room; ``None`` while the request
+    must not be ended.
     """
 
     def __init__(self, shares: Shares, holder: str) -> None:
@@ -72,11 +73,11 @@ class Share:
         self._shares = shares
 
     def grow(self, amount: int) -> None:
-        """Hold so much more. Raises ``NoShare``, and nothing is held more then."""
+        """Hold ``amount`` more. Raises ``NoShare``, and the share stays as it was then."""
         self._shares._grow(self, amount)
 
     def release(self) -> None:
-        """Hold nothing any more; without effect from the second time on."""
+        """Hold nothing any more; a further call has no effect."""
         self._shares._release(self)
 
 
@@ -87,40 +88,44 @@ class Shares:
         self.total = total
         self.held = 0
         self._small = small
-        self._large_limit = total - total // 4 if small else total
+        self._large_limit = total  # for shares that are not small
+        if small:
+            self._large_limit -= total // 4
         self._shares: dict[str, dict[Share, None]] = {}  # by holder, the oldest first
         self._held_by: dict[str, int] = {}
-        # The last two holders that asked, and when. Nobody else has to be remembered to know of any
-        # holder whether another one asks.
-        self._last = ("", -_ASKING_S)
-        self._last_other = ("", -_ASKING_S)
+        # The last two holders that asked, and when. These two are enough to know of any holder
+        # whether another one asks.
+        self._latest = ("", -_ASKING_S)
+        self._second_latest = ("", -_ASKING_S)
 
     def take(self, holder: str, amount: int = 0) -> Share:
-        """Hold so much for ``holder``. Raises ``NoShare``."""
+        """Hold ``amount`` for ``holder``. Raises ``NoShare``."""
         share = Share(self, holder)
         share.grow(amount)
         return share
 
     def held_by(self, holder: str) -> int:
-        """The amount that a holder holds."""
+        """Return the amount that a holder holds."""
         return self._held_by.get(holder, 0)
 
     def _grow(self, share: Share, amount: int) -> None:
         holder = share.holder
         self.note(holder)
-        before = self.held_by(holder)
-        own = before + amount
-        # One that holds nothing yet is let in, however large its first share is.
-        if before and own > (self.total + 1) // 2 and self._others_ask(holder):
+        held = self.held_by(holder)
+        holding = held + amount
+        # A holder that holds nothing yet is let in, however large its first share is.
+        if held and holding > (self.total + 1) // 2 and self._others_ask(holder):
             raise NoShare
-        limit = self.total if share.amount + amount <= self._small else self._large_limit
+        limit = self._large_limit
+        if share.amount + amount <= self._small:
+            limit = self.total
         if self.held + amount > limit:
-            self._make_room(holder, own, self.held + amount - limit)
+            self._make_room(holder, holding, self.held + amount - limit)
             if self.held + amount > limit:
                 raise NoShare
         share.amount += amount
         self.held += amount
-        self._held_by[holder] = own
+        self._held_by[holder] = holding
         self._shares.setdefault(holder, {})[share] = None
 
     def _release(self, share: Share) -> None:
@@ -139,24 +144,26 @@ class Shares:
     def note(self, holder: str) -> None:
         """Note that ``holder`` asks, although it may be refused before it takes a share."""
         now = time.monotonic()
-        if holder != self._last[0]:
-            self._last_other = self._last
-        self._last = (holder, now)
+        if holder != self._latest[0]:
+            self._second_latest = self._latest
+        self._latest = (holder, now)
 
     def _others_ask(self, holder: str) -> bool:
-        if any(other != holder for other in self._shares):
+        if any(key != holder for key in self._shares):
             return True
-        _, at = self._last_other if self._last[0] == holder else self._last
-        return time.monotonic() - at < _ASKING_S
+        name, asked_at = self._latest
+        if name == holder:
+            _, asked_at = self._second_latest
+        return time.monotonic() - asked_at < _ASKING_S
 
-    def _make_room(self, holder: str, own: int, amount: int) -> None:
-        """Revoke shares of the holder that holds most, if that is more than ``own``."""
+    def _make_room(self, holder: str, holding: int, amount: int) -> None:
+        """Revoke ``amount`` from the largest holder, if it holds more than ``holding``."""
         largest = max(self._held_by, key=self.held_by, default=holder)
-        if largest == holder or self.held_by(largest) <= own:
+        if largest == holder or self.held_by(largest) <= holding:
             return
-        until = self.held - amount
+        target = self.held - amount
         for share in reversed(list(self._shares[largest])):
-            if self.held <= until:
+            if self.held <= target:
                 return
             if share.on_revoke is not None:
                 revoke = share.on_revoke
@@ -165,7 +172,7 @@ class Shares:
 
 
 class PerMinute:
-    """A limit on how often something may happen in a minute."""
+    """A limit on the number of events in a minute."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -173,7 +180,7 @@ class PerMinute:
         self._count = 0
 
     def is_over(self) -> bool:
-        """Count it; true from the time on that it happens too often."""
+        """Count one event; true where the last minute had more than the limit."""
         now = time.monotonic()
         if now - self._since > 60:
             self._since = now

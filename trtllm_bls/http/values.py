@@ -1,7 +1,7 @@
 """JSON values as the bytes of Triton's tensors; no I/O.
 
-Triton cuts an integer that its tensor cannot hold to other digits, and makes room for a shape
-before it looks for the values. So a value is packed here only if it fits its type.
+Triton truncates an integer that does not fit its tensor, and allocates a shape before it looks for
+the values. So a value is packed here only if it fits its type.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Datatype: TypeAlias = Literal[
     "FP64",
     "BYTES",
 ]
-# The bytes of one element; a text has as many as its own length says.
+# Bytes of one element. Each text of a BYTES tensor begins with its length instead.
 ELEMENT_BYTES: dict[str, int] = {
     "BOOL": 1,
     "UINT8": 1,
@@ -54,18 +54,18 @@ _LENGTH = struct.Struct("<I")  # before each text of a BYTES tensor
 
 
 def wrong(field: str, problem: str) -> Refused:
-    """The refusal of a member's value."""
+    """Return the refusal of a member's value."""
     return Refused(400, f"{printable(field, 80)}: {problem}")
 
 
 @cache
 def numpy_type(datatype: str) -> np.dtype[Any]:
-    """The type of Triton's numbers and BOOL in numpy. Raises ``TypeError`` for others."""
+    """Return numpy's type for Triton's numbers and BOOL. Raises ``TypeError`` for other types."""
     return np.dtype(datatype.lower().replace("fp", "float"))
 
 
 def flat_values(value: Any) -> Iterator[Any]:
-    """The values of a list and of the lists in it, in order; anything else is one value."""
+    """Yield the values of a list and of the lists in it, in order; anything else is one value."""
     if type(value) is list:
         for item in value:
             yield from flat_values(item)
@@ -74,7 +74,7 @@ def flat_values(value: Any) -> Iterator[Any]:
 
 
 def packed(name: str, datatype: str, values: Sequence[Any]) -> bytes:
-    """The bytes of the tensor ``name`` with these values. Raises ``Refused``."""
+    """Return the bytes of the tensor ``name`` with these values. Raises ``Refused``."""
     kinds = set(map(type, values))
     if datatype == "BYTES" and kinds <= {str}:
         texts = [encoded(name, value) for value in values]
@@ -104,7 +104,7 @@ def _digits(number: int) -> str:
 
 
 def encoded(name: str, text: str) -> bytes:
-    """``text`` as UTF-8. Raises ``Refused`` for half of a character."""
+    """Encode ``text`` as UTF-8. Raises ``Refused`` for half of a character."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -112,7 +112,7 @@ def encoded(name: str, text: str) -> bytes:
 
 
 def texts_in(content: bytes | memoryview) -> Iterator[bytes]:
-    """The texts in the bytes of a whole BYTES tensor."""
+    """Yield the texts in the bytes of a whole BYTES tensor."""
     offset = 0
     while offset < len(content):
         (size,) = _LENGTH.unpack_from(content, offset)
@@ -120,8 +120,8 @@ def texts_in(content: bytes | memoryview) -> Iterator[bytes]:
         yield bytes(content[offset - size : offset])
 
 
-def count_texts(content: memoryview) -> int:
-    """The number of texts in the bytes of a BYTES tensor; -1 where the last one is cut."""
+def count_texts(content: memoryview) -> int | None:
+    """Count the texts in the bytes of a BYTES tensor; ``None`` where the last one is cut."""
     count = 0
     offset = 0
     end = len(content)
@@ -129,4 +129,6 @@ def count_texts(content: memoryview) -> int:
         (size,) = _LENGTH.unpack_from(content, offset)
         offset += _LENGTH.size + size
         count += 1
-    return count if offset == end else -1
+    if offset != end:
+        return None
+    return count
