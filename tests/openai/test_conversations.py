@@ -666,7 +666,7 @@ def test_no_field_of_the_published_packages_is_unknown() -> None:
         (MessagesRequest, message_params.MessageCreateParamsBase),
         (MessagesRequest, beta_params.MessageCreateParamsBase),
     ):
-        known = {*kind.__struct_fields__, *kind.no_effect, *kind.refused}
+        known = {*kind.__struct_fields__, *kind.no_effect, *kind.unsupported}
         assert set(declared.__annotations__) - known == set()
 
 

@@ -32,23 +32,18 @@ Content: TypeAlias = str | Sequence[dict[str, Any]]
 # ``url``.
 Piece: TypeAlias = str | dict[str, Any]
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
-_UNREADABLE_KINDS = (
-    "image",
-    "file",
-    "document",
-    "audio",
-    "video",
-)  # that are counted by their names
+# Parts that the metric counts by these names; any other is counted as "other".
+_UNREADABLE_KINDS = ("image", "file", "document", "audio", "video")
 _AFFIXES = re.compile(r"^(input|output)_|_url$")
 _DATA_URL = re.compile(r"data:([^;,]*)(?:;[^,]*)?,(.*)", re.DOTALL)
-_IS_PACKED = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+_BASE64_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 _NAME_KEYS = ("filename", "title", "name", "image_url", "file_url", "url", "file_id")
 _AUDIO_TYPES = {"mp3": "mpeg"}  # by OpenAI's name of a format
 _notes: set[str] = set()
 
 
 def note_once(note: str) -> None:
-    """Log something new that requests bring, once in a process."""
+    """Log a note about requests, once in a process."""
     note = printable(note, MAX_NOTE)
     if note not in _notes and len(_notes) < MAX_NOTES:
         _notes.add(note)
@@ -57,7 +52,7 @@ def note_once(note: str) -> None:
 
 @dataclass(frozen=True)
 class ContentReader:
-    """Reads content as text, and as parts of the kinds that are accepted.
+    """Reader of content as text, and as parts of the kinds that are accepted.
 
     ``refuses``: any other part is refused. Otherwise ``count`` is called with its kind.
     """
@@ -77,19 +72,22 @@ class ContentReader:
 
     def piece(self, place: str, part: dict[str, Any]) -> Piece:
         """Return one part, or the text in its place. Raises ``ApiError``."""
-        accepted = self._accepted(place, part) if self.accepts else None
-        return self.part(place, part) if accepted is None else accepted
+        if self.accepts:
+            media = self._media(place, part)
+            if media is not None:
+                return media
+        return self.part(place, part)
 
     def text(self, place: str, content: Content) -> str:
-        """The text of ``content``, the field ``place``. Raises ``ApiError``."""
+        """Return the text of ``content``, the field ``place``. Raises ``ApiError``."""
         if isinstance(content, str):
             return content
         return "\n".join(self.part(f"{place}[{n}]", part) for n, part in enumerate(content))
 
     def part(self, place: str, part: dict[str, Any]) -> str:
-        """The text of one part. Raises ``ApiError``."""
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
+        """Return the text of one part. Raises ``ApiError``."""
+        kind = _kind_of(part)
+        if kind is None:
             raise invalid(f"{place}.type", "must be a string")
         for text in (part.get("text"), part.get("refusal")):
             if isinstance(text, str):
@@ -99,33 +97,41 @@ class ContentReader:
         if kind == "tool_reference":
             return f"Tool {part.get('tool_name')} is now available."
         source = part.get("source")
-        nested = source if isinstance(source, dict) and source.get("type") == "content" else part
-        if isinstance(inner := nested.get("content"), (str, list)):
-            heads = [part.get("title"), source]
-            texts = [*heads, self.text(f"{place}.content", inner)]
-            return "\n".join(text for text in texts if isinstance(text, str))
+        document = part
+        if isinstance(source, dict) and source.get("type") == "content":
+            document = source
+        if isinstance(inner := document.get("content"), (str, list)):
+            lines = [part.get("title"), source, self.text(f"{place}.content", inner)]
+            return "\n".join(line for line in lines if isinstance(line, str))
         flat = _flat(part)
-        data, media_type = flat.get("data") or flat.get("file_data", ""), flat.get("media_type", "")
+        data = flat.get("data") or flat.get("file_data", "")
+        media_type = flat.get("media_type", "")
         for url in (data, flat.get("image_url", ""), flat.get("url", "")):
-            if packed := _DATA_URL.match(url):
-                media_type, data = packed.groups()
+            if data_url := _DATA_URL.match(url):
+                media_type, data = data_url.groups()
         if media_type.startswith("text/"):
             if isinstance(source, dict) and source.get("type") == "text":
                 return data
             with suppress(ValueError):
                 return base64.b64decode(data, validate=True).decode()
         name = next((flat[key] for key in _NAME_KEYS if flat.get(key, "data:")[:5] != "data:"), "")
-        size = f"{len(data) * 3 // 4 - data[-2:].count('=')} bytes" if data else ""
-        about = ", ".join(filter(None, (media_type, size, " ".join(name.split())[:200])))
-        return self._left_out(place, _AFFIXES.sub("", kind), about)
+        details: list[str] = []
+        if media_type:
+            details.append(media_type)
+        if data:
+            details.append(f"{len(data) * 3 // 4 - data[-2:].count('=')} bytes")
+        if words := name.split():
+            details.append(" ".join(words)[:200])
+        return self._omission(place, _AFFIXES.sub("", kind), ", ".join(details))
 
-    def _accepted(self, place: str, part: dict[str, Any]) -> dict[str, Any] | None:
+    def _media(self, place: str, part: dict[str, Any]) -> dict[str, Any] | None:
         """Return a part of an accepted kind, decoded; None: it is of another, or is a text."""
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or isinstance(part.get("text"), str):
+        kind = _kind_of(part)
+        if kind is None or isinstance(part.get("text"), str):
             return None
         kind = _AFFIXES.sub("", kind)
-        kind = "file" if kind == "document" else kind
+        if kind == "document":
+            kind = "file"
         if kind not in self.accepts:
             return None
         flat = _flat(part)
@@ -133,33 +139,40 @@ class ContentReader:
         media_type = flat.get("media_type", "")
         if not media_type and kind == "audio" and "format" in flat:
             media_type = f"audio/{_AUDIO_TYPES.get(flat['format'], flat['format'])}"
-        packed = flat.get("data") or flat.get("file_data", "")
+        data = flat.get("data") or flat.get("file_data", "")
         urls = [flat.get(key, "") for key in ("image_url", "audio_url", "file_url", "url")]
-        for url in (packed, *urls):
-            if head := _DATA_URL.match(url):
-                media_type = head[1] or media_type
-                packed = url
+        for url in (data, *urls):
+            if data_url := _DATA_URL.match(url):
+                media_type = data_url[1] or media_type
+                data = url
         if not media_type and name:
             media_type = guess_type(name)[0] or ""
         if media_type.startswith("text/"):
             return None
-        found = {"type": kind, "media_type": media_type, "name": name}
-        if packed:
-            return {**found, "data": _decoded(place, packed)}
+        media: dict[str, Any] = {"type": kind, "media_type": media_type, "name": name}
+        if data:
+            return {**media, "data": _decoded(place, data)}
         if url := next(filter(None, urls), ""):
-            return {**found, "url": url}
+            return {**media, "url": url}
         return None
 
-    def _left_out(self, place: str, kind: str, about: str) -> str:
+    def _omission(self, place: str, kind: str, details: str) -> str:
+        """Return the sentence in the place of a part, or raise ``ApiError`` where it refuses."""
         if self.refuses:
             # Claude Code drops a block where an error names its place and its kind in this form.
             param = f"{place}.{kind}"
             problem = f"{param}: the model reads text only; leave the {kind} out"
             raise ApiError(400, problem, param=param)
-        self.count(kind if kind in _UNREADABLE_KINDS else "other")
+        if kind in _UNREADABLE_KINDS:
+            self.count(kind)
+        else:
+            self.count("other")
         note_once(f"content of type {kind!r}, in whose place the model reads that it was left out")
-        told = f"{kind} left out ({about})" if about else f"{kind} left out"
-        return f"[{told}: this model reads text only. Tell the user; do not try to read it again.]"
+        omission = f"{kind} left out"
+        if details:
+            omission += f" ({details})"
+        problem = "this model reads text only. Tell the user; do not try to read it again."
+        return f"[{omission}: {problem}]"
 
 
 def joined(pieces: Sequence[Piece]) -> str | list[dict[str, Any]]:
@@ -176,10 +189,18 @@ def joined(pieces: Sequence[Piece]) -> str | list[dict[str, Any]]:
     return parts
 
 
+def _kind_of(part: object) -> str | None:
+    """Return the type that a part names; ``None`` where it is no part."""
+    if not isinstance(part, dict):
+        return None
+    kind = part.get("type")
+    return kind if isinstance(kind, str) else None
+
+
 def _flat(part: dict[str, Any]) -> dict[str, str]:
     """Return the texts of a part, with those that an API nests in it, as in ``source``."""
     levels = [part, *(value for value in part.values() if isinstance(value, dict))]
-    flat = {}
+    flat: dict[str, str] = {}
     for level in levels:
         for key, value in level.items():
             if isinstance(value, str) and value:
@@ -187,14 +208,16 @@ def _flat(part: dict[str, Any]) -> dict[str, str]:
     return flat
 
 
-def _decoded(place: str, packed: str) -> bytes:
+def _decoded(place: str, data: str) -> bytes:
     """Return the bytes of Base64 or of a ``data:`` URL. Raises ``ApiError``."""
-    is_url = packed.startswith("data:")
-    text = packed.partition(",")[2] if is_url else packed
+    text = data
+    is_url = data.startswith("data:")
+    if is_url:
+        text = data.partition(",")[2]
     if len(text) // 4 * 3 > MAX_PART_BYTES:
         problem = f"about {len(text) // 4 * 3} bytes; at most {MAX_PART_BYTES} are allowed"
         raise invalid(place, problem)
-    if is_url and not _IS_PACKED.match(packed):
+    if is_url and not _BASE64_URL.match(data):
         return unquote_to_bytes(text)
     try:
         return base64.b64decode(text, validate=True)

@@ -1,7 +1,7 @@
-"""What the APIs share: fields of requests as the orchestrator has them, conversations, forms.
+"""Fields of text requests, conversations and forms of answers, which all APIs share.
 
-``turn_request`` makes the text request of a chat of any API. What a turn is, and how its answer is
-guided and read, is decided below (``orchestrator.chat_turn``).
+``turn_request`` makes the text request of a chat of any API. ``orchestrator.chat_turn`` decides how
+the answer of a turn is guided and read.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from trtllm_bls.text.json_values import JsonStrings, json_value
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import COLDEST, Guide, Sampling, SpeculationRequest, TextRequest
 
-# How hard the model is to think, as agents say it, in the words that templates know.
+# Levels of reasoning effort that agents send, by the words of chat templates.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
-# Tools that clients run and whose schema the APIs' makers know, by their type without its date.
+# Tools that clients run. Their schema is not in the request, since the API's own models know it.
+# The key is the tool's type without its date.
 _CLIENT_TOOLS: dict[str, dict[str, Any]] = msgspec.json.decode(
     Path(__file__).with_name("client_tools.json").read_bytes()
 )
-# A tool of free text, as the model sees it.
+# The parameters of a tool of free text, as the model sees it.
 FREE_TEXT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -48,8 +49,8 @@ FREE_TEXT = {
 
 
 def shared_fields(request: Generation, vocab_size: int) -> dict[str, Any]:
-    """The fields of ``TextRequest`` that requests of all APIs have. Raises ``ApiError``."""
-    bias = []
+    """Return the fields of ``TextRequest`` that requests of all APIs have. Raises ``ApiError``."""
+    bias: list[tuple[int, float]] = []
     for key, weight in (request.logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
             problem = f"{key[:40]!r} is not a token id of this model; they are 0 to"
@@ -71,42 +72,54 @@ def shared_fields(request: Generation, vocab_size: int) -> dict[str, Any]:
 
 
 def sampling(request: Generation) -> Sampling:
-    """As OpenAI samples: without any field at temperature 1 over the whole vocabulary.
+    """Return the sampling with OpenAI's defaults: temperature 1 over the whole vocabulary.
 
-    What changes nothing is left out, since some engines have no input for it.
+    A field that changes nothing is left out, since some engines have no input for it.
     """
     greedy = request.top_k == 1 or (request.top_p is not None and request.top_p < COLDEST)
     greedy = greedy or (request.temperature is not None and request.temperature < COLDEST)
-    chosen: dict[str, Any] = {}
+    random: dict[str, Any] = {}
     if not greedy:
-        chosen["temperature"] = 1.0 if request.temperature is None else request.temperature
-        chosen["top_p"] = 1.0 if request.top_p is None else request.top_p
-        chosen["top_k"] = request.top_k if request.top_k and request.top_k > 1 else None
-        chosen["min_p"] = request.min_p or None
-        if request.seed is not None:
-            chosen["seed"] = request.seed % 2**64  # unsigned on the engine's wire
+        random["temperature"] = 1.0 if request.temperature is None else request.temperature
+        random["top_p"] = 1.0 if request.top_p is None else request.top_p
+        if request.top_k and request.top_k > 1:
+            random["top_k"] = request.top_k
+        random["min_p"] = request.min_p or None
+        random["seed"] = _unsigned(request.seed)
     penalty = request.repetition_penalty
+    if penalty == 1:
+        penalty = None
     return Sampling(
         frequency_penalty=request.frequency_penalty or None,
         presence_penalty=request.presence_penalty or None,
-        repetition_penalty=None if penalty == 1 else penalty,
+        repetition_penalty=penalty,
         min_tokens=request.min_tokens or None,
-        **chosen,
+        **random,
     )
 
 
-def sent_sampling(request: Generation) -> Sampling:
-    """The fields of a request for a pipeline, which has defaults of its own: as they were sent."""
+def _unsigned(seed: int | None) -> int | None:
+    """Return the seed as the unsigned number of the engine's wire."""
+    if seed is None:
+        return None
+    return seed % 2**64
+
+
+def pipeline_sampling(request: Generation) -> Sampling:
+    """Return the request's own fields, without defaults: a pipeline has defaults of its own."""
+    top_k = request.top_k
+    if top_k == -1:  # any
+        top_k = None
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
-        top_k=None if request.top_k == -1 else request.top_k,  # -1: any
+        top_k=top_k,
         min_p=request.min_p,
         frequency_penalty=request.frequency_penalty,
         presence_penalty=request.presence_penalty,
         repetition_penalty=request.repetition_penalty,
         min_tokens=request.min_tokens,
-        seed=None if request.seed is None else request.seed % 2**64,
+        seed=_unsigned(request.seed),
     )
 
 
@@ -114,9 +127,9 @@ def sent_sampling(request: Generation) -> Sampling:
 class ChatModel:
     """The model that requests are read for.
 
-    ``turns``: ``None``: it is a pipeline, which takes conversations as they are and divides its
-    answer itself. ``fingerprint`` tells clients that it is another model. ``count_call`` is called
-    with a call's format and how it went on: see ``ChatParser``.
+    ``turns`` is ``None`` for a pipeline, which takes conversations as they are and divides its
+    answer itself. ``fingerprint`` differs between models and versions. ``count_call`` is called
+    with a call's format and its outcome: see ``ChatParser``.
     """
 
     tokenizer: Tokenizer
@@ -136,13 +149,15 @@ class ChatModel:
 
     @property
     def reasons(self) -> bool:
-        """True for a model that is known to write reasoning."""
+        """True for a model whose format of reasoning is known."""
         return self.turns is not None and self.turns.formats.reasoning is not None
 
     def turn(self, conversation: Conversation) -> ChatTurn:
         """Return the next turn. Raises ``ApiError``, and ``InvalidRequest`` for contradictions."""
         checked("tools", conversation.tools, list[Tool])
-        return pipeline_turn(conversation) if self.turns is None else self.turns.turn(conversation)
+        if self.turns is None:
+            return pipeline_turn(conversation)
+        return self.turns.turn(conversation)
 
 
 def check_parts(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -157,18 +172,19 @@ def check_parts(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def function_tool(name: str, description: str, parameters: object) -> dict[str, Any]:
-    """A tool as chat templates take it; ``parameters``: its JSON schema, if it has one."""
+    """Return a tool as chat templates take it; ``parameters``: its JSON schema, if it has one."""
     schema = parameters or {"type": "object", "properties": {}}
     function = {"name": name, "description": description, "parameters": schema}
     return {"type": "function", "function": function}
 
 
 def client_tool(name: str, kind: str) -> dict[str, Any] | None:
-    """The function that the model sees of a tool that clients run, if this is one."""
-    if (known := _CLIENT_TOOLS.get(kind)) is None:
+    """Return the function for a tool of type ``kind`` that clients run; ``None`` for others."""
+    if kind not in _CLIENT_TOOLS:
         return None
-    schema = {key: value for key, value in known.items() if key != "description"}
-    return function_tool(name, known["description"], {"type": "object", **schema})
+    schema = {"type": "object", **_CLIENT_TOOLS[kind]}
+    description = schema.pop("description")
+    return function_tool(name, description, schema)
 
 
 def message_form(field: str, kind: str, schema: Any, place: str = "schema") -> FormDemand | None:
@@ -191,14 +207,13 @@ def form_demand(request: Generation, of_message: FormDemand | None = None) -> Fo
     Its members have older names, too, such as ``guided_json``, and SGLang's. Raises ``ApiError``.
     """
     outputs = request.structured_outputs or StructuredOutputs()
-    members = [
-        ("structured_outputs", kind, getattr(outputs, kind)) for kind in outputs.__struct_fields__
-    ]
-    members += [
-        (f"guided_{kind}", kind, getattr(request, f"guided_{kind}"))
-        for kind in ("json", "regex", "choice", "grammar")
-    ]
-    members += [("regex", "regex", request.regex), ("ebnf", "grammar", request.ebnf)]
+    members: list[tuple[str, str, Any]] = []  # the request's field, the kind of guide, the value
+    for kind in outputs.__struct_fields__:
+        members.append(("structured_outputs", kind, getattr(outputs, kind)))
+    for kind in ("json", "regex", "choice", "grammar"):
+        members.append((f"guided_{kind}", kind, getattr(request, f"guided_{kind}")))
+    members.append(("regex", "regex", request.regex))
+    members.append(("ebnf", "grammar", request.ebnf))
     demands = [member for member in members if member[2] is not None and member[2] is not False]
     if not demands:
         return of_message
@@ -213,86 +228,97 @@ def _guide(field: str, kind: str, value: Any) -> Guide:
     if kind == "json_object":
         return Guide("json")
     if kind == "json":
-        return Guide("json_schema", value if isinstance(value, str) else json_text(value))
+        if not isinstance(value, str):
+            value = json_text(value)
+        return Guide("json_schema", value)
     if kind == "choice":
         if not value:
             raise invalid(field, "has no text to choose; send at least one")
         return Guide("ebnf_grammar", "root ::= " + " | ".join(map(_quoted, value)))
     if kind == "regex":
-        # Not every engine takes an empty expression, which the empty text alone matches.
-        return Guide("regex", value) if value else Guide("ebnf_grammar", 'root ::= ""')
+        if not value:  # the empty text alone matches, and not every engine takes the expression
+            return Guide("ebnf_grammar", 'root ::= ""')
+        return Guide("regex", value)
     if not value:
         raise invalid(field, "is empty; send a grammar")
     return Guide("ebnf_grammar", value)
 
 
 def _quoted(text: str) -> str:
-    """``text`` in a grammar, escaped as llguidance and xgrammar both read it.
+    """Quote ``text`` for a grammar, with escapes that llguidance and xgrammar both read.
 
-    A character given by number is a string of its own: xgrammar would take the digits after it for
-    more of the number.
+    A character by its number is a string of its own, as xgrammar would take digits that follow it
+    for digits of the number.
     """
     text = text.replace("\\", r"\\").replace('"', r"\"")
     return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda c: f'" "\\x{ord(c[0]):02x}" "', text) + '"'
 
 
 def object_arguments(text: str) -> str:
-    """The arguments of a past call as a JSON object, which they become if they are none.
+    """Return the arguments of a past call as a JSON object; other texts become its only member.
 
-    A model may have written anything. Many templates would refuse the conversation for ever.
+    A model may have written anything, and many templates would refuse the conversation for ever.
     """
     if not text.strip():
         return "{}"
-    for mended in (text, JsonStrings().feed(text, end=True)):
-        if isinstance(json_value(mended), dict):
-            return mended
-    return json_text({"arguments": mended})
+    if isinstance(json_value(text), dict):
+        return text
+    repaired = JsonStrings().feed(text, end=True)
+    if isinstance(json_value(repaired), dict):
+        return repaired
+    return json_text({"arguments": repaired})
 
 
 def free_text(arguments: str) -> str:
-    """The text of a call of a free-text tool; all of it where the model wrote no such JSON."""
+    """Return the text of a free-text tool's call; all arguments where they are no such JSON."""
     value = json_value(arguments)
-    text = value.get("input") if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
+    if isinstance(value, dict):
+        text = value.get("input")
+        if isinstance(text, str):
+            return text
+    return arguments
 
 
 class Transcript:
-    """A conversation as chat templates take it, from turns in any pieces."""
+    """A conversation as chat templates take it, which is written in pieces."""
 
     def __init__(self) -> None:
-        self._turns: list[dict[str, Any]] = []  # with lists of pieces, which ``messages`` joins
+        # Messages whose content is a list of pieces; ``messages`` joins them.
+        self._turns: list[dict[str, Any]] = []
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The turns so far."""
-        found = []
+        """The messages so far."""
+        messages: list[dict[str, Any]] = []
         for turn in self._turns:
             pieces = [piece for piece in turn["content"] if piece]
             message = {**turn, "content": joined(pieces)}
             if "reasoning" in turn:
-                message["reasoning"] = message["reasoning_content"] = "".join(turn["reasoning"])
-            found.append(message)
-        return found
+                reasoning = "".join(turn["reasoning"])
+                message["reasoning"] = reasoning
+                message["reasoning_content"] = reasoning
+            messages.append(message)
+        return messages
 
     def say(self, role: str, *pieces: Piece) -> None:
-        """Add a message; to the assistant's message where that is the last one."""
+        """Add a message. Text of the assistant is added to its message, if that is the last one."""
         if role == "assistant":
             self._assistant()["content"] += pieces
         else:
             self._turns.append({"role": role, "content": list(pieces)})
 
     def think(self, text: str) -> None:
-        """Reasoning of the assistant's message that is the last one, or follows."""
+        """Add reasoning to the assistant's message, which is the last one or a new one."""
         self._assistant().setdefault("reasoning", []).append(text)
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A call of the assistant's message that is the last one, or of a new one."""
+        """Add a call to the assistant's message, which is the last one or a new one."""
         function = {"name": name, "arguments": object_arguments(arguments)}
         calls = self._assistant().setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def result(self, call_id: str, *pieces: Piece) -> None:
-        """Add what a call has returned."""
+        """Add the result of a call."""
         self._turns.append({"role": "tool", "tool_call_id": call_id, "content": list(pieces)})
 
     def _assistant(self) -> dict[str, Any]:
@@ -301,15 +327,15 @@ class Transcript:
         return self._turns[-1]
 
 
-def thinking(effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
-    """Variables of chat templates: how hard the model is to think, and whether it is to."""
-    if effort == "none":
-        effort, thinks = None, False
+def thinking(effort: str | None, enabled: bool | None = None) -> dict[str, Any]:
+    """Return a chat template's variables for the reasoning effort, and for reasoning at all."""
     variables: dict[str, Any] = {}
-    if effort is not None:
+    if effort == "none":
+        enabled = False
+    elif effort is not None:
         variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
-    if thinks is not None:
-        variables |= {"enable_thinking": thinks, "thinking": thinks}
+    if enabled is not None:
+        variables |= {"enable_thinking": enabled, "thinking": enabled}
     return variables
 
 
@@ -330,7 +356,7 @@ def turn_request(
     choices: int = 1,
     **fields: Any,
 ) -> TurnRequest:
-    """Return what is asked of the orchestrator; ``fields`` are further ones of the ``TextRequest``.
+    """Return the request to the orchestrator; ``fields`` are further ones of the ``TextRequest``.
 
     Raises ``ApiError``, and ``InvalidRequest`` for demands that contradict each other.
     """
@@ -338,7 +364,7 @@ def turn_request(
     turn = model.turn(conversation)
     shared = shared_fields(request, model.tokenizer.model_vocab_size)
     if model.is_pipeline:
-        shared["sampling"] = sent_sampling(request)
+        shared["sampling"] = pipeline_sampling(request)
     text_request = turn.request(
         request_id=uuid.uuid4().hex, num_return_sequences=choices, **{**shared, **fields}
     )

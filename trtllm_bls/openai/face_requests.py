@@ -12,7 +12,7 @@ from trtllm_bls.http.budgets import (
     MAX_NAME,
     MAX_SPEECH_CHARACTERS,
 )
-from trtllm_bls.openai.schema import Count, RefusedFields
+from trtllm_bls.openai.schema import Count, UnsupportedFields
 
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 
@@ -21,7 +21,7 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     """``POST /v1/embeddings``."""
 
     no_effect = ("user", "metadata", "add_special_tokens")
-    refused: ClassVar[RefusedFields] = {
+    unsupported: ClassVar[UnsupportedFields] = {
         "truncate_prompt_tokens": (),
         "embed_dtype": ("float32",),
         "messages": ([],),
@@ -43,7 +43,7 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     """``POST /v1/audio/speech``."""
 
     no_effect = ("user", "metadata")
-    refused: ClassVar[RefusedFields] = {
+    unsupported: ClassVar[UnsupportedFields] = {
         "speed": (1,),
         "instructions": ("",),
         "stream_format": ("audio",),
@@ -65,7 +65,7 @@ class RerankRequest(msgspec.Struct, kw_only=True):
     """``POST /v1/rerank``, as Cohere and vLLM have it."""
 
     no_effect = ("user", "metadata", "priority")
-    refused: ClassVar[RefusedFields] = {
+    unsupported: ClassVar[UnsupportedFields] = {
         "truncate_prompt_tokens": (),
         "max_tokens_per_doc": (),
         "rank_fields": ([], ["text"]),

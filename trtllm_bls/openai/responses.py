@@ -34,8 +34,8 @@ from trtllm_bls.openai.conversation import (
 from trtllm_bls.openai.schema import (
     Count,
     Generation,
-    RefusedFields,
     TextFormat,
+    UnsupportedFields,
     Word,
     checked,
     json_text,
@@ -152,7 +152,7 @@ class ResponsesRequest(Generation, kw_only=True):
         *("stream_options", "user", "access_programs", "background_options", "image"),
         "context_management",
     )
-    refused: ClassVar[RefusedFields] = {
+    unsupported: ClassVar[UnsupportedFields] = {
         **dict.fromkeys(("prompt", "moderation"), ()),
         "background": (False,),
         "generate": (True,),

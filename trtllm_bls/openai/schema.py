@@ -16,12 +16,13 @@ from trtllm_bls.http.budgets import MAX_FIELDS, MAX_ITEMS, MAX_TEXT_TOKENS, MAX_
 from trtllm_bls.openai.api_errors import ApiError, invalid
 from trtllm_bls.openai.content import note_once
 
-_MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
+_MAX_INT32 = 2**31 - 1
+_MAX_INT64 = 2**63 - 1
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT32)]
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
-RefusedFields: TypeAlias = Mapping[str, tuple[Any, ...]]
+UnsupportedFields: TypeAlias = Mapping[str, tuple[Any, ...]]
 Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -31,7 +32,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form that the answer has; one of these."""
+    """The form of the answer, by one of these fields."""
 
     json: str | dict[str, Any] | bool | None = None
     json_object: bool | None = None
@@ -41,18 +42,18 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class Generation(msgspec.Struct, kw_only=True, dict=True):
-    """The fields of requests of all APIs. ``no_effect``, ``refused``: further known fields."""
+    """The fields of requests of all APIs, and the names of fields without support."""
 
     # Fields of the API, of other servers and of old clients that have no effect here.
     no_effect: ClassVar[tuple[str, ...]] = ()
-    # Fields that would change the answer. The values listed ask for nothing, so they are allowed.
-    refused: ClassVar[RefusedFields] = {}
+    # Fields that would change the answer, with the values that change nothing and are allowed.
+    unsupported: ClassVar[UnsupportedFields] = {}
 
     model: str = ""  # may be left out where one is served
     stream: bool | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    # Beyond the APIs, as OpenAI's older ones and vLLM name them.
+    # Further fields, as OpenAI's older APIs and vLLM name them.
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=4096)] | None = None
@@ -68,7 +69,7 @@ class Generation(msgspec.Struct, kw_only=True, dict=True):
     bad_words: Annotated[list[Word], msgspec.Meta(max_length=1024)] | None = None
     request_id: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Its members under the names that older clients of vLLM send, and SGLang's.
+    # Members of ``structured_outputs`` by the names of older clients of vLLM, and SGLang's.
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -84,7 +85,7 @@ class Generation(msgspec.Struct, kw_only=True, dict=True):
 
     @property
     def further(self) -> dict[str, Any]:
-        """The fields of the body that are none of the API's; a pipeline may read them."""
+        """Fields of the body that the API does not have; a pipeline may read them."""
         values: dict[str, Any] = self.__dict__.get("further", {})
         return values
 
@@ -94,14 +95,10 @@ class Common(Generation, kw_only=True):
 
     no_effect = (
         *("service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key"),
-        *(
-            "prompt_cache_retention",
-            "prompt_cache_options",
-            "verbosity",
-            "spaces_between_special_tokens",
-        ),
+        *("prompt_cache_retention", "prompt_cache_options", "verbosity"),
+        "spaces_between_special_tokens",
     )
-    refused: ClassVar[RefusedFields] = {
+    unsupported: ClassVar[UnsupportedFields] = {
         **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
         "moderation": (),
         "suffix": (),
@@ -125,18 +122,20 @@ class Common(Generation, kw_only=True):
     @property
     def stop_words(self) -> tuple[str, ...]:
         """``stop`` as a list."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop or ())
 
 
 class Prediction(msgspec.Struct, kw_only=True):
-    """What the answer is expected to resemble."""
+    """A text that the answer is expected to resemble."""
 
     type: Literal["content"]
     content: str | list[dict[str, Any]]
 
 
 class Function(msgspec.Struct, kw_only=True):
-    """A function that a tool calls; what else it has is for the chat template."""
+    """A function that a tool calls. The chat template may read further members."""
 
     name: Word
     parameters: dict[str, Any] | None = None
@@ -150,7 +149,7 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
-    """The tools that may be called, of those that the request has."""
+    """The tools of the request that may be called."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
@@ -170,7 +169,7 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One turn; what else it has is for the chat template."""
+    """A turn. The chat template may read further members."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
@@ -223,9 +222,9 @@ class CompletionRequest(Common, kw_only=True):
 
 
 class TokenizeRequest(ChatCompletionRequest, kw_only=True):
-    """``POST /tokenize``, as vLLM has it: of ``prompt``, or else of ``messages``."""
+    """``POST /tokenize``, as vLLM has it; ``messages`` are read where there is no ``prompt``."""
 
-    model: str = ""  # the server's first
+    model: str = ""  # empty: the server's first model
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_ITEMS)] = []
     prompt: str | None = None
     return_token_strs: bool | None = None
@@ -238,17 +237,19 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: Annotated[list[Natural], msgspec.Meta(max_length=MAX_TEXT_TOKENS)]
 
 
-# An escape of a whole character, or else of half of one, which msgspec refuses.
-_HALVES = re.compile(
+# An escape of a whole character. The group matches the escape of half of one, which msgspec
+# refuses.
+_ESCAPES = re.compile(
     rb"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)|\\.", re.DOTALL
 )
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
 _MISTAKE_PATH = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
-# Fields that say how the answer has to be, by their names in all APIs and servers. A request has at
-# most some of a row. The others are refused, and the error names the first that it has.
-_UNCHANGED_FIELDS = (
+# Fields that decide what the answer is, by their names in all APIs and servers. Each row has the
+# names of one meaning. A schema has some of a row at most. The other names are refused, and the
+# error says which one to send.
+_ANSWER_FIELDS = (
     ("max_completion_tokens", "max_output_tokens", "max_tokens", "max_new_tokens", "n_predict"),
     ("stop", "stop_sequences"),
     ("response_format", "text", "output_config", "format"),
@@ -260,60 +261,74 @@ _UNCHANGED_FIELDS = (
     ("n",),
     ("allowed_token_ids",),
 )
-_ASKS_NOTHING = {"n": 1, "response_format": {"type": "text"}}
+_DEFAULTS = {"n": 1, "response_format": {"type": "text"}}
 
 
 def decode(body: bytes, kind: type[_Kind]) -> _Kind:
-    """The request in ``body``. Raises ``ApiError`` 400, with ``param`` where a field is wrong."""
+    """Read the request in ``body``. Raises ``ApiError``, with ``param`` where a field is wrong."""
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError) as error:
         # Clients cut texts within a character, and the text comes again with every later turn.
-        mended = _HALVES.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], body)
-        if mended != body:
-            return decode(mended, kind)
+        repaired = _ESCAPES.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], body)
+        if repaired != body:
+            return decode(repaired, kind)
         raise ApiError(400, f"the body is not JSON that can be read: {error}") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
     if len(fields) > MAX_FIELDS:
         problem = f"the body has {len(fields)} fields; at most {MAX_FIELDS} are allowed"
         raise ApiError(400, problem)
-    refused, no_effect = getattr(kind, "refused", {}), getattr(kind, "no_effect", ())
-    known = kind.__struct_fields__
-    for name in fields.keys() - set(known):
-        same = next((row for row in _UNCHANGED_FIELDS if name in row), ())
-        if name in refused:
-            if fields[name] is not None and fields[name] not in refused[name]:
-                raise invalid(name, "is not supported by this server", "unsupported_parameter")
-        elif same and fields[name] not in (None, _ASKS_NOTHING.get(name)):
-            instead = next((f"; send {other}" for other in same if other in known), "")
-            raise invalid(name, f"is not supported here{instead}", "unsupported_parameter")
-        elif name not in no_effect:
-            note_once(f"the field {name[:80]!r}, which is unknown and has no effect")
+    further = {name: value for name, value in fields.items() if name not in kind.__struct_fields__}
+    for name, value in further.items():
+        _check_further(name, value, kind)
     request = checked("", fields, kind)
     if isinstance(request, Generation):
-        further = {name: value for name, value in fields.items() if name not in known}
         request.__dict__["further"] = further
     return request
 
 
+def _check_further(name: str, value: object, kind: type[msgspec.Struct]) -> None:
+    """Note a field that ``kind`` does not have. Raises ``ApiError`` if it would change the answer.
+
+    ``value`` is the field's value.
+    """
+    unsupported = getattr(kind, "unsupported", {})
+    if name in unsupported:
+        if value is not None and value not in unsupported[name]:
+            raise invalid(name, "is not supported by this server", "unsupported_parameter")
+        return
+    synonyms = next((row for row in _ANSWER_FIELDS if name in row), ())
+    if synonyms and value not in (None, _DEFAULTS.get(name)):
+        problem = "is not supported here"
+        for synonym in synonyms:
+            if synonym in kind.__struct_fields__:
+                problem += f"; send {synonym}"
+                break
+        raise invalid(name, problem, "unsupported_parameter")
+    if name not in getattr(kind, "no_effect", ()):
+        note_once(f"the field {name[:80]!r}, which is unknown and has no effect")
+
+
 def json_text(value: object) -> str:
-    """``value`` as JSON."""
+    """Return ``value`` as JSON."""
     return msgspec.json.encode(value).decode()
 
 
 def checked(field: str, value: object, kind: type[_Value]) -> _Value:
-    """The value of ``field``, or of the whole body, as ``kind``.
+    """Return the value of ``field``, or of the whole body, as ``kind``.
 
     Raises ``ApiError`` 400 on the part of it that is wrong.
     """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        path = _MISTAKE_PATH.match(str(error))
-        problem, place = path.groups() if path else (str(error), "")
+        problem = str(error)
+        place = ""
+        if mistake := _MISTAKE_PATH.match(problem):
+            problem, place = mistake.groups()
         name = (field + place).removeprefix(".")
-        if missing := _MISSING.match(problem):
+        if missing := _MISSING_FIELD.match(problem):
             raise invalid(f"{name}.{missing[1]}".removeprefix("."), "is missing") from None
         if not name:
             raise ApiError(400, str(error)) from None
