@@ -33,7 +33,7 @@ from trtllm_bls.openai.counting import CountingRoutes
 from trtllm_bls.openai.document import docs_answer, document, overview, page
 from trtllm_bls.openai.exchange import JsonResponse, RunningRequests
 from trtllm_bls.openai.face_routes import EmbeddingsRoute, RerankRoute, SpeechRoute
-from trtllm_bls.openai.generating import Generate, GenerateReferring, Services
+from trtllm_bls.openai.generating import Generate, GenerateStateful, Services
 from trtllm_bls.openai.health import Health, HealthRoute
 from trtllm_bls.openai.messages import MessagesRequest, MessagesResponse
 from trtllm_bls.openai.metrics_route import MetricsRoute
@@ -86,8 +86,8 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         share_kv_cache=settings.share_kv_cache,
         pipeline_headers=frozenset(settings.pipeline_headers),
     )
-    responses = GenerateReferring(services, ResponsesRequest, ResponsesResponse)
-    compact = GenerateReferring(services, CompactRequest, CompactResponse)
+    responses = GenerateStateful(services, ResponsesRequest, ResponsesResponse)
+    compact = GenerateStateful(services, CompactRequest, CompactResponse)
     socket = ResponsesSocket(
         responses, refusals.answer, references.last_responses, settings.allowed_origins
     )

@@ -1,4 +1,4 @@
-"""Routes that tokenise without generating: counts of a prompt's tokens, ids and texts."""
+"""Routes that tokenise without generating: token counts, token ids and texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trtllm_bls.types import TextRequest
 
 @dataclass(frozen=True)
 class CountingRoutes:
-    """Answers with token ids or their number, which a thread works out."""
+    """Routes that answer with token ids or their number, which a thread works out."""
 
     orchestrator: Orchestrator
     tokenizer: Tokenizer
@@ -48,9 +48,9 @@ class CountingRoutes:
 
         def count(body: bytes) -> dict[str, object]:
             generation = decode(body, ResponsesRequest)
-            referred = self.references.resolve(generation, request.scope)
+            history = self.references.resolve(generation, request.scope)
             model = self.models.resolve(generation).reading_text()
-            return self._count(ResponsesResponse(generation, model, referred).requests[0])
+            return self._count(ResponsesResponse(generation, model, history).requests[0])
 
         count_of_input = await self._in_thread(request, count, ResponsesResponse.prompt_field)
         return JsonResponse({**count_of_input, "object": "response.input_tokens"})
@@ -71,7 +71,7 @@ class CountingRoutes:
     async def _in_thread(
         self, request: Request, answer: Callable[[bytes], dict[str, object]], prompt: str = "prompt"
     ) -> dict[str, object]:
-        """Return ``answer`` of the body; an error of the prompt blames the field ``prompt``."""
+        """Return ``answer(body)``. An error of the prompt names the field ``prompt``."""
         try:
             async with self.bodies.read(request.scope, request.receive) as body:
                 return await asyncio.to_thread(answer, body)

@@ -20,7 +20,7 @@ from trtllm_bls.openai.exchange import Reply, RunningRequests, run_all, tenant_o
 from trtllm_bls.openai.health import Health
 from trtllm_bls.openai.references import References
 from trtllm_bls.openai.refusals import Refusals
-from trtllm_bls.openai.responses import Referred, ResponsesRequest, is_stateful
+from trtllm_bls.openai.responses import History, ResponsesRequest, is_stateful
 from trtllm_bls.openai.schema import Generation, decode
 from trtllm_bls.openai.served_models import ServedModels
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
@@ -30,29 +30,28 @@ _PING_S = 10.0
 
 
 class Builder(Protocol):
-    """A class that builds the response to one kind of request. It raises ``ApiError``."""
+    """A class that builds the response to one kind of request; raises ``ApiError``."""
 
     prompt_field: str
 
     def __call__(self, request: Any, model: ChatModel, /) -> ResponseBuilder: ...
 
 
-class ReferringBuilder(Protocol):
+class StatefulBuilder(Protocol):
     """A ``Builder`` for requests that may refer to earlier responses."""
 
     prompt_field: str
 
-    def __call__(
-        self, request: Any, model: ChatModel, referred: Referred, /
-    ) -> ResponseBuilder: ...
+    def __call__(self, request: Any, model: ChatModel, history: History, /) -> ResponseBuilder: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
     """The objects that all routes that generate share.
 
-    ``places``: of sequences that run or wait. ``share_kv_cache``: requests of different API keys
-    may share the engine's KV cache. ``pipeline_headers``: of requests, which pipelines are told.
+    ``places``: shares of the sequences that may run or wait. ``share_kv_cache``: requests of
+    different API keys may share the engine's KV cache. ``pipeline_headers``: the names of request
+    headers that pipelines get.
     """
 
     orchestrator: Orchestrator
@@ -98,8 +97,8 @@ class _GenerateRoute:
             if response is not None and reply.begun:
                 await services.references.keep(scope, response, "cancelled")
         except asyncio.CancelledError:
-            ends = ApiError(503, "the server shuts down", code="shutting_down")
-            await self._fail(scope, ends, response, reply)
+            shutdown = ApiError(503, "the server shuts down", code="shutting_down")
+            await self._fail(scope, shutdown, response, reply)
         except Exception as error:
             api_problem = await self._error(error, response, reply)
             await self._fail(scope, api_problem, response, reply)
@@ -123,7 +122,7 @@ class _GenerateRoute:
         bodies = self._services.bodies
         async with bodies.read(scope, receive) as body:
             request = await bodies.in_turn(len(body), decode, body, self._request_type)
-            if is_stateful(request):  # what it refers to is in files
+            if is_stateful(request):  # stored responses are in files
                 return await asyncio.to_thread(self._prepare, scope, reply, request)
             return await bodies.in_turn(len(body), self._prepare, scope, reply, request)
 
@@ -134,25 +133,31 @@ class _GenerateRoute:
         if response.model in services.models.pipelines:
             self._add_caller(scope, request, response)
         services.models.add_adapter(response.model, response.requests)
-        tenant = None if request.draft_memory is False else scope.get("tenant")
+        tenant = None
+        if request.draft_memory is not False:
+            tenant = scope.get("tenant")
         trace = traceparent(scope).decode() or None
-        # The log can be searched for a response's x-request-id. Clients may repeat theirs, which an
-        # engine must not see.
-        owner = "" if services.share_kv_cache else tenant_of(scope)
+        owner = ""
+        if not services.share_kv_cache:
+            owner = tenant_of(scope)
         for text in response.requests:
+            # The log can be searched for a response's x-request-id. Clients may repeat theirs, so
+            # the engine's id has a random part too.
             text.request_id = f"{reply.request_id.decode()}-{text.request_id[:8]}"
             text.api = response.object
             text.tenant = tenant
             text.traceparent = trace
-            if request.cache_salt:  # refused by an engine that has none
-                salt = salt_of(owner, request.cache_salt) if owner else request.cache_salt
+            if request.cache_salt:  # an engine without salts refuses it
+                salt = request.cache_salt
+                if owner:
+                    salt = salt_of(owner, salt)
                 text.cache_salt = CacheSalt(salt)
             elif owner:
                 text.cache_salt = CacheSalt(salt_of(owner), required=False)
         return response
 
     def _add_caller(self, scope: Scope, request: Generation, response: ResponseBuilder) -> None:
-        """Tell a pipeline what the request has for it. Raises ``ApiError``."""
+        """Add the fields that a pipeline reads of the caller. Raises ``ApiError``."""
         caller = caller_fields(request, scope, self._services.pipeline_headers)
         for text in response.requests:
             text.caller = replace(caller, session=text.caller.session)
@@ -197,13 +202,15 @@ class _GenerateRoute:
             raise ApiError(504, "the engine gave no token before the time limit", code="timeout")
         response.storage_failed = not await services.references.keep(scope, response)
         end = response.last_events if response.stream else response.whole
-        # On the event loop, a whole answer's log-probabilities would hold up all streams.
-        is_large = response.requests[0].wants.log_probs
-        last = await asyncio.to_thread(end) if is_large else end()
-        if response.stream:
-            await reply.events(last, end=True)
+        if response.requests[0].wants.log_probs:
+            # On the event loop, a whole answer's log-probabilities would hold up all streams.
+            data = await asyncio.to_thread(end)
         else:
-            await reply.json(last)
+            data = end()
+        if response.stream:
+            await reply.events(data, end=True)
+        else:
+            await reply.json(data)
 
     async def _error(
         self, error: Exception, response: ResponseBuilder | None, reply: Reply
@@ -218,13 +225,13 @@ class _GenerateRoute:
     async def _fail(
         self, scope: Scope, error: ApiError, response: ResponseBuilder | None, reply: Reply
     ) -> None:
-        if response is not None and reply.begun:  # its client knows its id
+        if response is not None and reply.begun:  # the client knows the response's id
             await self._services.references.keep(scope, response, "failed", error)
         await reply.error(error, response)
 
 
 class Generate(_GenerateRoute):
-    """A route whose requests bring all that they need."""
+    """A route whose requests have their whole conversation."""
 
     def __init__(
         self, services: Services, request_type: type[Generation], builder: Builder
@@ -236,29 +243,29 @@ class Generate(_GenerateRoute):
         return self._builder(request, self._services.models.resolve(request))
 
 
-class GenerateReferring(_GenerateRoute):
+class GenerateStateful(_GenerateRoute):
     """A route whose requests may refer to earlier responses."""
 
     def __init__(
-        self, services: Services, request_type: type[ResponsesRequest], builder: ReferringBuilder
+        self, services: Services, request_type: type[ResponsesRequest], builder: StatefulBuilder
     ) -> None:
         super().__init__(services, request_type, builder.prompt_field)
         self._builder = builder
 
     def _build(self, scope: Scope, request: Generation) -> ResponseBuilder:
         assert isinstance(request, ResponsesRequest)
-        referred = self._services.references.resolve(request, scope)
+        history = self._services.references.resolve(request, scope)
         model = self._services.models.resolve(request)
-        response = self._builder(request, model, referred)
+        response = self._builder(request, model, history)
         if model.is_pipeline:
-            session = self._services.references.session_of(request, scope, referred)
+            session = self._services.references.session_of(request, scope, history)
             for text in response.requests:
                 text.caller = CallerFields(session=session or response.id)
         return response
 
 
 async def _ping(response: PartsBuilder, reply: Reply) -> None:
-    """Show a client that waits for a stream's next event that the server works."""
+    """Send pings while a stream has no other events, so that its client sees the server work."""
     while True:
         num_puts = reply.num_puts
         await asyncio.sleep(_PING_S)

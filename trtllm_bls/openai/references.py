@@ -1,4 +1,4 @@
-"""What requests of the Responses API refer to, and what is kept for later ones."""
+"""The conversations that requests of the Responses API refer to, kept for later ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trtllm_bls.openai.api_errors import ApiError
 from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.builder import ResponseBuilder
 from trtllm_bls.openai.exchange import tenant_of
-from trtllm_bls.openai.responses import Referred, ResponsesRequest, with_references
+from trtllm_bls.openai.responses import History, ResponsesRequest, resolve_references
 from trtllm_bls.openai.sockets import SOCKET, LastResponses
 from trtllm_bls.openai.stored import PrivateDirectory, StoredResponses
 
 log = logging.getLogger(__name__)
-# Stands for an item that is no longer stored, with ``--lost-items sentence``.
+# With ``--lost-items sentence`` this stands for an item that is no longer stored.
 _LOST_ITEM = {
     "type": "message",
     "role": "assistant",
@@ -27,7 +27,7 @@ _LOST_ITEM = {
 class References:
     """The stored responses, and the last response of each WebSocket.
 
-    ``store`` is ``None`` where nothing is to be stored. Raises ``SettingsError`` for a directory
+    ``store`` is ``None`` without ``--store-bytes``. Raises ``SettingsError`` for a directory
     that cannot be used.
     """
 
@@ -49,35 +49,35 @@ class References:
             max_chain_bytes=settings.max_body_bytes,
         )
 
-    def resolve(self, request: ResponsesRequest, scope: Scope) -> Referred:
-        """Put what ``request`` refers to into it, and return the conversation before it.
+    def resolve(self, request: ResponsesRequest, scope: Scope) -> History:
+        """Put stored items in the place of ``request``'s references, and return its history.
 
         Waits for the disk. Raises ``ApiError``.
         """
         socket = scope.get(SOCKET, "")
-        last, session = self.last_responses.take(socket, request.previous_response_id or "")
+        items, session = self.last_responses.take(socket, request.previous_response_id or "")
         substitute = _LOST_ITEM if self._replaces_lost else None
-        earlier = with_references(request, tenant_of(scope), self.store, substitute, last)
-        return Referred(
-            earlier=tuple(earlier),
+        items = resolve_references(request, tenant_of(scope), self.store, substitute, items)
+        return History(
+            items=tuple(items),
             can_store=self.store is not None,
-            continues=bool(socket),
+            keeps_conversation=bool(socket),
             session=session,
         )
 
-    def session_of(self, request: ResponsesRequest, scope: Scope, referred: Referred) -> str | None:
+    def session_of(self, request: ResponsesRequest, scope: Scope, history: History) -> str | None:
         """Return the session of the request's conversation; None: the request is its first.
 
-        That is what the client calls the conversation, or the id of its first response. Waits for
-        the disk.
+        The session is the client's id of the conversation, or the id of its first response. Waits
+        for the disk.
         """
         if isinstance(request.conversation, str):
             return request.conversation
         if request.conversation is not None:
             return request.conversation.id
         previous = request.previous_response_id
-        if referred.session is not None or previous is None or self.store is None:
-            return referred.session or previous
+        if history.session is not None or previous is None or self.store is None:
+            return history.session or previous
         return self.store.first(tenant_of(scope), previous)
 
     async def keep(
@@ -89,7 +89,7 @@ class References:
     ) -> bool:
         """Store the response, if it is to be stored; false if that failed.
 
-        ``status``: of a response that did not end well.
+        ``status``: the status of a response that failed or was cancelled.
         """
         socket = scope.get(SOCKET)
         if socket is not None and not status:
