@@ -238,7 +238,7 @@ _WEBSOCKETS = (
         holder="process",
         beyond="the oldest are forgotten",
         test=f"{_SOCKETS}:test_what_connections_go_on_from_is_bounded",
-        covers=("kept sockets.LastResponses._kept",),
+        covers=("kept sockets.LastResponses._responses",),
     ),
 )
 

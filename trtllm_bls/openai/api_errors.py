@@ -1,7 +1,7 @@
 """Errors in OpenAI's form: a status and ``{"error": {message, type, param, code}}``.
 
-The orchestrator and engines name tensors and fields of their own; clients get the names that they
-sent.
+The orchestrator and engines name tensors and fields of their own. Clients get the names of the
+fields that they sent.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from trtllm_bls.types import GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT
 DONE = b"data: [DONE]\n\n"  # the last event of every stream
 _CODES = {421: "unknown_host", 403: "foreign_origin", 503: "overloaded"}
 
-# By the names of the orchestrator and engines. ``api_error`` maps the prompt and the guide.
-_CALLERS_NAMES = {
+# Fields of requests, by the names of the orchestrator and engines. ``api_error`` maps the prompt
+# and the guide.
+_CLIENT_FIELDS = {
     "num_return_sequences": "n",
     "beam_width": "n",
     "stop_words": "stop",
@@ -65,8 +66,8 @@ class Error(msgspec.Struct):
 class ApiError(Refused):
     """A request that ends with ``status``; ``param`` names the field, ``code`` the kind.
 
-    ``problem``: the message without the field's name; the message itself unless given.
-    ``too_long``: the prompt's tokens, and how many the model takes.
+    ``problem``: the message without the field's name; by default the message itself.
+    ``too_long``: the number of the prompt's tokens, and the model's limit.
     """
 
     _: KW_ONLY
@@ -81,33 +82,37 @@ class ApiError(Refused):
     @property
     def body(self) -> bytes:
         """The JSON of the answer, and of an event in a stream."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
+        if self.status == 429:
+            kind = "rate_limit_error"
+        elif self.status < 500:
+            kind = "invalid_request_error"
+        else:
+            kind = "server_error"
         code = self.code or _CODES.get(self.status)
         return msgspec.json.encode({"error": Error(self.message, kind, self.param, code)})
 
 
 def error_body(status: int, message: str) -> bytes:
-    """The JSON of a refusal that names no field."""
+    """Return the JSON of a refusal that names no field."""
     return ApiError(status, message).body
 
 
 def invalid(param: str, problem: str, code: str | None = None) -> ApiError:
-    """The error for a field whose value cannot be used."""
+    """Return the error for a field whose value cannot be used."""
     return ApiError(400, f"{param}: {problem}", param=param, code=code, problem=problem)
 
 
 def api_error(
     error: Exception,
     prompt: str,
-    longest: int | None,
+    max_tokens: int | None,
     guide: str = "response_format",
     request_id: str = "",
 ) -> ApiError:
-    """The error to answer for an exception of the orchestrator or of ``http.limits``.
+    """Return the error to answer for an exception of the orchestrator or of ``http.limits``.
 
-    ``prompt``: the request's field that has the prompt. ``longest``: tokens of prompt and
-    completion that the model takes. ``guide``: the field that asked for guided decoding.
+    ``prompt``: the request's field that has the prompt. ``max_tokens``: the model's limit for the
+    tokens of prompt and completion. ``guide``: the field that demands guided decoding.
     """
     if isinstance(error, ApiError):
         return error
@@ -118,23 +123,28 @@ def api_error(
         sizes = None
         if error.tokens is not None and error.max_tokens is not None:
             sizes = (error.tokens, error.max_tokens)
-            longest = longest or error.max_tokens + 1
-        # litellm looks for this sentence, langchain for the code.
-        limit = f"This model's maximum context length is {longest} tokens. " if longest else ""
+            max_tokens = max_tokens or error.max_tokens + 1
         code = "context_length_exceeded"
-        message = f"{limit}{prompt}: {error.problem}"
+        message = f"{prompt}: {error.problem}"
+        if max_tokens:
+            # litellm looks for this sentence, langchain for the code.
+            message = f"This model's maximum context length is {max_tokens} tokens. {message}"
         problem = error.problem
         return ApiError(400, message, param=prompt, code=code, problem=problem, too_long=sizes)
     if isinstance(error, InvalidRequest):
-        name = prompt if error.field in PROMPT_FIELDS else error.field
-        of_guide = name in (GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT)
-        name = guide if of_guide else _CALLERS_NAMES.get(name, name)
+        name = error.field
+        if name in PROMPT_FIELDS:
+            name = prompt
+        if name in (GUIDE_KIND_INPUT, GUIDE_TEXT_INPUT):
+            name = guide
+        else:
+            name = _CLIENT_FIELDS.get(name, name)
         return invalid(name, error.problem)
     if isinstance(error, ShuttingDown):
         return ApiError(503, text, code="shutting_down", headers=RETRY)
     if isinstance(error, Overloaded):
-        after = {"retry-after": str(error.retry_after_s or 1)}
-        return ApiError(429, text, code="overloaded", headers=after)
+        retry = {"retry-after": str(error.retry_after_s or 1)}
+        return ApiError(429, text, code="overloaded", headers=retry)
     if isinstance(error, (DeadlineExceeded, EngineTimeout)):
         return ApiError(504, text, code="timeout")
     if isinstance(error, (EngineUnavailable, EngineStalled)):
@@ -147,5 +157,5 @@ def api_error(
 
 
 def is_too_long(error: Exception) -> TypeGuard[PromptTooLong]:
-    """Return true if the prompt has more tokens than the model takes."""
+    """Return true if the prompt has more tokens than the model allows."""
     return isinstance(error, PromptTooLong) and error.field in PROMPT_FIELDS

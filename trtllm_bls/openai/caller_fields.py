@@ -1,4 +1,4 @@
-"""What a request says to a pipeline, beside the conversation: see ``types.CallerFields``."""
+"""Fields of a request that pipelines read beside the conversation: see ``types.CallerFields``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trtllm_bls.openai.api_errors import invalid
 from trtllm_bls.openai.schema import Generation
 from trtllm_bls.types import CallerFields
 
-# Names of the person who asks: OpenAI's newer field, its older one.
+# Fields for the client's user: OpenAI's newer one, its older one.
 _USER_FIELDS = ("safety_identifier", "user")
-_OWN_FIELDS = frozenset((*_USER_FIELDS, "metadata", "prompt_cache_key"))
+_CALLER_FIELDS = frozenset((*_USER_FIELDS, "metadata", "prompt_cache_key"))
 
 
 def caller_fields(request: Generation, scope: Scope, headers: Collection[str]) -> CallerFields:
-    """Return what ``request`` has for a pipeline. ``headers``: the names of those to pass on.
+    """Return the fields of ``request`` for a pipeline, with the headers of these names.
 
     Raises ``ApiError``.
     """
-    metadata = _sent(request, "metadata")
+    metadata = _value_of(request, "metadata")
     if metadata is None:
         metadata = {}
     if not isinstance(metadata, dict):
@@ -31,7 +31,7 @@ def caller_fields(request: Generation, scope: Scope, headers: Collection[str]) -
         user = user or _text(request, name)
     if user is None and isinstance(metadata.get("user_id"), str):  # Anthropic's place for it
         user = metadata["user_id"]
-    further = {name: value for name, value in request.further.items() if name not in _OWN_FIELDS}
+    further = {name: value for name, value in request.further.items() if name not in _CALLER_FIELDS}
     return CallerFields(
         metadata=metadata,
         user=user,
@@ -41,14 +41,16 @@ def caller_fields(request: Generation, scope: Scope, headers: Collection[str]) -
     )
 
 
-def _sent(request: Generation, name: str) -> Any:
-    """The value of a field, which not every API has as one of its own."""
+def _value_of(request: Generation, name: str) -> Any:
+    """Return the value of a field that not every API has."""
     value = getattr(request, name, None)
-    return request.further.get(name) if value is None else value
+    if value is None:
+        value = request.further.get(name)
+    return value
 
 
 def _text(request: Generation, name: str) -> str | None:
-    value = _sent(request, name)
+    value = _value_of(request, name)
     if value is not None and not isinstance(value, str):
         raise invalid(name, "must be a text")
     return value
@@ -59,6 +61,8 @@ def _headers(scope: Scope, names: Collection[str]) -> dict[str, str]:
     for raw_name, raw_value in scope["headers"]:
         name = raw_name.decode("latin-1")
         value = raw_value.decode("latin-1")
-        if name in names:
-            values[name] = f"{values[name]}, {value}" if name in values else value
+        if name in values:
+            values[name] += f", {value}"
+        elif name in names:
+            values[name] = value
     return values

@@ -1,8 +1,8 @@
 """The WebSocket protocol of uvicorn, with bounds on frames and on the time that a read takes.
 
-uvicorn bounds the bytes of a message, and works a whole read through at once. An empty frame has
+uvicorn bounds the bytes of a message, and handles all frames of a read at once. An empty frame has
 six bytes and takes 26 µs, so a megabyte of them would hold up every stream of the process for
-seconds. Here frames are counted, and a read is worked on in turns, between which other tasks run.
+seconds. Here frames are counted, and a read is handled in turns, between which other tasks run.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from trtllm_bls.openai.sockets import SHUTDOWN
 
 
 class TooManyFrames(Exception):
-    """The client sends more frames than anybody needs; the text is for the client."""
+    """The client sends more frames than a use needs; the text is for the client."""
 
 
 class PacedConnection(WSConnection):
     """wsproto's side of a connection, whose ``events`` end after a turn.
 
-    ``has_more``: there may be more of them. A turn ends with each whole message too, so that none
-    is read before its predecessor was taken.
+    ``has_more``: there may be further events. A turn ends with each whole message too, so that no
+    message is read before the application has taken its predecessor.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class PacedConnection(WSConnection):
         self._control_frames = PerMinute(CONTROL_FRAMES)
 
     def events(self) -> Generator[Event, None, None]:
-        """The next events. Raises ``TooManyFrames``."""
+        """Yield the next events. Raises ``TooManyFrames``."""
         self.has_more = True
         for number, event in enumerate(super().events(), 1):
             self._count(event)
@@ -57,7 +57,7 @@ class PacedConnection(WSConnection):
 
     def _count(self, event: Event) -> None:
         if isinstance(event, Message):
-            # A frame that comes in several reads has an event for each of them.
+            # A frame that arrives in several reads has an event for each read.
             self._num_fragments += event.frame_finished
             if self._num_fragments > FRAMES_A_MESSAGE:
                 raise TooManyFrames(f"a message of more than {FRAMES_A_MESSAGE} frames")
@@ -68,9 +68,9 @@ class PacedConnection(WSConnection):
 
 
 class BoundedSocket(WSProtocol):
-    """uvicorn's protocol, which works on what it has read in turns.
+    """uvicorn's protocol, which handles the frames of a read in turns.
 
-    A response that runs comes to its end when the server shuts down.
+    When the server shuts down, a running response is finished first.
     """
 
     buffer: WebsocketBuffer
@@ -81,14 +81,14 @@ class BoundedSocket(WSProtocol):
         self.conn = self._paced
         self._next_turn: asyncio.Handle | None = None
         self._turns_after_close = 0
-        self._discards = False  # all that still comes
+        self._discards = False  # whatever the client still sends
 
     def data_received(self, data: bytes) -> None:
         if not self._discards:
             super().data_received(data)
 
     def handle_events(self) -> None:
-        """Work on what was read, for a turn; also called for each read."""
+        """Handle frames for a turn; also called for each read."""
         if self._next_turn is not None:
             return
         try:
@@ -104,16 +104,16 @@ class BoundedSocket(WSProtocol):
         if self._paced.has_more and not self.read_paused and not self.transport.is_closing():
             self.read_paused = True
             self.transport.pause_reading()
-        self._go_on()
+        self._continue()
 
     async def receive(self) -> Any:
-        """The next event for the application."""
+        """Return the next event for the application."""
         event = await self.queue.get()
-        self._go_on()
+        self._continue()
         return event
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget what was read and not worked on."""
+        """Forget the frames that were not handled."""
         if self._next_turn is not None:
             self._next_turn.cancel()
         super().connection_lost(exc)
@@ -125,8 +125,8 @@ class BoundedSocket(WSProtocol):
         else:
             super().shutdown()
 
-    def _go_on(self) -> None:
-        """Work on what was read, or read on, once the application has taken what there was."""
+    def _continue(self) -> None:
+        """Plan the next turn, or read on, once the application has taken all events."""
         if self._discards or self._next_turn is not None or self.transport.is_closing():
             return
         if not (self.queue.empty() or self.close_sent):
@@ -150,10 +150,10 @@ class BoundedSocket(WSProtocol):
         self._discard()
 
     def _discard(self) -> None:
-        """Throw away what still comes, and close in a while.
+        """Throw away all further data, and close after ``DISCARD_S``.
 
         Closing at once would make the kernel reset the connection, and a client that is still
-        writing would see that instead of the reason.
+        writing would see the reset instead of the reason.
         """
         self._discards = True
         if self.close_timer is None:

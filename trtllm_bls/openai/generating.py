@@ -92,7 +92,7 @@ class _GenerateRoute:
                 raise services.refusals.report(reply, error, self._prompt_field) from None
             with services.running.one(reply.request_id.decode()):
                 await self._answer(scope, response, reply, receive)
-            services.health.proven()
+            services.health.note_success()
         except ClientGone:
             if response is not None and reply.begun:
                 await services.references.keep(scope, response, "cancelled")

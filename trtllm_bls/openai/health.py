@@ -1,4 +1,4 @@
-"""The health of the engine as ``/health`` tells it."""
+"""The health of the engine for ``/health``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trtllm_bls.orchestrator.status import StatusDirectory, common_problem
 from trtllm_bls.types import Ending, FinishReason, SpeculationRequest, TextRequest
 
 _FRESH_S = 5.0  # an answer proves for this long that the engine works
-_TRUSTED_S = 30.0  # for this long a probe is answered while the engine is asked again
-_FAILED_S = 1.0  # for this long a failure is repeated without asking again
+_TRUSTED_S = 30.0  # for this long nobody waits for the next probe of the engine
+_FAILED_S = 1.0  # for this long a failure is repeated without another probe
 _LIMIT_S = 10.0  # for one token
 
 
 class Health:
-    """Asks the engine for one token if no answer ended well lately; one question at a time."""
+    """The engine's health: proven by answers, else by a probe for one token, one at a time."""
 
     def __init__(self, orchestrator: Orchestrator, token_id: int) -> None:
         self._orchestrator = orchestrator
@@ -35,28 +35,28 @@ class Health:
         self._proven_at = float("-inf")
         self._failed_at = float("-inf")
         self._problem: str | None = None
-        self._check: asyncio.Task[None] | None = None
+        self._probe: asyncio.Task[None] | None = None
 
-    def proven(self) -> None:
+    def note_success(self) -> None:
         """Note that an answer has ended well."""
         self._proven_at = asyncio.get_running_loop().time()
         self._problem = None
 
     async def problem(self) -> str | None:
-        """Return what is wrong, in one line; ``None`` if nothing is."""
+        """Return the engine's problem, in one line; ``None`` where it works."""
         now = asyncio.get_running_loop().time()
         if now - self._proven_at < _FRESH_S:
             return None
         if self._problem is not None and now - self._failed_at < _FAILED_S:
             return self._problem
-        if self._check is None or self._check.done():
-            self._check = asyncio.create_task(self._ask())
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._run_probe())
         if self._problem is not None or now - self._proven_at > _TRUSTED_S:
-            await asyncio.shield(self._check)
+            await asyncio.shield(self._probe)
         return self._problem
 
-    async def _ask(self) -> None:
-        """Ask for one token after one token, without drafts; neither counted nor logged."""
+    async def _run_probe(self) -> None:
+        """Generate one token after one token, without drafts; neither counted nor logged."""
         endings: list[Ending | None] = []
         request = TextRequest(
             request_id=unreported_id(),
@@ -66,7 +66,9 @@ class Health:
             timeout_s=_LIMIT_S,
         )
         sink = PromptSink(
-            0, lambda _, chunk: endings.append(chunk.ending), partial(asyncio.sleep, 0)
+            first_choice=0,
+            on_chunk=lambda index, chunk: endings.append(chunk.ending),
+            ready=partial(asyncio.sleep, 0),
         )
         try:
             with suppress(Overloaded):  # a full server works
@@ -75,7 +77,7 @@ class Health:
             self._problem = " ".join(str(error).split())
         else:
             if not any(end and end.finish_reason is FinishReason.TIMEOUT for end in endings):
-                self.proven()
+                self.note_success()
                 return
             self._problem = f"the engine gave no token within {_LIMIT_S:g} s"
         self._failed_at = asyncio.get_running_loop().time()
@@ -85,7 +87,7 @@ class Health:
 class HealthRoute:
     """``/health`` and ``/health/ready``: 503 while this process or every engine takes no request.
 
-    ``status_dir``: the directory over which the process is asked to drain; empty: there is none.
+    ``status_dir``: the directory whose file tells the process to drain; empty: there is none.
     """
 
     backend: Deployment

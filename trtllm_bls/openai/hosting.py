@@ -19,19 +19,19 @@ def asgi_app(
     api_keys_file: Path | None = None,
     **parameters: str | float | Path,
 ) -> Starlette:
-    """The OpenAI API as an ASGI application, for uvicorn, gunicorn, Ray Serve or a test client.
+    """Return the OpenAI API as an ASGI application, for uvicorn, gunicorn, Ray Serve or a test.
 
-    ``parameters`` are those of ``tensorrt_llm_bls`` (docs/parameters.md), such as
-    ``engine="trtllm://host:50051"``, ``tokenizer_dir`` and ``max_streams``. What is not given comes
-    from the environment (``TRTLLM_BLS_…``), then from ``model_repository``. ``settings`` are those
-    of the API; its ``model_names`` are the name of the tokenizer's directory unless given, its
-    ``keys`` those of ``api_keys_file`` and of ``TRTLLM_BLS_API_KEYS``, and its ``status_dir`` is
-    always the parameter's.
+    ``parameters`` are the parameters of ``tensorrt_llm_bls`` (docs/parameters.md), such as
+    ``engine="trtllm://host:50051"``, ``tokenizer_dir`` and ``max_streams``. Others come from the
+    environment (``TRTLLM_BLS_…``), then from ``model_repository``. ``settings`` are the settings of
+    the API. By default its ``model_names`` is the name of the tokenizer's directory, and its
+    ``keys`` come from ``api_keys_file`` and ``TRTLLM_BLS_API_KEYS``. Its ``status_dir`` is always
+    the parameter's.
 
-    Each process needs an application of its own, and with ``status_dir`` a directory of its own,
-    from which an earlier process's drain is removed. The server that hosts the application limits
-    connections and decides who reaches it. It must run the lifespan: that closes the engine's
-    connections. Raises ``SetupError`` for settings that cannot be used.
+    Each process needs an application of its own, and with ``status_dir`` a directory of its own.
+    The drain of an earlier process is removed from that directory. The server that hosts the
+    application limits connections and decides who reaches it. It must run the lifespan: that closes
+    the engine's connections. Raises ``SetupError`` for settings that cannot be used.
     """
     from trtllm_bls.http.keys import read_keys
     from trtllm_bls.openai.api_settings import ApiSettings
@@ -44,16 +44,18 @@ def asgi_app(
 
     log_to_stderr("openai")
     texts = {name: str(value) for name, value in parameters.items()}
-    read = read_parameters(model_repository, texts)
+    bls_parameters = read_parameters(model_repository, texts)
     settings = settings or ApiSettings()
+    pipelines = settings.pipelines
+    if not pipelines and model_repository:
+        pipelines = served_pipelines(model_repository)
     settings = replace(
         settings,
-        model_names=settings.model_names or (read.tokenizer_dir.name,),
+        model_names=settings.model_names or (bls_parameters.tokenizer_dir.name,),
         keys=settings.keys or read_keys(api_keys_file),
-        status_dir=read.status_dir,
-        pipelines=settings.pipelines
-        or (served_pipelines(model_repository) if model_repository else ()),
+        status_dir=bls_parameters.status_dir,
+        pipelines=pipelines,
     )
-    if read.status_dir:
-        StatusDirectory(read.status_dir).forget_drain()
-    return create_app(Deployment(read, model_name=settings.model_names[0]), settings)
+    if bls_parameters.status_dir:
+        StatusDirectory(bls_parameters.status_dir).forget_drain()
+    return create_app(Deployment(bls_parameters, model_name=settings.model_names[0]), settings)

@@ -12,14 +12,14 @@ from trtllm_bls.openai.api_errors import ApiError, api_error
 from trtllm_bls.openai.exchange import Reply
 from trtllm_bls.orchestrator.orchestrator import Orchestrator
 
-# The header that a status blames.
-_BLAMED_HEADERS = {401: "authorization", 403: "origin", 415: "content-type", 421: "host"}
+# The header that a status complains about.
+_STATUS_HEADERS = {401: "authorization", 403: "origin", 415: "content-type", 421: "host"}
 
 
 class Refusals:
-    """Reports refused requests as the orchestrator reports those that it refuses itself.
+    """Reports of refused requests, in the form of the orchestrator's own refusals.
 
-    ``kinds``: the kind of answer that a path has, by which requests are counted.
+    ``kinds``: the kind of answer of each path, by which requests are counted.
     """
 
     def __init__(self, orchestrator: Orchestrator, kinds: Mapping[str, str]) -> None:
@@ -27,7 +27,7 @@ class Refusals:
         self._kinds = kinds
 
     async def answer(self, scope: Scope, send: Send, cause: Refused) -> None:
-        """Answer a request that did not get as far as its route."""
+        """Answer a request that is refused before its route."""
         reply = Reply(scope, send)
         await reply.error(self.report(reply, cause))
 
@@ -35,7 +35,7 @@ class Refusals:
         """Count and log a refused request, and return the error to answer."""
         error = api_error(cause, prompt_field, None)
         if not isinstance(cause, Overloaded):
-            field = error.param or _BLAMED_HEADERS.get(error.status, "body")
+            field = error.param or _STATUS_HEADERS.get(error.status, "body")
             limit = "max_body_bytes" if error.status == 413 else None
             cause = InvalidRequest(field, error.problem, limit)
         kind = self._kinds.get(reply.path)

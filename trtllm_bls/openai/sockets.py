@@ -1,6 +1,6 @@
 """WebSockets of ``/v1/responses``: one request after another over one connection.
 
-A message of the client is answered as if HTTP had brought it, and every server-sent event is a
+A message of the client is answered as the body of a ``POST``, and every server-sent event becomes a
 message of its own.
 """
 
@@ -30,15 +30,15 @@ from trtllm_bls.http.shares import NoShare, PerMinute, Share, Shares, expire, ho
 from trtllm_bls.openai.api_errors import DONE, ApiError
 
 PATH = "/v1/responses"
-SOCKET = "trtllm_bls.socket"  # of a scope: which connection the request came over
+SOCKET = "trtllm_bls.socket"  # key of a scope: the id of the connection
 _TRY_LATER = 1013  # closes a connection whose place another client needs
 SHUTDOWN = "websocket.shutdown"  # an event that the server's protocol adds to those of ASGI
 
 
 def socket_protocol() -> Any:
-    """The class that speaks WebSockets for uvicorn.
+    """Return the class that speaks WebSockets for uvicorn.
 
-    ``none`` without wsproto, or where an older uvicorn would not limit messages.
+    It is ``none`` without wsproto, or where an older uvicorn would not limit messages.
     """
     try:
         from trtllm_bls.openai.frames import BoundedSocket
@@ -48,37 +48,40 @@ def socket_protocol() -> Any:
 
 
 def denying(send: Send) -> Send:
-    """Sends an HTTP response in place of accepting a WebSocket."""
+    """Return a ``send`` for an HTTP response that refuses a WebSocket."""
     return lambda message: send({**message, "type": f"websocket.{message['type']}"})
 
 
 class LastResponses:
-    """The last response of each connection, which goes on from there although it is not stored.
+    """The last response of each connection, whose next request may go on from it without a store.
 
-    ``max_bytes``: of one conversation; sixteen times as much are kept of all, the newest.
+    ``max_bytes``: the limit of one conversation. All together may have sixteen times as much; the
+    oldest are forgotten.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[str, tuple[str, bytes, str | None]] = {}
+        # By connection: the response's id, the conversation as JSON, and the session.
+        self._responses: dict[str, tuple[str, bytes, str | None]] = {}
 
     def keep(
         self, socket: str, response_id: str, items: Sequence[Any], session: str | None = None
     ) -> None:
-        """Keep the conversation up to the end of a response, and which session it is."""
+        """Keep the conversation up to the end of a response, and the conversation's session."""
         data = msgspec.json.encode(items)
         self.forget(socket)
         if len(data) <= self._max_bytes:
-            self._kept[socket] = (response_id, data, session)
-        while (
-            sum(len(kept) for _, kept, _ in list(self._kept.values()))
-            > CONTINUED_BYTES * self._max_bytes
-        ):
-            self.forget(next(iter(self._kept)))
+            self._responses[socket] = (response_id, data, session)
+        while self._num_bytes() > CONTINUED_BYTES * self._max_bytes:
+            self.forget(next(iter(self._responses)))
+
+    def _num_bytes(self) -> int:
+        # A copy, as other threads take conversations meanwhile.
+        return sum(len(data) for _, data, _ in list(self._responses.values()))
 
     def take(self, socket: str, response_id: str) -> tuple[list[dict[str, Any]] | None, str | None]:
         """Take the conversation and its session; if the next response fails, nothing follows."""
-        last_id, data, session = self._kept.get(socket, ("", b"", None))
+        last_id, data, session = self._responses.get(socket, ("", b"", None))
         if not data or last_id != response_id:
             return None, None
         self.forget(socket)
@@ -86,22 +89,22 @@ class LastResponses:
         return items, session
 
     def forget(self, socket: str) -> None:
-        self._kept.pop(socket, None)
+        self._responses.pop(socket, None)
 
 
 class ResponsesSocket:
-    """WebSockets of one path, as an ASGI application. ``answer`` is what answers its ``POST``."""
+    """WebSockets of one path, as an ASGI application; ``answer`` is that of the path's ``POST``."""
 
     def __init__(
         self,
         answer: ASGIApp,
         refuse: Callable[[Scope, Send, Refused], Awaitable[None]],
-        last: LastResponses,
+        last_responses: LastResponses,
         origins: Collection[str],
     ) -> None:
         self._answer = answer
         self._refuse = refuse
-        self._last = last
+        self._last_responses = last_responses
         self._origins = tuple(origins)
         self._places = Shares(SOCKETS)
 
@@ -118,10 +121,10 @@ class ResponsesSocket:
             await _Connection(socket, receive, send, share).serve(self._answer)
         finally:
             share.release()
-            self._last.forget(socket[SOCKET])
+            self._last_responses.forget(socket[SOCKET])
 
     def _share(self, scope: Scope) -> Share:
-        """The connection's place among all WebSockets. Raises ``Refused``."""
+        """Take the connection's place among all WebSockets. Raises ``Refused``."""
         # A browser lets any page open a WebSocket to any server.
         origin = header(scope, b"origin").decode("latin-1")
         if problem := browser_problem("", origin, (), self._origins):
@@ -140,8 +143,8 @@ class _Connection:
     _share: Share  # may be revoked while the connection waits for a message
     _waiting: deque[Any] = field(default_factory=deque)  # messages
     _refusals: PerMinute = field(default_factory=lambda: PerMinute(SOCKET_REFUSALS))
-    _gone: bool = False
-    _ends: bool = False  # the server shuts down
+    _is_disconnected: bool = False
+    _is_shutdown: bool = False  # of the server
     _close_code: int = 1000
     _status: int = 200
 
@@ -149,9 +152,9 @@ class _Connection:
         """Answer one message after another."""
         loop = asyncio.get_running_loop()
         end = loop.time() + SOCKET_S
-        while not (self._gone or (self._ends and not self._waiting)):
+        while not (self._is_disconnected or (self._is_shutdown and not self._waiting)):
             if self._waiting:
-                await self._turn(answer, self._waiting.popleft())
+                await self._run(answer, self._waiting.popleft())
                 continue
             try:
                 await self._wait(end - loop.time())
@@ -163,13 +166,15 @@ class _Connection:
                 code = "websocket_connection_limit_reached"
                 await self._fail(ApiError(400, problem, code=code))
                 break
-        if not self._gone:
-            close_code = 1012 if self._ends else self._close_code
+        if not self._is_disconnected:
+            close_code = self._close_code
+            if self._is_shutdown:
+                close_code = 1012
             with suppress(OSError, RuntimeError):
                 await self._send({"type": "websocket.close", "code": close_code})
 
     async def _wait(self, seconds: float) -> None:
-        """Wait for the next message, for so long, or until another client needs the place."""
+        """Wait ``seconds`` for the next message, or until another client needs the place."""
 
         def revoke() -> None:
             self._close_code = _TRY_LATER
@@ -178,11 +183,12 @@ class _Connection:
         try:
             async with timeout(seconds) as limit:
                 self._share.on_revoke = revoke
-                await self._hear()
+                await self._receive_next()
         finally:
             self._share.on_revoke = None
 
-    async def _turn(self, answer: ASGIApp, message: Any) -> None:
+    async def _run(self, answer: ASGIApp, message: Any) -> None:
+        """Answer a message, which stands for the body of a ``POST``."""
         body: bytes | None
         if len(message) > LONG_JSON_BYTES:
             body = await asyncio.to_thread(_request_body, message)
@@ -192,42 +198,43 @@ class _Connection:
             problem = "type: a message must be a JSON object of the type 'response.create'"
             await self._refuse(ApiError(400, problem, param="type"))
             return
-        kept = [pair for pair in self._scope["headers"] if not pair[0].startswith(b"content-")]
-        headers = [*kept, (b"content-type", b"application/json")]
+        headers = [pair for pair in self._scope["headers"] if not pair[0].startswith(b"content-")]
+        headers.append((b"content-type", b"application/json"))
         scope = {**self._scope, "type": "http", "method": "POST", "headers": headers}
 
         async def receive() -> Message:
             nonlocal body
             if body is not None:
-                sent, body = body, None
-                return {"type": "http.request", "body": sent}
-            while not self._gone:
-                await self._hear()
+                event = {"type": "http.request", "body": body}
+                body = None
+                return event
+            while not self._is_disconnected:
+                await self._receive_next()
             return {"type": "http.disconnect"}
 
-        await answer(scope, receive, self._tell)
+        await answer(scope, receive, self._send_answer)
 
-    async def _hear(self) -> None:
-        """Take what comes next. While a response runs, one message may wait."""
+    async def _receive_next(self) -> None:
+        """Receive the next event. While a response runs, one message may wait."""
         event = await self._receive()
         if event["type"] == SHUTDOWN:
-            self._ends = True
+            self._is_shutdown = True
         elif event["type"] != "websocket.receive":
-            self._gone = True
+            self._is_disconnected = True
         elif self._waiting:
             await self._refuse(ApiError(429, "two responses are asked for already; wait", RETRY))
         else:
             self._waiting.append(event.get("text") or event.get("bytes") or "")
 
-    async def _tell(self, message: Message) -> None:
-        """Send on what would answer the ``POST``."""
+    async def _send_answer(self, message: Message) -> None:
+        """Send the answer to the ``POST`` as messages."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
         elif self._status != 200:
-            await self._say(_failure(self._status, message["body"]))
+            await self._send_text(_failure(self._status, message["body"]))
         else:
             for event in message["body"].removesuffix(DONE).split(b"\n\n"):
-                await self._say(event.partition(b"data: ")[2])
+                await self._send_text(event.partition(b"data: ")[2])
 
     async def _refuse(self, error: ApiError) -> None:
         """Refuse a message; a client that sends many such messages loses its connection."""
@@ -236,19 +243,19 @@ class _Connection:
             return
         with suppress(OSError, RuntimeError):
             await self._send({"type": "websocket.close", "code": 1008})
-        self._gone = True
+        self._is_disconnected = True
 
     async def _fail(self, error: ApiError) -> None:
-        await self._say(_failure(error.status, error.body))
+        await self._send_text(_failure(error.status, error.body))
 
-    async def _say(self, frame: bytes) -> None:
-        if frame and not self._gone:
-            with suppress(OSError, RuntimeError):  # the connection ends, as it is told soon
+    async def _send_text(self, frame: bytes) -> None:
+        if frame and not self._is_disconnected:
+            with suppress(OSError, RuntimeError):  # the connection has ended; an event follows
                 await self._send({"type": "websocket.send", "text": frame.decode()})
 
 
 def _request_body(message: str | bytes) -> bytes | None:
-    """The body of the ``POST`` that a message stands for; ``None`` where it is no request."""
+    """Return the body of the ``POST`` that a message stands for; ``None`` for other messages."""
     try:
         fields = msgspec.json.decode(message, type=dict[str, msgspec.Raw])
         if msgspec.json.decode(fields.pop("type", b'""')) != "response.create":

@@ -1,9 +1,10 @@
 """Responses that later requests refer to, in one SQLite file that all workers of a server open.
 
-A row is one response: the input that it got itself, its body, and the response that it follows. A
-conversation is a chain of rows. A row belongs to the key that made it; no other key sees it. Where
-all rows together reach a bound, those go first that were used the longest time ago: of the key that
-has more than half of all, if there is one, so that no key pushes out the responses of others. Using
+A row is one response: its own input, its body, and the response that it follows. A conversation is
+a chain of rows. A row belongs to the key that made it; no other key sees it.
+
+Where all rows together are above a bound, the least recently used go first. If one key has more
+than half of all bytes, its rows go first, so that no key pushes out the responses of others. Using
 a row counts for the whole chain before it, so a chain loses its last link first: it is whole, or
 refused.
 
@@ -33,7 +34,7 @@ from trtllm_bls.http.budgets import REFERENCE_BYTES, STORED_CHAIN
 from trtllm_bls.http.limits import RETRY
 from trtllm_bls.openai.api_errors import ApiError, invalid
 
-_STORE_FILE = "responses-1.sqlite3"  # the number is that of this schema
+_STORE_FILE = "responses-1.sqlite3"  # with the version of the schema
 _PREFIX = "trtllm-bls-responses-"
 _SCHEMA = """
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;
@@ -82,12 +83,12 @@ class PrivateDirectory:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self._lock = (self.path / "lock").open("w")  # held until the last fork has ended
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._made_by = os.getpid()
+        self._owner = os.getpid()
         atexit.register(self.close)
 
     def close(self) -> None:
         """Remove the directory, unless this is a fork and the process that made it runs."""
-        if self._made_by == os.getppid():
+        if self._owner == os.getppid():
             return
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
@@ -96,7 +97,10 @@ class PrivateDirectory:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """One response. ``input``: its own items, as JSON; ``items``: ids of its output, in order."""
+    """A response to store.
+
+    ``input``: the items of its request, as JSON; ``items``: the ids of its output, in order.
+    """
 
     id: str
     parent: str | None
@@ -106,7 +110,7 @@ class Stored:
 
 
 class _Output(msgspec.Struct):
-    """The items of a response's body, each as JSON."""
+    """The ``output`` of a response's body, each item as JSON."""
 
     output: list[msgspec.Raw]
 
@@ -114,8 +118,9 @@ class _Output(msgspec.Struct):
 class StoredResponses:
     """The rows in ``directory``. Methods raise ``ApiError`` where the file cannot be used.
 
-    ``max_bytes``, ``max_s``: of all rows; ``max_chain_bytes``: of those that one request refers to.
-    Raises ``SettingsError`` for a directory that cannot be used.
+    ``max_bytes``: the limit of all rows. ``max_s``: the time that a row is kept after its last use.
+    ``max_chain_bytes``: the limit of the rows that one request refers to. Raises ``SettingsError``
+    for a directory that cannot be used.
     """
 
     def __init__(
@@ -126,7 +131,7 @@ class StoredResponses:
         self._max_s = max_s
         self.max_chain_bytes = max_chain_bytes
         self._lock = threading.Lock()
-        self._connection: sqlite3.Connection | None = None  # SQLite's must not be forked
+        self._connection: sqlite3.Connection | None = None  # opened in the worker, after the fork
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
             os.close(os.open(self._file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
@@ -140,12 +145,18 @@ class StoredResponses:
             self._connection = None
 
     def save(self, owner: str, stored: Stored) -> None:
-        """Add the response, in place of one with its id, and remove what is beyond the bounds."""
+        """Add the response, in place of one with its id, and remove rows above the bounds."""
         size = len(stored.input) + len(stored.body)
-        texts = stored.input.decode(), stored.body.decode()
-        row = (owner, stored.id, stored.parent, size, *texts)
         with self._transaction() as rows:
-            rows.execute("DELETE FROM responses WHERE owner = ? AND id = ?", row[:2])
+            rows.execute("DELETE FROM responses WHERE owner = ? AND id = ?", (owner, stored.id))
+            row = (
+                owner,
+                stored.id,
+                stored.parent,
+                size,
+                stored.input.decode(),
+                stored.body.decode(),
+            )
             number = rows.execute(
                 "INSERT INTO responses (owner, id, parent, used, size, input, body)"
                 " VALUES (?, ?, ?, 0, ?, ?, ?)",
@@ -164,24 +175,32 @@ class StoredResponses:
             "SELECT owner FROM owners WHERE bytes > ? ORDER BY bytes DESC LIMIT 1",
             (self._max_bytes // 2,),
         ).fetchone()
-        of_largest = "" if largest is None else "WHERE owner = ?"
+        condition = ""
+        if largest is not None:
+            condition = "WHERE owner = ?"
         rows.execute(
             "DELETE FROM responses WHERE number ="
-            f" (SELECT number FROM responses {of_largest} ORDER BY used, number DESC LIMIT 1)",
+            f" (SELECT number FROM responses {condition} ORDER BY used, number DESC LIMIT 1)",
             largest or (),
         )
 
     def body(self, owner: str, response_id: str) -> dict[str, Any] | None:
-        """The response; ``None`` if there is none."""
+        """Return the response; ``None`` if there is none."""
         with self._transaction() as rows:
-            texts = _texts(rows, self._use(rows, owner, response_id)[0][:1])
-        return texts[0][1] if texts else None
+            numbers, _ = self._use(rows, owner, response_id)
+            texts = _texts(rows, numbers[:1])
+        if not texts:
+            return None
+        _, body = texts[0]
+        return body
 
     def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]] | None:
-        """All items up to the end of a response; ``None`` if a link of its chain is missing."""
+        """Return all items up to the end of a response; ``None`` if its chain is not whole."""
         with self._transaction() as rows:
             numbers, is_whole = self._use(rows, owner, response_id)
-            texts = _texts(rows, numbers) if is_whole else []
+            if not is_whole:
+                return None
+            texts = _texts(rows, numbers)
         return _items(texts) or None
 
     def first(self, owner: str, response_id: str) -> str:
@@ -197,18 +216,19 @@ class StoredResponses:
         return response_id
 
     def input(self, owner: str, response_id: str) -> list[dict[str, Any]] | None:
-        """The items that a response was made from, as far as they are stored."""
+        """Return the items before a response's output, as far as they are stored."""
         with self._transaction() as rows:
-            texts = _texts(rows, self._use(rows, owner, response_id)[0])
+            numbers, _ = self._use(rows, owner, response_id)
+            texts = _texts(rows, numbers)
         if not texts:
             return None
-        (*earlier, (own, _)) = texts
-        return _items(earlier) + own
+        request_input, _ = texts[-1]
+        return _items(texts[:-1]) + request_input
 
     def items(self, owner: str, ids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Items of responses by their ids, without those that are not there.
+        """Return items of responses by their ids, without those that are not stored.
 
-        Raises ``ApiError`` for more than one request may refer to.
+        Raises ``ApiError`` for more bytes than one request may refer to.
         """
         items: dict[str, dict[str, Any]] = {}
         seen: set[int] = set()
@@ -225,7 +245,7 @@ class StoredResponses:
                     places.setdefault(row[:2], {})[item_id] = row[2]
             read_bytes = 0
             item_bytes = 0
-            for (number, response_id), own_places in places.items():
+            for (number, response_id), item_places in places.items():
                 self._use(rows, owner, response_id, seen)
                 row = rows.execute("SELECT body FROM responses WHERE number = ?", (number,))
                 body = row.fetchone()[0].encode()
@@ -233,7 +253,7 @@ class StoredResponses:
                 if read_bytes > REFERENCE_BYTES * self.max_chain_bytes:
                     raise self.too_large()
                 output = msgspec.json.decode(body, type=_Output).output
-                for item_id, place in own_places.items():
+                for item_id, place in item_places.items():
                     item_bytes += len(output[place])
                     if item_bytes > self.max_chain_bytes:
                         raise self.too_large()
@@ -241,16 +261,16 @@ class StoredResponses:
         return items
 
     def too_large(self) -> ApiError:
-        """The refusal of a request that refers to too much."""
+        """Return the refusal of a request that refers to too many bytes."""
         limit = f"{self.max_chain_bytes} bytes (--max-body-bytes)"
         return invalid("input", f"refers to stored items of more than {limit}; refer to fewer")
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """Remove a response; false if there is none. What follows it cannot be continued."""
+        """Remove a response; false if there is none. Responses after it cannot be continued."""
         with self._transaction() as rows:
             key = (owner, response_id)
-            done = rows.execute("DELETE FROM responses WHERE owner = ? AND id = ?", key)
-            return done.rowcount > 0
+            cursor = rows.execute("DELETE FROM responses WHERE owner = ? AND id = ?", key)
+            return cursor.rowcount > 0
 
     def _use(
         self,
@@ -259,12 +279,14 @@ class StoredResponses:
         response_id: str | None,
         seen: set[int] | None = None,
     ) -> tuple[list[int], bool]:
-        """Mark a response and all before it as used: their rows, and whether none is missing.
+        """Mark a response and all before it as used.
 
-        Rows that are ``seen`` end it, and these are added there; so do as many as a chain may have.
+        Return their rows, and true where the chain is whole and within its limits. The walk ends at
+        rows that are ``seen``, and after ``STORED_CHAIN`` rows; it adds its rows to ``seen``.
         """
         numbers: list[int] = []
-        seen = set() if seen is None else seen
+        if seen is None:
+            seen = set()
         size = 0
         while response_id is not None and len(seen) < STORED_CHAIN:
             row = rows.execute(
@@ -273,17 +295,18 @@ class StoredResponses:
             ).fetchone()
             if row is None or row[0] in seen:
                 break
-            numbers.append(row[0])
-            seen.add(row[0])
-            response_id, size = row[1], size + row[2]
+            number, response_id, row_bytes = row
+            numbers.append(number)
+            seen.add(number)
+            size += row_bytes
         now = time.time()
-        used = [(now, number) for number in numbers]
-        rows.executemany("UPDATE responses SET used = max(used, ?) WHERE number = ?", used)
+        uses = [(now, number) for number in numbers]
+        rows.executemany("UPDATE responses SET used = max(used, ?) WHERE number = ?", uses)
         return numbers, response_id is None and size <= self.max_chain_bytes
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """The rows, without those that are too old."""
+        """Open a transaction on the rows, without those that are too old."""
         with self._lock:
             try:
                 rows = self._connection = self._connection or self._open()
@@ -305,7 +328,7 @@ class StoredResponses:
             rows.executescript(_SCHEMA)
         finally:
             os.close(directory)
-        # Space beyond the rows' own bytes; what does not fit is refused as on a full disk.
+        # Twice the rows' bytes, and some pages more. Beyond that SQLite refuses, as on a full disk.
         rows.execute(f"PRAGMA max_page_count = {2 * self._max_bytes // 4096 + 4096}")
         return rows
 
@@ -313,17 +336,18 @@ class StoredResponses:
 def _texts(
     rows: sqlite3.Connection, numbers: Sequence[int]
 ) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """The input and the body of each row, the oldest first."""
-    texts = []
+    """Return the input and the body of each row, the oldest first."""
+    texts: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
     for number in reversed(numbers):
         row = rows.execute("SELECT input, body FROM responses WHERE number = ?", (number,))
-        texts.append(tuple(map(msgspec.json.decode, row.fetchone())))
+        request_input, body = map(msgspec.json.decode, row.fetchone())
+        texts.append((request_input, body))
     return texts
 
 
 def _items(texts: Sequence[tuple[list[dict[str, Any]], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The items of responses in order: each one's input, then its output."""
-    items = []
-    for own_input, body in texts:
-        items += [*own_input, *body["output"]]
+    """Return the items of responses in order: the input of each, then its output."""
+    items: list[dict[str, Any]] = []
+    for request_input, body in texts:
+        items += [*request_input, *body["output"]]
     return items

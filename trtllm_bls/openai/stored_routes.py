@@ -1,4 +1,4 @@
-"""Routes of stored responses: ``/v1/responses/ID`` and what lies below it."""
+"""Routes of stored responses: ``/v1/responses/ID`` and the paths below it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trtllm_bls.openai.api_errors import ApiError, invalid
 from trtllm_bls.openai.exchange import JsonResponse, tenant_of
 from trtllm_bls.openai.stored import StoredResponses
 
-_Stored = TypeVar("_Stored")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
 class StoredRoutes:
-    """Answers from ``store``; with ``None`` no response is ever found."""
+    """Routes that read ``store``; with ``None`` every response is missing."""
 
     store: StoredResponses | None
 
@@ -28,14 +28,14 @@ class StoredRoutes:
         if request.query_params.get("stream") == "true":
             raise invalid("stream", "is not supported by this server", "unsupported_parameter")
         if request.method == "DELETE":
-            await self._stored(request, StoredResponses.delete)
+            await self._read(request, StoredResponses.delete)
             response_id = request.path_params["id"]
             return JsonResponse({"id": response_id, "object": "response", "deleted": True})
-        return JsonResponse(await self._stored(request, StoredResponses.body))
+        return JsonResponse(await self._read(request, StoredResponses.body))
 
     async def input_items(self, request: Request) -> Response:
         """Answer with a page of the items that a response was made from, the newest first."""
-        items = await self._stored(request, StoredResponses.input)
+        items = await self._read(request, StoredResponses.input)
         query = request.query_params
         limit = query.get("limit", "20")
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= 100):
@@ -46,32 +46,33 @@ class StoredRoutes:
         ids = [item["id"] for item in items]
         if query.get("after") in ids:
             start = ids.index(query["after"]) + 1
-        page = items[start : start + int(limit)]
+        end = start + int(limit)
+        page_ids = ids[start:end] or [None]
         return JsonResponse(
             {
                 "object": "list",
-                "data": page,
-                "first_id": page[0]["id"] if page else None,
-                "last_id": page[-1]["id"] if page else None,
-                "has_more": start + len(page) < len(items),
+                "data": items[start:end],
+                "first_id": page_ids[0],
+                "last_id": page_ids[-1],
+                "has_more": end < len(items),
             }
         )
 
     async def cancel(self, request: Request) -> Response:
         """Refuse: a response is stored once it has ended."""
-        await self._stored(request, StoredResponses.body)
+        await self._read(request, StoredResponses.body)
         raise ApiError(400, "Cannot cancel a synchronous response.")
 
-    async def _stored(
-        self, request: Request, read: Callable[[StoredResponses, str, str], _Stored | None]
-    ) -> _Stored:
-        """Return what ``read`` gives for the response in the path. Raises ``ApiError``."""
+    async def _read(
+        self, request: Request, method: Callable[[StoredResponses, str, str], _Value | None]
+    ) -> _Value:
+        """Return the result of ``method`` for the response in the path. Raises ``ApiError``."""
         response_id = request.path_params["id"]
-        stored = None
+        value = None
         if self.store is not None:
-            stored = await asyncio.to_thread(
-                read, self.store, tenant_of(request.scope), response_id
+            value = await asyncio.to_thread(
+                method, self.store, tenant_of(request.scope), response_id
             )
-        if not stored:
+        if not value:
             raise ApiError(404, f"Response with id '{response_id[:200]}' not found.")
-        return stored
+        return value
