@@ -39,7 +39,7 @@ from trtllm_bls.http.limits import RESPONSE_WRITER, ResponseWriter
 from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.app import create_app
 from trtllm_bls.openai.exchange import Reply, run_all
-from trtllm_bls.openai.exposition import SharedSamples, samples, written
+from trtllm_bls.openai.exposition import SharedSamples, exposition, samples
 from trtllm_bls.openai.health import Health
 from trtllm_bls.orchestrator.orchestrator import Defaults, Orchestrator
 from trtllm_bls.orchestrator.reports import DURATION, PROMPT_TOKENS, RUNNING, RequestMetrics
@@ -172,7 +172,7 @@ async def test_a_reader_that_stalls_gets_what_waits_in_one_event() -> None:
     assert len(texts) <= 3
 
 
-async def test_what_waits_when_the_engine_has_ended_is_written() -> None:
+async def test_what_waits_when_the_engine_has_ended_is_exposition() -> None:
     """Of several choices, whose ends come at once."""
     engine = FedByHand()
     app = create_app(ScriptedBackend(engine), ApiSettings(model_names=(MODEL,)))
@@ -195,7 +195,7 @@ async def test_what_waits_when_the_engine_has_ended_is_written() -> None:
     assert done == b"data: [DONE]"
 
 
-async def test_what_waits_when_the_time_is_up_is_written() -> None:
+async def test_what_waits_when_the_time_is_up_is_exposition() -> None:
     """The end of the answer is behind a write that the client has not taken."""
     engine = FedByHand()
     backend = ScriptedBackend(engine, defaults=Defaults(timeout_s=0.05))
@@ -546,7 +546,7 @@ def test_workers_add_up_their_metrics() -> None:
         worker = FORK.Process(target=together.put, args=(own,))
         worker.start()
         join(worker)
-        text = written(together.put(own))
+        text = exposition(together.put(own))
         families = {family.name: family for family in text_string_to_metric_families(text)}
         values = {sample.name: sample for family in families.values() for sample in family.samples}
         assert values[PROMPT_TOKENS.name].value == 5 + 5 * workers

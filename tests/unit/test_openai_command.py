@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SettingsError
-from trtllm_bls.openai.openai_command import AS_OF_SERVE, places_of, read_parameters
+from trtllm_bls.openai.openai_command import SERVE_OPTIONS, places_of, read_parameters
 from trtllm_bls.settings.command_options import ServeSettings, options_of, words_of
 from trtllm_bls.settings.parameters import GRPC_URL, MODEL_DIR
 
@@ -80,7 +80,7 @@ def test_each_worker_has_twice_its_share_of_what_may_run_at_once(
     assert result.exit_code == 0
     ((parameters, *_, listening),) = served
     assert (listening["workers"], parameters.max_running) == (workers, running)
-    assert bool(listening["why"]) == ("--workers" not in words)
+    assert bool(listening["workers_note"]) == ("--workers" not in words)
 
 
 def test_places_are_those_of_all_processes_of_the_model(repository: Path) -> None:
@@ -174,6 +174,6 @@ def test_what_serve_passes_on_is_read_as_it_was_told(given: dict[str, Any], tmp_
     settings = ServeSettings(**given, **(lists | {"api_keys_file": keys} if given else {}))
     read: dict[str, Any] = {}
     command = click.Command("openai", callback=read.update)
-    options_of(ServeSettings, *AS_OF_SERVE)(command)
-    command.main(list(words_of(settings, AS_OF_SERVE)), standalone_mode=False)
-    assert read == {name: getattr(settings, name) for name in AS_OF_SERVE}
+    options_of(ServeSettings, *SERVE_OPTIONS)(command)
+    command.main(list(words_of(settings, SERVE_OPTIONS)), standalone_mode=False)
+    assert read == {name: getattr(settings, name) for name in SERVE_OPTIONS}

@@ -16,16 +16,17 @@ from trtllm_bls.settings.faces import ServedPipeline
 class ApiSettings:
     """Settings of one server.
 
-    ``model_names``: what requests may name, at least one; ``/v1/models`` lists them in this order.
-    ``keys``: digests of the API keys (``http.keys.read_keys``). Without any, everybody may ask.
-    ``max_body_bytes``, ``body_s``: size of a request's JSON, and seconds in which it has to come.
+    ``model_names``: names of the language model, at least one; ``/v1/models`` lists them in this
+    order. ``keys``: digests of the API keys (``http.keys.read_keys``). Without any, every client is
+    answered.
+    ``max_body_bytes``, ``body_s``: size of a request's JSON, and seconds in which it has to arrive.
     ``allowed_hosts``: names by which clients reach a server that listens on this machine alone.
     ``None``: the server listens elsewhere too, and names and origins are not checked.
     ``allowed_origins``: web pages that may use the API from a browser (CORS).
     ``shared``: memory in which workers keep their samples for ``/metrics``; ``None``: there is one
     process.
     ``pipelines``: models of the Triton server that answer endpoints by themselves.
-    ``pipeline_headers``: names of headers that pipelines are told, in lower case.
+    ``pipeline_headers``: names of the request headers that pipelines get, in lower case.
     ``loras``: task ids of LoRA adapters by the names that requests give as ``model``; empty for one
     that the engine knows by its name.
     ``tool_parser``, ``reasoning_parser``: auto, none, or a name in ``text.chat_formats``.
@@ -33,14 +34,15 @@ class ApiSettings:
     ``unreadable``: ``replace`` puts a sentence in the place of images and files, ``refuse`` refuses
     them.
     ``store_dir``: directory of stored responses, which all processes of a server share; ``None``:
-    one of this process and its forks, removed at its end. ``store_bytes``, ``store_hours``: how
-    much is stored, and for how long after its last use; 0 bytes: nothing. ``lost_items``:
-    ``refuse`` a request that refers to what is lost, or put a ``sentence`` in its place.
-    ``share_kv_cache``: requests of different keys may share the engine's KV cache, whose times tell
-    what others have asked.
-    ``status_dir``: directory of ``orchestrator.status``, over which the process is asked to drain;
+    one of this process and its forks, removed at its end. ``store_bytes``, ``store_hours``: the
+    limit of all responses, and the time for which one is kept after its last use; 0 bytes: nothing
+    is stored. ``lost_items``: ``refuse`` a request that refers to a lost item, or put a
+    ``sentence`` in its place.
+    ``share_kv_cache``: requests of different keys may share the engine's KV cache. Its response
+    times then reveal prompts of other keys.
+    ``status_dir``: directory of ``orchestrator.status``, whose file tells the process to drain;
     empty: there is none.
-    ``triton_metrics``: where Triton tells its own metrics, which ``/metrics`` then has too.
+    ``triton_metrics``: the URL of Triton's own metrics, which ``/metrics`` then has too.
     """
 
     model_names: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, who may use them, and the life of what they share.
+"""The ASGI application: its routes, their middleware, and the lifespan of shared objects.
 
 Each group of routes is an object of a module of its own: ``generating``, ``stored_routes``,
 ``counting``, ``served_models``, ``health`` and ``metrics_route``.
@@ -93,7 +93,7 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
     )
     stored = StoredRoutes(references.store)
     counting = CountingRoutes(orchestrator, backend.tokenizer, models, references, bodies)
-    healthy = HealthRoute(backend, running, health, settings.status_dir)
+    health_route = HealthRoute(backend, running, health, settings.status_dir)
     metrics = MetricsRoute(backend, settings)
 
     async def version(request: Request) -> Response:
@@ -132,15 +132,15 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
         Route("/v1", version_1),
         Route("/v1/models", models.list),
         Route("/v1/models/{name:path}", models.get),
-        Route("/health", healthy.get),
-        Route("/health/ready", healthy.get),
+        Route("/health", health_route.get),
+        Route("/health/ready", health_route.get),
         Route("/metrics", metrics.get),
         Route("/openapi.json", openapi),
     ]
     app = Starlette(
         routes=routes,
         middleware=_middleware(settings, refusals),
-        exception_handlers=dict.fromkeys((HTTPException, Refused, ClientGone, Exception), _failed),
+        exception_handlers=dict.fromkeys((HTTPException, Refused, ClientGone, Exception), _failure),
         lifespan=partial(_lifespan, backend, settings.status_dir, running, references, metrics),
     )
     app.router.redirect_slashes = False
@@ -148,9 +148,9 @@ def create_app(backend: Deployment, settings: ApiSettings) -> Starlette:
 
 
 def _middleware(settings: ApiSettings, refusals: Refusals) -> list[Middleware]:
-    """Return what a request passes before its route, the outermost first."""
-    middleware = []
-    if settings.allowed_origins:  # outermost: a browser sends its preflight without a key
+    """Return the middleware in front of the routes, the outermost first."""
+    middleware: list[Middleware] = []
+    if settings.allowed_origins:  # outermost, as a browser sends its preflight without a key
         middleware.append(
             Middleware(
                 CORSMiddleware,
@@ -223,16 +223,18 @@ class _Keys:
         await self.refusals.answer(scope, send, error)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """Answer where a route raised ``error``, or there is no route."""
+async def _failure(request: Request, error: Exception) -> Response:
+    """Answer a request whose route raised ``error``, or that has no route."""
     if isinstance(error, ClientGone):
         return Response()
     if not isinstance(error, HTTPException):
         return JsonResponse(api_error(error, "prompt", None))
-    status, message, code = error.status_code, error.detail, None
+    headers = error.headers or {}
     path = request.scope["path"]
-    if status == 404:
-        message, code = f"unknown URL: {request.method} {path}", "unknown_url"
-    elif status == 405:
+    if error.status_code == 404:
+        message = f"unknown URL: {request.method} {path}"
+        return JsonResponse(ApiError(404, message, headers, code="unknown_url"))
+    message = error.detail
+    if error.status_code == 405:
         message = f"{path} does not take {request.method}"
-    return JsonResponse(ApiError(status, message, code=code, headers=error.headers or {}))
+    return JsonResponse(ApiError(error.status_code, message, headers))

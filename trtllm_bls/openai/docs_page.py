@@ -1,4 +1,4 @@
-"""The page at ``/docs``: ``/openapi.json`` to be read by people, in one file without scripts."""
+"""The page at ``/docs``: ``/openapi.json`` for people, in one file without scripts."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ def _fields(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterato
     yield f"<details><summary>{count} fields</summary><table>"
     yield "<tr><th>field</th><th>type</th><th>meaning</th></tr>"
     for name, field in schema["properties"].items():
-        needed = ", required" if name in required else ""
         meaning = escape(field.get("description", ""))
         kind = escape(_type_of(field))
-        cells = f"<td><code>{escape(name)}</code></td><td>{kind}{needed}</td><td>{meaning}</td>"
+        if name in required:
+            kind += ", required"
+        cells = f"<td><code>{escape(name)}</code></td><td>{kind}</td><td>{meaning}</td>"
         yield f"<tr>{cells}</tr>"
     yield "</table></details>"
 

@@ -1,4 +1,4 @@
-"""The pages at ``/`` and ``/docs``, and ``/openapi.json``, of the schema that checks requests.
+"""The pages at ``/`` and ``/docs``, and ``/openapi.json``, which has the schema of requests.
 
 The page is sent with a policy under which the browser loads nothing else. Three published libraries
 are part of it, each in a file that names its licence: marked (MIT) makes HTML of Markdown,
@@ -43,12 +43,14 @@ _LIBRARIES = ("marked.js", "purify.js", "temml.js")
 
 @cache
 def _page() -> tuple[bytes, bytes, str]:
-    """The page, the same packed by gzip, and its policy.
+    """Return the page, the same compressed by gzip, and its policy.
 
     The policy allows the page's own script and style alone, by their digests.
     """
-    sources = (_PAGE.with_name(name).read_text(encoding="utf-8") for name in _LIBRARIES)
-    libraries = "".join(f"<script>{source}</script>\n" for source in sources)
+    libraries = ""
+    for name in _LIBRARIES:
+        source = _PAGE.with_name(name).read_text(encoding="utf-8")
+        libraries += f"<script>{source}</script>\n"
     text = _PAGE.read_text(encoding="utf-8").replace("<!-- libraries -->", libraries)
     policy = (
         "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
@@ -71,12 +73,12 @@ _HEADERS = {
 
 
 async def page(request: Request) -> Response:
-    """Answer ``GET /``; packed by gzip for browsers, a quarter of the bytes."""
-    raw, packed, policy = _page()
+    """Answer ``GET /``, for browsers compressed by gzip, which is a quarter of the bytes."""
+    raw, compressed, policy = _page()
     headers = {**_HEADERS, "content-security-policy": policy, "vary": "accept-encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):
         headers["content-encoding"] = "gzip"
-        return Response(packed, media_type="text/html", headers=headers)
+        return Response(compressed, media_type="text/html", headers=headers)
     return Response(raw, media_type="text/html", headers=headers)
 
 
@@ -91,17 +93,21 @@ def docs_answer(model_names: tuple[str, ...]) -> Response:
 
 
 def overview(model_names: tuple[str, ...]) -> dict[str, Any]:
-    """Return what ``GET /v1`` answers: the paths below it, by method, and where more is told."""
-    paths = document(model_names)["paths"]
-    below = [path for path in paths if path.startswith("/v1/")]
-    operations = [f"{method.upper()} {path}" for path in below for method in paths[path]]
+    """Return the answer of ``GET /v1``: the operations below it, and where their document is."""
+    operations: list[str] = []
+    for path, methods in document(model_names)["paths"].items():
+        if path.startswith("/v1/"):
+            operations += [f"{method.upper()} {path}" for method in methods]
     return {"object": "list", "data": operations, "docs": "/docs", "openapi": "/openapi.json"}
 
 
 def _object(*further: str, **properties: object) -> dict[str, Any]:
-    """An object with these properties, and ``further`` ones of any type; it has all of them."""
-    every = {**properties, **{name: {} for name in further}}
-    return {"type": "object", "required": list(every), "properties": every}
+    """Return the schema of an object with these properties, and ``further`` ones of any type.
+
+    All of them are required.
+    """
+    schemas = {**properties, **{name: {} for name in further}}
+    return {"type": "object", "required": list(schemas), "properties": schemas}
 
 
 def _choices(kind: str, **choice: object) -> dict[str, Any]:
@@ -112,10 +118,12 @@ def _choices(kind: str, **choice: object) -> dict[str, Any]:
     return _object(**head, choices={"type": "array", "items": item}, usage=usage)
 
 
-_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+_STRING = {"type": "string"}
+_INTEGER = {"type": "integer"}
 _MODEL = _object(id=_STRING, object=_STRING, created=_INTEGER, owned_by=_STRING)
 _MODEL_LIST = _object(object=_STRING, data={"type": "array", "items": _MODEL})
-_INTEGERS, _NONEMPTY = {"type": "array", "items": _INTEGER}, {"type": "string", "minLength": 1}
+_INTEGERS = {"type": "array", "items": _INTEGER}
+_NONEMPTY = {"type": "string", "minLength": 1}
 _LIST = {"type": "array", "items": {"type": "object"}}
 _RESPONSE = _object("usage", id=_STRING, object={"const": "response"}, status=_STRING, output=_LIST)
 _ANTHROPIC_MESSAGE = _object(
@@ -127,7 +135,7 @@ _CHAT = _choices("chat.completion", message=_object("role", "content"))
 _TOKENIZE_ANSWER = _object("token_strs", "max_model_len", count=_INTEGER, tokens=_INTEGERS)
 _EMBEDDINGS = _object("usage", object={"const": "list"}, data=_LIST, model=_STRING)
 _RERANKED = _object("usage", id=_STRING, model=_STRING, results=_LIST)
-# By path: what is taken, what is given, and whether it can be streamed.
+# By path: the request, the schema of the answer, and true where the answer can be streamed.
 _POSTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any], bool]] = {
     "/v1/chat/completions": (ChatCompletionRequest, _CHAT, True),
     "/v1/completions": (CompletionRequest, _choices("text_completion", text=_STRING), True),
@@ -173,7 +181,7 @@ _SUMMARIES = {
 _DOCUMENT_LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 _EXAMPLE_QUESTION = "How do I count to nine in Hindi?"
 _EXAMPLE_TURNS = [{"role": "user", "content": _EXAMPLE_QUESTION}]
-# By path: a request that works as it is, but for the model's name.
+# By path: a request that works as it is, once it names a model.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": _EXAMPLE_TURNS, "max_tokens": 60},
     "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 10},
@@ -185,7 +193,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": _EXAMPLE_QUESTION},
     "/detokenize": {"tokens": [10, 11, 12]},
 }
-# What is checked beyond the types.
+# Schemas of fields that a type of Python does not describe.
 _PROMPT_FORM = [
     _NONEMPTY,
     {"type": "array", "minItems": 1, "items": _NONEMPTY},
@@ -197,7 +205,7 @@ _EMBEDDED_FORM = [
     {"type": "array", "minItems": 1, "maxItems": MAX_EMBEDDED_TEXTS, "items": _NONEMPTY},
 ]
 _MESSAGES = {"items": {"$ref": "#/components/schemas/ChatMessage"}}
-_WHY = {
+_ERROR_DESCRIPTIONS = {
     400: "A field is wrong; param names it",
     401: "No valid API key",
     404: "No such model or path",
@@ -215,7 +223,7 @@ _ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_STRING, 
 
 @cache
 def document(model_names: tuple[str, ...]) -> dict[str, Any]:
-    """The document, in OpenAPI 3.1, of a server of these models."""
+    """Return the document, in OpenAPI 3.1, of a server of these models."""
     kinds = {kind for kind, _, _ in _POSTS.values()}
     _, schemas = msgspec.json.schema_components(
         (*kinds, ChatMessage, Error), ref_template="#/components/schemas/{name}"
@@ -226,8 +234,8 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
     schemas["EmbeddingsRequest"]["properties"]["input"] = {"anyOf": _EMBEDDED_FORM}
     schemas["ChatCompletionRequest"]["properties"]["messages"] |= _MESSAGES
     for title, schema in schemas.items():
-        for field, described in schema.get("properties", {}).items():
-            described["description"] = sentence_of(title, field)
+        for field, field_schema in schema.get("properties", {}).items():
+            field_schema["description"] = sentence_of(title, field)
     name = {"name": "name", "in": "path", "required": True, "schema": _STRING}
     response_id = {"name": "id", "in": "path", "required": True, "schema": _STRING}
     model = {"responses": _responses(_MODEL, 401, 404), "parameters": [name]}
@@ -239,8 +247,8 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         "get": {"responses": _responses(_RESPONSE, 400, 401, 404), "parameters": [response_id]},
         "delete": {"responses": _responses(deleted, 400, 401, 404), "parameters": [response_id]},
     }
-    listed = {"responses": _responses(items, 400, 401, 404), "parameters": [response_id]}
-    cancelled = {"responses": _responses(_RESPONSE, 400, 401, 404), "parameters": [response_id]}
+    input_items = {"responses": _responses(items, 400, 401, 404), "parameters": [response_id]}
+    cancel = {"responses": _responses(_RESPONSE, 400, 401, 404), "parameters": [response_id]}
     paths: dict[str, Any] = {
         "/": {"get": {"responses": {"200": html}}},
         "/docs": {"get": {"responses": {"200": html}}},
@@ -249,30 +257,31 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
         "/v1/models": {"get": {"responses": _responses(_MODEL_LIST, 401)}},
         "/v1/models/{name}": {"get": model},
         "/v1/responses/{id}": stored,
-        "/v1/responses/{id}/input_items": {"get": listed},
-        "/v1/responses/{id}/cancel": {"post": cancelled},
+        "/v1/responses/{id}/input_items": {"get": input_items},
+        "/v1/responses/{id}/cancel": {"post": cancel},
         "/health": {"get": {"responses": _responses({"type": "object"}, 503)}},
         "/health/ready": {"get": {"responses": _responses({"type": "object"}, 503)}},
         "/version": {"get": {"responses": _responses(_object(version=_STRING))}},
         "/metrics": {"get": {"responses": {"200": metrics}}},
     }
     for path, (kind, answer, streams) in _POSTS.items():
-        full, error = ((529,), _ANTHROPIC_ERROR) if path.startswith(PATH) else ((429, 503), _ERROR)
-        responses = _responses(answer, 400, 401, 404, 405, 413, 415, 500, *full, error=error)
+        statuses = [400, 401, 404, 405, 413, 415, 500]
+        if path.startswith(PATH):
+            responses = _responses(answer, *statuses, 529, error=_ANTHROPIC_ERROR)
+        else:
+            responses = _responses(answer, *statuses, 429, 503)
         if kind is SpeechRequest:
             responses["200"]["content"] = {"audio/*": {"schema": answer}}
         if streams:
             responses["200"]["content"]["text/event-stream"] = {"schema": {}}
         body = _json({"$ref": f"#/components/schemas/{kind.__name__}"})
         if path in EXAMPLES:
-            body["content"]["application/json"]["example"] = {
-                "model": model_names[0],
-                **EXAMPLES[path],
-            }
+            example = {"model": model_names[0], **EXAMPLES[path]}
+            body["content"]["application/json"]["example"] = example
         paths[path] = {"post": {"responses": responses, "requestBody": {"required": True, **body}}}
-    for summary in _SUMMARIES:
-        method, _, path = summary.partition(" ")
-        paths[path][method]["summary"] = _SUMMARIES[summary]
+    for operation, summary in _SUMMARIES.items():
+        method, _, path = operation.partition(" ")
+        paths[path][method]["summary"] = summary
         words = re.findall(r"\w+", path)
         paths[path][method]["operationId"] = "_".join([method, *words])
     bearer = {"type": "http", "scheme": "bearer"}
@@ -293,8 +302,11 @@ def document(model_names: tuple[str, ...]) -> dict[str, Any]:
 def _responses(
     answer: dict[str, Any], *statuses: int, error: dict[str, Any] = _ERROR
 ) -> dict[str, Any]:
-    failures = {str(status): {"description": _WHY[status], **_json(error)} for status in statuses}
-    return {"200": {"description": "The answer", **_json(answer)}, **failures}
+    responses = {"200": {"description": "The answer", **_json(answer)}}
+    for status in statuses:
+        description = _ERROR_DESCRIPTIONS[status]
+        responses[str(status)] = {"description": description, **_json(error)}
+    return responses
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

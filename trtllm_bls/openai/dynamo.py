@@ -25,7 +25,7 @@ from trtllm_bls.openai.api_errors import ApiError, api_error, invalid
 from trtllm_bls.openai.api_settings import ApiSettings
 from trtllm_bls.openai.app import create_app
 from trtllm_bls.openai.conversation import sampling as sampling_of
-from trtllm_bls.openai.openai_command import DECLARED, given_parameters, read_parameters
+from trtllm_bls.openai.openai_command import DECLARED, command_line_parameters, read_parameters
 from trtllm_bls.openai.schema import CompletionRequest
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.orchestrator.log_lines import log_to_stderr
@@ -33,9 +33,10 @@ from trtllm_bls.settings.command_options import deprecated, options_of
 from trtllm_bls.settings.parameters import BlsParameters
 from trtllm_bls.types import EngineRequest
 
-# Where Dynamo's runtime listens: for requests, for answers (in a front end), for events.
+# Variables for the addresses at which Dynamo's runtime listens: for requests, for answers (in a
+# front end), for events.
 _LISTENS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
-_MOST_TOKENS = 1024  # of an answer, where neither the request nor the engine tells
+_FALLBACK_MAX_TOKENS = 1024  # where neither the request nor the engine has a limit
 _DYNAMO_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed"}
 _DYNAMO_SAMPLING |= {"frequency_penalty", "presence_penalty", "repetition_penalty"}
 
@@ -62,13 +63,13 @@ def command(context: click.Context, /, **options: Any) -> None:
       trtllm-bls dynamo --tokens --engine trtllm://gpu-host:50051 \\
         --tokenizer-dir ./llama
     """
-    for variable in _LISTENS:  # read when the runtime starts
+    for variable in _LISTENS:  # the runtime reads them when it starts
         os.environ.setdefault(variable, options["host"])
     try:
         import dynamo.llm  # noqa: F401
     except ModuleNotFoundError as error:
         raise SettingsError(f"{error.name} is not installed; pip install ai-dynamo") from error
-    parameters = read_parameters(None, given_parameters(context, options))
+    parameters = read_parameters(None, command_line_parameters(context, options))
     name = options["name"] or parameters.tokenizer_dir.name
     asyncio.run(_serve(parameters, name, options["endpoint"], tokens=options["tokens"]))
 
@@ -82,29 +83,35 @@ async def _serve(parameters: BlsParameters, name: str, endpoint: str, *, tokens:
     loop = asyncio.get_running_loop()
     discovery = os.environ.get("DYN_DISCOVERY_BACKEND", "etcd")
     runtime = DistributedRuntime(loop, discovery, os.environ.get("DYN_REQUEST_PLANE", "tcp"))
-    served = runtime.endpoint(endpoint)
+    worker = runtime.endpoint(endpoint)
     backend = Deployment(parameters, model_name=name)
     app = create_app(backend, ApiSettings(model_names=(name,), status_dir=parameters.status_dir))
 
-    handle = partial(_token_events, backend) if tokens else partial(_events, app)
+    handle: Callable[[dict[str, Any], Any], AsyncGenerator[Any, None]] = partial(_events, app)
+    model_input = ModelInput.Text
+    if tokens:
+        handle = partial(_token_events, backend)
+        model_input = ModelInput.Tokens
     # A signal takes the worker out of discovery, and ends it once running requests have ended.
-    install_signal_handlers(loop, runtime, [served])
+    install_signal_handlers(loop, runtime, [worker])
     async with app.router.lifespan_context(app):
         await register_model(
-            ModelInput.Tokens if tokens else ModelInput.Text,
+            model_input,
             ModelType.Chat | ModelType.Completions,
-            served,
+            worker,
             str(parameters.tokenizer_dir),
             name,
             worker_type=WorkerType.Aggregated,
         )
-        await served.serve_endpoint(handle, graceful_shutdown=True)
+        await worker.serve_endpoint(handle, graceful_shutdown=True)
 
 
 async def _events(app: ASGIApp, request: dict[str, Any], context: Any) -> AsyncGenerator[Any, None]:
-    """The events of ``app``'s answer. Dynamo joins them where one piece was asked for."""
-    options = request.get("stream_options") if request.get("stream") else {"include_usage": True}
-    asked = msgspec.json.encode(request | {"stream": True, "stream_options": options})
+    """Yield the events of ``app``'s answer. Dynamo joins them for a request without a stream."""
+    options: Any = {"include_usage": True}
+    if request.get("stream"):
+        options = request.get("stream_options")
+    body = msgspec.json.encode(request | {"stream": True, "stream_options": options})
     headers = [(b"content-type", b"application/json"), (b"x-request-id", context.id().encode())]
     scope = {
         "type": "http",
@@ -114,81 +121,97 @@ async def _events(app: ASGIApp, request: dict[str, Any], context: Any) -> AsyncG
         "query_string": b"",
         "headers": headers,
     }
-    parts: list[Message] = [{"type": "http.request", "body": asked}]
+    parts: list[Message] = [{"type": "http.request", "body": body}]
 
     async def receive() -> Message:
         if not parts:
             await context.async_killed_or_stopped()
-        return parts.pop() if parts else {"type": "http.disconnect"}
+            return {"type": "http.disconnect"}
+        return parts.pop()
 
     status = 200
     async for message in _produced(partial(app, scope, receive)):
         status = message.get("status", status)
         for event in message.get("body", b"").split(b"\n\n"):
-            found = event.removeprefix(b"data: ")
-            if found and found != b"[DONE]":
-                told = msgspec.json.decode(found)
-                if "error" in told:  # of a stream that has begun, the event alone tells it
-                    failed = ApiError(status if status >= 400 else 500, told["error"]["message"])
-                    raise _error(failed)
-                yield told
+            data = event.removeprefix(b"data: ")
+            if not data or data == b"[DONE]":
+                continue
+            fields = msgspec.json.decode(data)
+            if "error" in fields:
+                if status < 400:  # the stream had started before the error
+                    status = 500
+                raise _error(ApiError(status, fields["error"]["message"]))
+            yield fields
 
 
 async def _token_events(
     backend: Deployment, request: dict[str, Any], context: Any
 ) -> AsyncGenerator[Any, None]:
-    """The chunks of the engine's answer, as Dynamo's front end reads them."""
+    """Yield the chunks of the engine's answer, as Dynamo's front end reads them."""
 
     async def answer(put: Callable[[Any], Awaitable[None]]) -> None:
-        async with aclosing(backend.engine.generate(asked)) as stream:
+        async with aclosing(backend.engine.generate(engine_request)) as stream:
             async for chunk in stream:
                 await put(chunk)
 
     try:
-        asked = await _engine_request(backend, request, context.id())
+        engine_request = await _engine_request(backend, request, context.id())
         async for chunk in _produced(answer, context):
-            told = {"index": 0, "token_ids": list(chunk.token_ids)}
+            fields = {"index": 0, "token_ids": list(chunk.token_ids)}
             if chunk.final:
-                told["finish_reason"] = chunk.finish_reason.value.replace("end_id", "eos")
-            yield told
+                fields["finish_reason"] = chunk.finish_reason.value.replace("end_id", "eos")
+            yield fields
     except (ApiError, TrtllmBlsError) as error:
         raise _error(api_error(error, "prompt", None)) from error
 
 
-async def _engine_request(backend: Deployment, asked: dict[str, Any], id_: str) -> EngineRequest:
-    """Raises ``ApiError`` and ``TrtllmBlsError``."""
-    stops = asked.get("stop_conditions") or {}
-    sampling, output = asked.get("sampling_options") or {}, asked.get("output_options") or {}
-    others = [
-        key for key in sampling.keys() - _DYNAMO_SAMPLING if sampling[key] not in (None, False, 1)
-    ]
-    if others or output.get("logprobs") is not None:
-        raise invalid([*others, "logprobs"][0], "is only served by a worker without --tokens")
-    known = {key: sampling[key] for key in sampling.keys() & _DYNAMO_SAMPLING}
-    known |= {"model": "", "prompt": "", "min_tokens": stops.get("min_tokens")}
-    ids = tuple(asked["token_ids"])
-    longest = (await backend.engine.capacity()).max_sequence_tokens
-    ends = () if stops.get("ignore_eos") else stops.get("stop_token_ids_hidden") or ()
+async def _engine_request(
+    backend: Deployment, request: dict[str, Any], request_id: str
+) -> EngineRequest:
+    """Return the engine request. Raises ``ApiError`` and ``TrtllmBlsError``."""
+    stops = request.get("stop_conditions") or {}
+    sampling = request.get("sampling_options") or {}
+    output = request.get("output_options") or {}
+    for key in sampling.keys() - _DYNAMO_SAMPLING:
+        if sampling[key] not in (None, False, 1):
+            raise invalid(key, "is only served by a worker without --tokens")
+    if output.get("logprobs") is not None:
+        raise invalid("logprobs", "is only served by a worker without --tokens")
+    fields = {key: sampling[key] for key in sampling.keys() & _DYNAMO_SAMPLING}
+    fields |= {"model": "", "prompt": "", "min_tokens": stops.get("min_tokens")}
+    ids = tuple(request["token_ids"])
+    capacity = await backend.engine.capacity()
+    max_tokens = stops.get("max_tokens")
+    if not max_tokens:
+        max_tokens = _FALLBACK_MAX_TOKENS
+        if capacity.max_sequence_tokens:
+            max_tokens = capacity.max_sequence_tokens - len(ids)
+    end_id = backend.tokenizer.eos_id
+    stop_ids = stops.get("stop_token_ids_hidden") or ()
+    if stops.get("ignore_eos"):
+        end_id = -1
+        stop_ids = ()
     return EngineRequest(
-        request_id=id_,
+        request_id=request_id,
         input_ids=ids,
-        max_tokens=stops.get("max_tokens") or (longest - len(ids) if longest else _MOST_TOKENS),
-        sampling=sampling_of(msgspec.convert(known, CompletionRequest)),
-        end_id=-1 if stops.get("ignore_eos") else backend.tokenizer.eos_id,
-        stop_sequences=tuple((each,) for each in ends),
+        max_tokens=max_tokens,
+        sampling=sampling_of(msgspec.convert(fields, CompletionRequest)),
+        end_id=end_id,
+        stop_sequences=tuple((token_id,) for token_id in stop_ids),
     )
 
 
 async def _produced(
     produce: Callable[..., Awaitable[None]], context: Any = None
 ) -> AsyncGenerator[Any, None]:
-    """What ``produce`` puts, until it returns, fails, or ``context`` tells that the client left."""
+    """Yield the items that ``produce`` puts, until it ends or ``context``'s client disconnects."""
     queue: asyncio.Queue[Any] = asyncio.Queue()
     producing = asyncio.ensure_future(produce(queue.put))
     producing.add_done_callback(queue.put_nowait)
-    left = context.async_killed_or_stopped() if context else None
-    if left is not None:
-        left.add_done_callback(lambda _: producing.cancel())
+    disconnect = None
+    if context:
+        disconnect = context.async_killed_or_stopped()
+        disconnect.add_done_callback(lambda _: producing.cancel())
     try:
         while (item := await queue.get()) is not producing:
             yield item
@@ -196,12 +219,12 @@ async def _produced(
             producing.result()
     finally:
         producing.cancel()
-        if left is not None:
-            left.cancel()
+        if disconnect is not None:
+            disconnect.cancel()
 
 
 def _error(error: ApiError) -> Any:
-    """The exception that Dynamo answers with the same status; it keeps the message of a 400."""
+    """Return the exception that Dynamo answers with the same status and message."""
     from dynamo.llm.exceptions import HttpError, InvalidArgument
 
     if error.status == 429 or error.status >= 500:

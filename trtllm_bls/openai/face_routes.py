@@ -71,14 +71,17 @@ class _FaceRoute(Generic[_Kind]):
                 share = self._place(scope)
             except (InvalidRequest, Overloaded, Refused) as error:
                 raise services.refusals.report(reply, error, "input") from None
-            owner = "" if services.share_kv_cache else tenant_of(scope)
+            cache_salt = None
+            owner = tenant_of(scope)
+            if owner and not services.share_kv_cache:
+                cache_salt = salt_of(owner)
             call = FaceCall(
                 model=model,
                 face=self.face,
                 fields=fields,
                 request_id=request_id,
                 key=scope.get("tenant"),
-                cache_salt=salt_of(owner) if owner else None,
+                cache_salt=cache_salt,
                 traceparent=traceparent(scope).decode() or None,
             )
             with services.running.one(request_id):
@@ -101,14 +104,14 @@ class _FaceRoute(Generic[_Kind]):
             raise self._services.orchestrator.admission.crowded() from None
 
     async def _fail(self, reply: Reply, error: ApiError) -> None:
-        """Answer an error. What has begun ends without its last chunk, so its client sees that."""
+        """Answer an error. A started stream ends without its last chunk, which its client sees."""
         if reply.begun:
             log.warning("%s: ends early: %s", reply.request_id.decode(), error.message)
         else:
             await reply.error(error)
 
     def _fields(self, request: _Kind) -> Mapping[str, Any]:
-        """Return the fields that the pipeline is sent. Raises ``ApiError``."""
+        """Return the fields for the pipeline. Raises ``ApiError``."""
         raise NotImplementedError
 
     async def _answer(self, request: _Kind, call: FaceCall, reply: Reply) -> None:
@@ -141,8 +144,8 @@ class EmbeddingsRoute(_FaceRoute[EmbeddingsRequest]):
         for index, text in enumerate(texts):
             if isinstance(text, (int, list)):
                 # LangChain's client sends ids of OpenAI's own tokenizer unless it is told not to.
-                mend = "in LangChain, check_embedding_ctx_length=False"
-                raise invalid("input", f"has token ids; this model takes texts: {mend}")
+                remedy = "in LangChain, check_embedding_ctx_length=False"
+                raise invalid("input", f"has token ids; this model takes texts: {remedy}")
             if not isinstance(text, str):
                 raise invalid(f"input[{index}]", "must be a text")
             if not text:
@@ -153,13 +156,13 @@ class EmbeddingsRoute(_FaceRoute[EmbeddingsRequest]):
         vectors, usage = await self._run_whole(call, EMBED_VECTORS)
         if len(vectors) != len(call.fields["input"]):
             raise EngineError(f"{call.model}: {len(vectors)} vectors; not one for each text")
-        base64_wanted = request.encoding_format == "base64"
+        is_base64 = request.encoding_format == "base64"
 
         def encoded() -> bytes:
             data = []
             for index, vector in enumerate(vectors):
                 embedding: Any = vector.tolist()
-                if base64_wanted:
+                if is_base64:
                     embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
                 data.append({"object": "embedding", "index": index, "embedding": embedding})
             return msgspec.json.encode(
@@ -171,7 +174,7 @@ class EmbeddingsRoute(_FaceRoute[EmbeddingsRequest]):
 
 
 class SpeechRoute(_FaceRoute[SpeechRequest]):
-    """``POST /v1/audio/speech``, sent as it is made."""
+    """``POST /v1/audio/speech``, sent while it is made."""
 
     face = SPEAK
     request_type = SpeechRequest
@@ -227,9 +230,12 @@ class RerankRoute(_FaceRoute[RerankRequest]):
 
 
 def _texts(request: RerankRequest) -> list[str]:
-    texts = []
+    texts: list[str] = []
     for document in request.documents:
-        texts.append(document if isinstance(document, str) else document.text)
+        if isinstance(document, str):
+            texts.append(document)
+        else:
+            texts.append(document.text)
     return texts
 
 

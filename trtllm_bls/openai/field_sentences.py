@@ -1,7 +1,7 @@
 """A sentence for each field of requests, for ``/openapi.json`` and the page at ``/docs``.
 
-A key is a field's name, or its schema, a dot and its name where it means something else there. The
-ranges stand in the schema itself.
+A key is a field's name. Where a field means something else in one schema, its key there is the
+schema's name, a dot and the field's name. The ranges stand in the schema itself.
 """
 
 from __future__ import annotations
@@ -130,5 +130,7 @@ FIELD_SENTENCES = {
 
 def sentence_of(schema: str, field: str) -> str:
     """Return the sentence of a field of a schema. Raises ``KeyError`` where there is none."""
-    own = FIELD_SENTENCES.get(f"{schema}.{field}")
-    return FIELD_SENTENCES[field] if own is None else own
+    schema_key = f"{schema}.{field}"
+    if schema_key in FIELD_SENTENCES:
+        return FIELD_SENTENCES[schema_key]
+    return FIELD_SENTENCES[field]

@@ -400,7 +400,7 @@ def _conversation(request: CountTokensRequest, reader: ContentReader) -> Convers
                 _read_block(place, checked(place, block, Block), transcript, tools, reader)
             elif message.role != "assistant" or "text" in block:
                 pieces.append(reader.piece(place, block))
-            elif isinstance(summary := block.get("content"), str):  # of the conversation before
+            elif isinstance(summary := block.get("content"), str):  # a summary of the turns before
                 pieces.append(summary)
             else:
                 note_once(f"blocks of type {kind!r}, which hold nothing for the model: left out")

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trtllm_bls.openai.api_settings import ApiSettings
-from trtllm_bls.openai.exposition import Samples, samples, triton_metrics, written
+from trtllm_bls.openai.exposition import Samples, exposition, samples, triton_metrics
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.orchestrator.reports import ENGINE_SEQUENCES
 from trtllm_bls.orchestrator.status import engines_up
@@ -18,7 +18,7 @@ _SHARE_S = 1.0
 
 
 class MetricsRoute:
-    """Answers a scrape, which reaches any of the workers."""
+    """The route of a scrape, which reaches any of the workers."""
 
     def __init__(self, backend: Deployment, settings: ApiSettings) -> None:
         self._backend = backend
@@ -27,7 +27,7 @@ class MetricsRoute:
         self._triton_url = settings.triton_metrics
 
     async def share(self) -> None:
-        """Tell the other workers every second what this one has counted, until cancelled."""
+        """Share this worker's samples with the other workers every second, until cancelled."""
         while self._shared is not None:
             with suppress(OSError):  # no memory, perhaps for a while
                 self._shared.put(self._samples())
@@ -38,7 +38,7 @@ class MetricsRoute:
         values = self._samples()
         if self._shared is not None:
             values = self._shared.put(values)
-        text = written(values) + engines_up(await self._backend.engine_problems())
+        text = exposition(values) + engines_up(await self._backend.engine_problems())
         if self._triton_url:
             text += await asyncio.to_thread(triton_metrics, self._triton_url)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -21,6 +21,7 @@ from trtllm_bls.settings.command_options import (
     options_of,
     setting,
 )
+from trtllm_bls.settings.faces import ServedPipeline
 from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.settings.parameters import (
     DIRECTORY,
@@ -32,28 +33,28 @@ from trtllm_bls.settings.parameters import (
     share_of,
 )
 
-# They shape what Triton's tensors carry, or choose how to call the engine from inside Triton.
+# Parameters of Triton's tensors, or of the call of the engine from inside Triton.
 _INSIDE_TRITON = ("accumulate_tokens", "decoupled", "engine_transport")
 DECLARED = {
     key: row for key, row in parameters_in(BlsParameters).items() if key not in _INSIDE_TRITON
 }
 _TLS = ("tls_cert", "tls_key", "tls_client_ca")
-# Options that ``ApiSettings`` has as they are.
-_OF_API = (
+# Options that are fields of ``ApiSettings`` of the same name.
+_API_OPTIONS = (
     *("max_body_bytes", "allowed_origins", "tool_parser", "reasoning_parser", "unreadable"),
     *("store_bytes", "store_hours", "store_dir", "lost_items", "share_kv_cache"),
     "pipeline_headers",
 )
 # The options that ``serve`` has too.
-AS_OF_SERVE = (
+SERVE_OPTIONS = (
     *("host", "expose", "api_keys_file", "exit_timeout", *_TLS),
-    *("allowed_hosts", "loras", "served_model_names", "chat_template_kwargs", *_OF_API),
+    *("allowed_hosts", "loras", "served_model_names", "chat_template_kwargs", *_API_OPTIONS),
 )
 
 
 @dataclass(frozen=True)
 class _Options:
-    """The options that ``serve`` has not, or spells otherwise."""
+    """The options that ``serve`` does not have, or has by other names."""
 
     port: int = setting("Port; 0 = any free port.", 9000, type=click.IntRange(0, 65535))
     workers: int | Literal["auto"] = setting(
@@ -69,7 +70,7 @@ class _Options:
 
 @click.command()
 @options_of(_Options)
-@options_of(ServeSettings, *AS_OF_SERVE)
+@options_of(ServeSettings, *SERVE_OPTIONS)
 @click.option("--in-front-of", hidden=True)  # a TritonFront, as JSON
 @options_of(BlsParameters, *DECLARED)
 @click.pass_context
@@ -96,51 +97,64 @@ def main(context: click.Context, /, **options: Any) -> None:
             "--api-keys-file, or --expose if that is intended"
         )
     front = options["in_front_of"] and TritonFront(**json.loads(options["in_front_of"]))
-    repository, workers, why, parameters = options["model_repository"], options["workers"], "", None
+    repository = options["model_repository"]
+    workers = options["workers"]
+    workers_note = ""
+    parameters = None
     if not (front and front.alone):
-        parameters = read_parameters(repository, given_parameters(context, options))
+        parameters = read_parameters(repository, command_line_parameters(context, options))
         if workers == "auto":
             remembers = parameters.engine_affinity or parameters.draft_memory_tokens > 0
-            workers, why = auto_processes(parameters.max_streams, remembers)
+            workers, workers_note = auto_processes(parameters.max_streams, remembers)
         parameters = replace(parameters, instances=workers)
         if front:
             running, waiting = places_of(repository)
-            shares = share_of(running, workers), share_of(waiting, workers)
-            front = replace(front, places=shares)
-    if parameters and parameters.status_dir and not front:  # else ``serve`` has done so
+            places = (share_of(running, workers), share_of(waiting, workers))
+            front = replace(front, places=places)
+    if parameters and parameters.status_dir and not front:  # with a front ``serve`` has done so
         try:
             StatusDirectory(parameters.status_dir).forget_drain()
         except OSError as error:
             raise SettingsError(f"status_dir {parameters.status_dir}: {error.strerror}") from error
     from trtllm_bls.settings.model_config import served_pipelines
 
-    own_name = parameters.tokenizer_dir.name if parameters else ""
+    default_name = ""
+    status_dir = ""
+    pipelines: tuple[ServedPipeline, ...] = ()
+    if parameters:
+        default_name = parameters.tokenizer_dir.name
+        status_dir = parameters.status_dir
+        if repository:
+            pipelines = served_pipelines(repository)
     api = ApiSettings(
-        model_names=options["served_model_names"] or (own_name,),
+        model_names=options["served_model_names"] or (default_name,),
         keys=keys,
         loras=dict(lora.partition("=")[::2] for lora in options["loras"]),
         chat_template_kwargs=json.loads(options["chat_template_kwargs"]),
         allowed_hosts=options["allowed_hosts"] if is_loopback(options["host"]) else None,
-        status_dir=parameters.status_dir if parameters else "",
+        status_dir=status_dir,
         triton_metrics=front.metrics if front else "",
-        pipelines=served_pipelines(repository) if repository and parameters else (),
-        **{name: options[name] for name in _OF_API},
+        pipelines=pipelines,
+        **{name: options[name] for name in _API_OPTIONS},
     )
     listening = {name: options[name] for name in ("host", "port", "exit_timeout", *_TLS)}
-    serve(parameters, api, front, workers=workers, why=why, **listening)
+    serve(parameters, api, front, workers=workers, workers_note=workers_note, **listening)
 
 
-def given_parameters(context: click.Context, options: dict[str, Any]) -> dict[str, str]:
-    """The parameters that the command line names."""
-    return {
-        key: options[key]
-        for key in DECLARED
-        if context.get_parameter_source(key) is ParameterSource.COMMANDLINE
-    }
+def command_line_parameters(context: click.Context, options: dict[str, Any]) -> dict[str, str]:
+    """Return the parameters that the command line names."""
+    values: dict[str, str] = {}
+    for key in DECLARED:
+        if context.get_parameter_source(key) is ParameterSource.COMMANDLINE:
+            values[key] = options[key]
+    return values
 
 
 def places_of(repository: Path) -> tuple[int, int]:
-    """Requests that the model in Triton runs, and that may wait; none: it depends on the GPUs."""
+    """Return how many requests the model in Triton runs, and how many may wait.
+
+    Both are 0 where they depend on the number of GPUs.
+    """
     from trtllm_bls.settings.model_config import read_config
 
     groups = read_config(repository / BLS_NAME / "config.pbtxt").instance_group
@@ -151,10 +165,11 @@ def places_of(repository: Path) -> tuple[int, int]:
     return count * model.max_running, count * model.max_queued
 
 
-def read_parameters(repository: Path | None, given: dict[str, str]) -> BlsParameters:
-    """``given``, then the environment, then what ``repository`` has. Raises ``SettingsError``.
+def read_parameters(repository: Path | None, arguments: dict[str, str]) -> BlsParameters:
+    """Read parameters from ``arguments``, the environment and ``repository``, in this order.
 
     A relative path starts at the current directory, one of the repository's at the repository.
+    Raises ``SettingsError``.
     """
     values: dict[str, str] = {}
     base = Path.cwd()
@@ -166,17 +181,22 @@ def read_parameters(repository: Path | None, given: dict[str, str]) -> BlsParame
             values = values_of(read_config(repository / BLS_NAME / "config.pbtxt"))
         except SettingsError as error:
             raise SettingsError(f"--model-repository: {error}") from error
-    for key, value in given.items():
+    for key, value in arguments.items():
         check(BLS_NAME, key, value, DECLARED)
-        is_path = DECLARED[key].kind in (DIRECTORY, FILE)
-        values[key] = os.path.abspath(value) if is_path and value else value
+        if value and DECLARED[key].kind in (DIRECTORY, FILE):
+            value = os.path.abspath(value)
+        values[key] = value
     values["engine_transport"] = "grpc"
     config = {
         "name": BLS_NAME,
         "parameters": {key: {"string_value": value} for key, value in values.items()},
         "model_transaction_policy": {"decoupled": True},
     }
-    arguments = {"model_config": json.dumps(config), "model_repository": str(base / BLS_NAME)}
-    given_variables = {DECLARED[key].env for key in given}
-    environment = {k: v for k, v in os.environ.items() if k not in given_variables}
-    return Parameters(arguments, environment).read(BlsParameters)
+    # A variable of the environment does not win over an argument.
+    variables = {DECLARED[key].env for key in arguments}
+    environment = {name: text for name, text in os.environ.items() if name not in variables}
+    model_arguments = {
+        "model_config": json.dumps(config),
+        "model_repository": str(base / BLS_NAME),
+    }
+    return Parameters(model_arguments, environment).read(BlsParameters)

@@ -239,7 +239,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 # An escape of a whole character. The group matches the escape of half of one, which msgspec
 # refuses.
-_ESCAPES = re.compile(
+_UNICODE_ESCAPES = re.compile(
     rb"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)|\\.", re.DOTALL
 )
 _MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
@@ -270,7 +270,7 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError) as error:
         # Clients cut texts within a character, and the text comes again with every later turn.
-        repaired = _ESCAPES.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], body)
+        repaired = _UNICODE_ESCAPES.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], body)
         if repaired != body:
             return decode(repaired, kind)
         raise ApiError(400, f"the body is not JSON that can be read: {error}") from None

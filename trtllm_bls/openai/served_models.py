@@ -20,6 +20,7 @@ from trtllm_bls.openai.content import ContentReader, note_once
 from trtllm_bls.openai.conversation import ChatModel
 from trtllm_bls.openai.exchange import JsonResponse
 from trtllm_bls.openai.schema import Generation
+from trtllm_bls.orchestrator.chat_models import ChatPipeline
 from trtllm_bls.orchestrator.chat_turn import ChatTurns
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.orchestrator.pipeline_faces import PipelineFaces
@@ -37,19 +38,21 @@ from trtllm_bls.types import Adapter, TextRequest
 class ServedModels:
     """The language model by its names, its LoRA adapters, and pipelines with faces.
 
-    ``pipelines`` runs a chat with a pipeline, by the pipeline's name. Raises ``SettingsError``
-    where a pipeline has the name of another model.
+    ``pipelines`` has the runner of chats for each pipeline, by the pipeline's name. Raises
+    ``SettingsError`` where a pipeline has the name of another model.
     """
 
     def __init__(self, backend: Deployment, settings: ApiSettings) -> None:
         language_models = {*settings.model_names, *settings.loras}
         self._served = {pipeline.name: pipeline for pipeline in settings.pipelines}
-        if twice := language_models.intersection(self._served):
-            problem = f"{min(twice)} is a pipeline of this server, too"
+        if duplicates := language_models.intersection(self._served):
+            problem = f"{min(duplicates)} is a pipeline of this server, too"
             raise SettingsError(f"--served-model-name: {problem}; choose another name")
         self.names = (*settings.model_names, *settings.loras, *self._served)
-        chats = self._names_with(CHAT)
-        self.pipelines = backend.chat_pipelines(chats) if chats else {}
+        pipelines: dict[str, ChatPipeline] = {}
+        if chat_names := self._names_with(CHAT):
+            pipelines = backend.chat_pipelines(chat_names)
+        self.pipelines = pipelines
         self._faces: PipelineFaces | None = None
         if any(self._names_with(face) for face in FACES if face is not CHAT):
             self._faces = backend.pipeline_faces
@@ -87,12 +90,12 @@ class ServedModels:
             reader,
             count_call,
         )
-        self._pipeline_models = {
-            pipeline.name: ChatModel(
-                tokenizer, None, fingerprint, replace(reader, accepts=pipeline.accepts)
-            )
-            for pipeline in settings.pipelines
-        }
+        pipeline_models: dict[str, ChatModel] = {}
+        for pipeline in settings.pipelines:
+            pipeline_reader = replace(reader, accepts=pipeline.accepts)
+            model = ChatModel(tokenizer, None, fingerprint, pipeline_reader)
+            pipeline_models[pipeline.name] = model
+        self._pipeline_models = pipeline_models
 
     def check(self, name: str) -> None:
         """Raise ``ApiError`` for a model that this server does not have."""
@@ -117,7 +120,7 @@ class ServedModels:
         return self._language_model
 
     def pipeline_of(self, face: Face, model: str) -> tuple[str, PipelineFaces]:
-        """Return the pipeline that ``model`` names, and what runs its faces.
+        """Return the pipeline that ``model`` names, and the runner of its faces.
 
         The only pipeline with that face is the default. Raises ``ApiError``.
         """
@@ -129,23 +132,28 @@ class ServedModels:
         elif names:
             raise invalid("model", f"is missing; send one of {', '.join(names)}"[:500])
         if self._faces is None or model not in names:
-            mend = f"send {' or '.join(names)}" if names else "a pipeline of the server may"
-            problem = f"{model or self.names[0]!r} does not answer {face.path}; {mend}"
+            remedy = "a pipeline of the server may"
+            if names:
+                remedy = f"send {' or '.join(names)}"
+            problem = f"{model or self.names[0]!r} does not answer {face.path}; {remedy}"
             raise invalid("model", problem[:500])
         return model, self._faces
 
     def _names_with(self, face: Face) -> Sequence[str]:
         """Return the pipelines that have a face."""
-        served = self._served.values()
-        return [one.name for one in served if face.capability in one.capabilities]
+        names: list[str] = []
+        for pipeline in self._served.values():
+            if face.capability in pipeline.capabilities:
+                names.append(pipeline.name)
+        return names
 
     def _elsewhere(self, model: str) -> ApiError:
-        """Return the refusal of a request that a pipeline answers at other paths alone."""
+        """Return the refusal of a request that a pipeline answers at other paths only."""
         paths = [face.path for face in FACES if model in self._names_with(face)]
         return invalid("model", f"{model!r} answers {' and '.join(paths)} alone")
 
     def add_adapter(self, model: str, requests: Sequence[TextRequest]) -> None:
-        """Ask the engine for the LoRA adapter that is served as ``model``, if one is."""
+        """Add the LoRA adapter that is served as ``model`` to the requests, if there is one."""
         task_id = self._loras.get(model)
         if task_id is None:
             return
@@ -156,11 +164,11 @@ class ServedModels:
             request.adapter = adapter
 
     async def max_tokens(self) -> int | None:
-        """Return how many tokens prompt and completion may have; ``None`` where nobody knows."""
+        """Return the limit of prompt and completion in tokens; ``None`` where it is unknown."""
         with suppress(TrtllmBlsError):
             capacity = await self._engine.capacity()
-            if longest := capacity.max_sequence_tokens or capacity.max_prompt_tokens:
-                return longest
+            if max_tokens := capacity.max_sequence_tokens or capacity.max_prompt_tokens:
+                return max_tokens
         if not self._status_dir:
             return None
         return StatusDirectory(self._status_dir).longest(self._engine.name)
@@ -172,7 +180,7 @@ class ServedModels:
             {
                 "object": "list",
                 "data": cards,
-                # Anthropic's list has these, OpenAI's has not.
+                # Fields of Anthropic's list.
                 "has_more": False,
                 "first_id": self.names[0],
                 "last_id": self.names[-1],
@@ -192,7 +200,9 @@ class ServedModels:
 
     def _accepts(self, name: str) -> Sequence[str]:
         """Return the kinds of content that a model's conversations may have."""
-        return ["text", *sorted(self._served[name].accepts)] if name in self._served else ["text"]
+        if name not in self._served:
+            return ["text"]
+        return ["text", *sorted(self._served[name].accepts)]
 
     async def _card(self, name: str) -> dict[str, object]:
         return {

@@ -144,7 +144,7 @@ class _Connection:
     _waiting: deque[Any] = field(default_factory=deque)  # messages
     _refusals: PerMinute = field(default_factory=lambda: PerMinute(SOCKET_REFUSALS))
     _is_disconnected: bool = False
-    _is_shutdown: bool = False  # of the server
+    _is_shutdown: bool = False  # the server shuts down
     _close_code: int = 1000
     _status: int = 200
 

@@ -59,10 +59,11 @@ _SUPERVISES = "target" not in inspect.signature(Multiprocess).parameters
 class TritonFront:
     """Triton's HTTP surface at ``port``, in front of Triton at ``grpc``, ``http`` and ``metrics``.
 
-    ``alone``: the OpenAI API is not served. ``keys``: clients must bring an API key here too.
-    ``places``: how many requests the model runs, and how many may wait; none: nobody knows.
-    ``open_control_apis``: Triton's control APIs are answered. ``infer``: so is ``infer``.
-    ``tls_pin``: gRPC has TLS with this certificate; ``tls_cert`` and ``tls_key`` are shown to it.
+    ``alone``: the OpenAI API is not served. ``keys``: clients must send an API key here too.
+    ``places``: the number of requests that the model runs, and that may wait; zeros: unknown.
+    ``open_control_apis``: Triton's control APIs are answered. ``infer``: ``infer`` is answered.
+    ``tls_pin``: Triton's gRPC has TLS with this certificate. ``tls_cert`` and ``tls_key`` are the
+    client's certificate and its key.
     """
 
     port: int
@@ -82,12 +83,12 @@ class TritonFront:
 def uvicorn_options(
     limits: ConnectionLimits, exit_timeout: int, max_body_bytes: int = ApiSettings.max_body_bytes
 ) -> dict[str, Any]:
-    """What uvicorn is told apart from where it listens."""
+    """Return uvicorn's options, without those of its address."""
     return {
         "http": partial(GuardedProtocol, limits),
         "ws": socket_protocol(),
         "ws_max_size": max_body_bytes,
-        "ws_per_message_deflate": False,  # a small message could become any size
+        "ws_per_message_deflate": False,  # a small message could decompress to any size
         "timeout_keep_alive": limits.idle_s,
         "lifespan": "on",
         "log_config": None,
@@ -105,7 +106,7 @@ def serve(
     host: str,
     port: int,
     workers: int,
-    why: str,
+    workers_note: str,
     exit_timeout: int,
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -114,10 +115,12 @@ def serve(
     """Serve until SIGTERM or SIGINT; requests that run then have ``exit_timeout`` seconds to end.
 
     ``parameters`` may be ``None`` where only ``front`` is served. ``port`` 0 is any free port.
-    ``why`` says for the log how ``workers`` was chosen. With ``tls_client_ca`` only clients that
-    show a certificate of these authorities are accepted. Raises ``SetupError``.
+    ``workers_note`` says for the log how ``workers`` was chosen. With ``tls_client_ca`` only
+    clients with a certificate of these authorities are accepted. Raises ``SetupError``.
     """
-    streams = parameters.max_streams if parameters is not None else 0
+    streams = 0
+    if parameters is not None:
+        streams = parameters.max_streams
     raise_open_files(KEPT_DESCRIPTORS + streams, f"lower --max-streams, which is {streams}")
     with ExitStack() as stack:
         sockets = []
@@ -131,13 +134,14 @@ def serve(
         as_json = front is None and parameters is not None and parameters.log_format == "json"
         log_to_stderr("openai", as_json=as_json)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        if why:
-            logging.getLogger(__name__).info("%s", why)
-        own_port = front.port if front is not None else None
+        if workers_note:
+            logging.getLogger(__name__).info("%s", workers_note)
 
         def refusal(status: int, message: str, port: int) -> bytes:
-            """In the form of the API that has the port."""
-            return error_json(message) if port == own_port else error_body(status, message)
+            """Write an error in the form of the API that has the port."""
+            if front is not None and port == front.port:
+                return error_json(message)
+            return error_body(status, message)
 
         options = uvicorn_options(
             ConnectionLimits(error_body=refusal, socket_path=PATH.encode()),
@@ -146,7 +150,8 @@ def serve(
         )
         if _SUPERVISES:
             options["timeout_worker_healthcheck"] = _HUNG_S
-        # The tokenizer library's threads would be missing in the workers: they start their own.
+        # A fork has none of its parent's threads. So the tokenizer library starts its threads in
+        # the workers, and none here.
         parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true")
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         try:
@@ -165,15 +170,20 @@ def serve(
         os.environ["TOKENIZERS_PARALLELISM"] = parallel
         if parameters is not None:
             host, port = sockets[0].getsockname()[:2]
-            host = f"[{host}]" if ":" in host else host
+            if ":" in host:
+                host = f"[{host}]"
             scheme = "https" if tls_cert else "http"
-            address = f"OpenAI API: {scheme}://{host}:{port}/v1"
-            sys.stdout.write(f"{json_line(address) if as_json else address}\n")
-        drain_output()  # No thread may run when the workers are made.
+            line = f"OpenAI API: {scheme}://{host}:{port}/v1"
+            if as_json:
+                line = json_line(line)
+            sys.stdout.write(f"{line}\n")
+        drain_output()  # No thread may run when the workers are forked.
         freeze_loaded()
         turns = WorkerConnections()
-        older = () if _SUPERVISES else (WorkerServer(turns, config).run,)
-        supervisor = _Workers(turns, config, *older, sockets)
+        arguments: list[Any] = [config, sockets]
+        if not _SUPERVISES:
+            arguments.insert(1, WorkerServer(turns, config).run)
+        supervisor = _Workers(turns, *arguments)
         supervisor.run()
         if any(worker.process.exitcode == _STARTUP_FAILURE for worker in supervisor.processes):
             raise SetupError("the API did not start; the log says why")
@@ -183,7 +193,7 @@ class _Workers(Multiprocess):
     """uvicorn's supervisor. Its workers accept from the same sockets in turn (``http.accepting``).
 
     They are forks of this process, which has loaded the application, and share its memory. No
-    thread may run here when they are made.
+    thread may run here when they are forked.
     """
 
     def __init__(self, turns: WorkerConnections, *arguments: Any) -> None:
@@ -194,13 +204,13 @@ class _Workers(Multiprocess):
         multiprocessing.util.register_after_fork(self, _drain_at_exit)
         os.register_at_fork(after_in_child=partial(self._become_worker, os.getpid()))
 
-    def _become_worker(self, started_by: int) -> None:
+    def _become_worker(self, parent: int) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         for process in self.processes:
             process.parent_conn.close()
             process.child_conn.close()
-        end_with_parent(started_by)
+        end_with_parent(parent)
 
     def init_processes(self) -> None:
         super().init_processes()
@@ -210,7 +220,7 @@ class _Workers(Multiprocess):
             process.child_conn.close()
 
     def terminate_all(self) -> None:
-        # From here on the kernel refuses connections, once the workers have closed theirs too.
+        # The kernel refuses connections once the workers have closed their sockets too.
         for listening in self.sockets:
             listening.close()
         super().terminate_all()
@@ -223,7 +233,7 @@ def _drain_at_exit(supervisor: _Workers) -> None:
 def make_app(
     parameters: BlsParameters | None, api: ApiSettings, front: TritonFront | None
 ) -> ASGIApp:
-    """The application of all workers: ``front`` for the clients of its port, the API for others.
+    """Return the application of all workers: ``front`` at its port, the API at the other.
 
     Raises ``SetupError``, and ``OSError`` and ``ValueError`` for certificates that cannot be read.
     """
@@ -235,10 +245,17 @@ def make_app(
         counts["on_refused"] = partial(backend.orchestrator.refused, "")
     if front is None:
         return app
-    tls = trusting(Path(front.tls_pin)) if front.tls_pin else None
-    if tls is not None and front.tls_cert:
-        tls.load_cert_chain(front.tls_cert, front.tls_key)
-    is_allowed = partial(key_of, api.keys) if front.keys and api.keys else None
+    tls = None
+    if front.tls_pin:
+        tls = trusting(Path(front.tls_pin))
+        if front.tls_cert:
+            tls.load_cert_chain(front.tls_cert, front.tls_key)
+    is_allowed = None
+    if front.keys and api.keys:
+        is_allowed = partial(key_of, api.keys)
+    places = None
+    if any(front.places):
+        places = Admission(*front.places, None)
     bodies = BodyReader(api.max_body_bytes)
     triton = TritonHttp(
         front.grpc,
@@ -246,7 +263,7 @@ def make_app(
         tls,
         bodies,
         is_allowed=is_allowed,
-        places=Admission(*front.places, None) if any(front.places) else None,
+        places=places,
         opens_control=front.open_control_apis,
         opens_infer=front.infer,
         separates_keys=not api.share_kv_cache,
@@ -263,10 +280,12 @@ def make_app(
             finally:
                 await triton.close()
         else:
-            is_for_triton = scope["server"][1] == front.port
-            if is_for_triton and scope["type"] == "websocket":
+            _, port = scope["server"]
+            if port != front.port:
+                await app(scope, receive, send)
+            elif scope["type"] == "websocket":
                 await send({"type": "websocket.close"})
-                return
-            await (guarded if is_for_triton else app)(scope, receive, send)
+            else:
+                await guarded(scope, receive, send)
 
     return by_port

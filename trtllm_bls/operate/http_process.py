@@ -28,7 +28,7 @@ import psutil
 from trtllm_bls.client.client import Tls
 from trtllm_bls.errors import SettingsError, SetupError
 from trtllm_bls.http.keys import KEYS_VARIABLE, read_keys
-from trtllm_bls.openai.openai_command import AS_OF_SERVE
+from trtllm_bls.openai.openai_command import SERVE_OPTIONS
 from trtllm_bls.operate import preparation
 from trtllm_bls.operate.ports import ask, curl_tls, own_tls
 from trtllm_bls.operate.supervisor import (
@@ -165,7 +165,7 @@ class HttpProcess:
             f"--model-repository={server.repository}",
             f"--workers={workers}",
             f"--in-front-of={json.dumps(front)}",
-            *words_of(worker_settings, AS_OF_SERVE),
+            *words_of(worker_settings, SERVE_OPTIONS),
         ]
         self._server = server
         self._on_problem = on_problem
