@@ -22,8 +22,9 @@ from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.openai.api_errors import ApiError
 from trtllm_bls.openai.chat import ChatResponse
+from trtllm_bls.openai.completions import CompletionResponse
 from trtllm_bls.openai.conversation import ChatModel
-from trtllm_bls.openai.schema import ChatCompletionRequest, decode
+from trtllm_bls.openai.schema import ChatCompletionRequest, CompletionRequest, decode
 from trtllm_bls.orchestrator.chat_turn import ChatFormats, ChatTurns
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS
@@ -602,6 +603,22 @@ def test_usage_counts_a_cached_prompt_once() -> None:
             )
             response.add(index, TextChunk("", index, ending))
         assert json.loads(response.whole())["usage"].get("prompt_tokens_details") == told
+
+
+def test_usage_sums_the_cached_tokens_of_all_prompts() -> None:
+    """Each prompt of a completion counts its own."""
+    body = json.dumps({"model": MODEL, "prompt": ["a", "b"]}).encode()
+    response = CompletionResponse(decode(body, CompletionRequest), ChatModel(tokenizer()))
+    for index, cached in enumerate((4, 3)):
+        ending = Ending(
+            finish_reason=FinishReason.STOP,
+            prompt_tokens=5,
+            completion_tokens=1,
+            cached_tokens=cached,
+        )
+        response.add(index, TextChunk("", 0, ending))
+    usage = json.loads(response.whole())["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 7}
 
 
 def test_the_servers_variables_of_the_template_hold_where_a_request_sets_none() -> None:

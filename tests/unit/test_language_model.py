@@ -165,6 +165,26 @@ def test_calls_and_reasoning_are_parsed_and_go_into_the_next_turn() -> None:
     assert messages[2] == {**messages[2], "content": "2", "name": "add"}
 
 
+class Continues(Agent):
+    """An answer whose beginning is in the conversation."""
+
+    async def answer(self, request: Request, response: Response) -> None:
+        messages = [{"role": "user", "content": request.text("question")}]
+        messages.append({"role": "assistant", "content": "It is"})
+        (answer,) = await self.llm.chat(messages, continue_final_message=True).answers()
+        await response.send({"said": answer.text})
+
+
+def test_an_answer_that_is_continued_has_no_generation_prompt() -> None:
+    """The header of a new answer would end the answer that the model should continue."""
+    with serving(Continues, llm=[" 2."], tokenizer_dir=tool_tokenizer()) as model:
+        ask = model.ask(question="what?").wait()
+    assert ask.said("said") == [[b" 2."]]
+    (request,) = model.llm.requests
+    assert request.chat.continue_final_message
+    assert not request.chat.add_generation_prompt
+
+
 class Many(Agent):
     """Several sequences of one request, another language model, and no token of a third."""
 

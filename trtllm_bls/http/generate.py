@@ -128,7 +128,7 @@ class TritonHttp:
         self._opens_infer = opens_infer
         self._separates_keys = separates_keys
         self._places = places
-        self._shares: Shares | None = None  # of the places
+        self._shares: Shares | None = None  # in the places
         if places is not None:
             self._shares = Shares(places.total)
         self._on_refused = on_refused

@@ -173,8 +173,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if transport.get_extra_info("sslcontext") is None:
-            # With a limit of 0 each write is sent at once. Otherwise it would wait for the writes
-            # of all streams in this turn of the event loop. Over TLS 0 would pause every write.
+            # With a limit of 0 each write is sent at once. Otherwise it would wait, as the writes
+            # in one turn of the event loop are sent at its end. Over TLS 0 would pause every write.
             transport.set_write_buffer_limits(high=0)
         limit = self._limits.connections
         if not limit:
