@@ -1,6 +1,6 @@
 """The response to a request: text chunks in, events of a stream or one JSON body out.
 
-``ChoicesBuilder`` is what chats and completions share, ``PartsBuilder`` what the APIs of agents do.
+Chats and completions share ``ChoicesBuilder``, the APIs of agents ``PartsBuilder``.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from trtllm_bls.text.chat_parser import (
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import Array, Ending, FinishReason, TextChunk, TextRequest, TokenText
 
-# Tokens with their alternatives, as bytes, and what is known of their probability.
+# Tokens, each with its alternatives as bytes and their log-probabilities.
 Scores: TypeAlias = Sequence[tuple[TokenText, list[tuple[bytes, float]]]]
-Delta: TypeAlias = str | dict[str, Any]  # of a choice: its fields, or new text and nothing else
-Opening: TypeAlias = Content | Reasoning | Refusal | ToolCall  # what a part begins with
+Delta: TypeAlias = str | dict[str, Any]  # the news of a choice: fields, or text and nothing else
+Opening: TypeAlias = Content | Reasoning | Refusal | ToolCall  # the first event of a part
 _LOWEST = -9999.0  # JSON has no minus infinity
 _UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
 # OpenAI has no word for a time limit. The answer was cut, as by max_tokens.
-_FINISH = {
+_FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.END_ID: "stop",
     FinishReason.LENGTH: "length",
@@ -51,7 +51,7 @@ _FINISH = {
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """What identifies a response; chats and completions begin with these fields."""
+    """The identity of a response; chats and completions begin with these fields."""
 
     id: str
     object: str
@@ -64,10 +64,10 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseBuilder(ABC):
     """The response to one HTTP request.
 
-    ``index`` of a choice: its prompt's index times ``n``, plus its own among the prompt's.
+    The ``index`` of a choice is its prompt's index times ``n``, plus its index within the prompt.
     """
 
-    object: ClassVar[str]  # of a whole response
+    object: ClassVar[str]  # the type of a whole response
     prompt_field: ClassVar[str]  # the request's field that has the prompt
     id_prefix: ClassVar[str]
 
@@ -75,11 +75,11 @@ class ResponseBuilder(ABC):
         self, request: Generation, model: ChatModel, requests: list[TextRequest], guide_field: str
     ) -> None:
         self.requests = requests
-        self.storage_failed = False  # It was to be stored and could not be.
-        self.guide_field = guide_field  # the request's field that asked for guided decoding, if any
+        self.storage_failed = False  # it should have been stored
+        self.guide_field = guide_field  # the request's field that demands guided decoding, if any
         self.stream = requests[0].stream
-        self.prompt_tokens = 0  # of all prompts
-        self.cached_tokens: int | None = None  # of them; the engine may not tell
+        self.prompt_tokens = 0  # the sum over all prompts
+        self.cached_tokens: int | None = None  # the same; ``None`` where the engine does not count
         self._head = Head(
             id=self.id_prefix + (request.request_id or uuid.uuid4().hex),
             object=self.object,
@@ -89,11 +89,11 @@ class ResponseBuilder(ABC):
         )
 
     def count_prompt(self, tokens: int) -> None:
-        """Count a prompt, which has been tokenised; its engine request follows."""
+        """Count the tokens of a prompt. Its engine request follows."""
         self.prompt_tokens += tokens
 
     def count_cached(self, ending: Ending) -> None:
-        """Count the prompt's tokens that were in the KV cache, where the engine tells them."""
+        """Count the prompt's tokens that were in the KV cache, where the engine counts them."""
         if ending.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + ending.cached_tokens
 
@@ -113,59 +113,65 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def add(self, index: int, chunk: TextChunk) -> bytes:
-        """Add a choice's chunk; the events to send now, which may be none."""
+        """Add a choice's chunk; return the events to send now, which may be none."""
 
     @abstractmethod
     def last_events(self) -> bytes:
-        """What ends a stream; any thread may call it."""
+        """Return the last events of a stream; any thread may call it."""
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """What ends a stream that has begun and cannot go on."""
+        """Return the last events of a stream that cannot go on."""
 
     def stored(self, status: str = "", error: ApiError | None = None) -> Stored | None:
-        """What is to be stored, if anything; ``status``: of a response that did not end well."""
+        """Return the response to store, if any; ``status``: where it failed or was cancelled."""
         return None
 
     @abstractmethod
     def whole(self) -> bytes:
-        """The JSON body of a response that is not streamed; any thread may call it."""
+        """Return the JSON body of a response without a stream; any thread may call it."""
 
 
 def well_ended(chunk: TextChunk) -> Ending | None:
-    """The ending of its sequence, unless it was cancelled or failed: then an error follows."""
+    """Return the ending of a sequence. After a cancelled or failed one an error follows instead."""
     ending = chunk.ending
-    return None if ending is None or ending.finish_reason in _UNFINISHED else ending
+    if ending is None or ending.finish_reason in _UNFINISHED:
+        return None
+    return ending
 
 
 class Frames:
     """The events of one stream; chats have text in ``delta.content``, completions in ``text``."""
 
     def __init__(self, head: Head, *, usage: bool) -> None:
-        chat = head.object == "chat.completion.chunk"
-        self._field = b'"delta":{"content":' if chat else b'"text":'
         self._start = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
-        # With include_usage, every chunk but the last has the field, and it is null.
-        self._end = b'],"usage":null}\n\n' if usage else b"]}\n\n"
-        self._after_text = b"}" * chat + b',"logprobs":null,"finish_reason":null}' + self._end
+        self._end = b"]}\n\n"
+        if usage:
+            # With include_usage, every chunk but the last has the field, and it is null.
+            self._end = b'],"usage":null}\n\n'
+        self._field = b'"text":'
+        self._after_text = b',"logprobs":null,"finish_reason":null}' + self._end
+        if head.object == "chat.completion.chunk":
+            self._field = b'"delta":{"content":'
+            self._after_text = b"}" + self._after_text
 
     def event(self, index: int, delta: Delta) -> bytes:
-        """An event of one choice."""
+        """Return an event of one choice."""
         if isinstance(delta, str):
             return self.text(index, delta)
         return self.choice(index, **delta)
 
     def text(self, index: int, text: str) -> bytes:
-        """An event whose choice has new text and nothing else."""
+        """Return an event whose choice has new text and nothing else."""
         parts = (self._start, index, self._field, msgspec.json.encode(text), self._after_text)
         return b'%b{"index":%d,%b%b%b' % parts
 
     def choice(self, index: int, **fields: object) -> bytes:
-        """Any other event of one choice."""
+        """Return any other event of one choice."""
         return self._start + msgspec.json.encode({"index": index, **fields}) + self._end
 
     def usage(self, usage: object) -> bytes:
-        """The last event, which has no choice."""
+        """Return the last event, which has no choice."""
         return b"".join((self._start, b'],"usage":', msgspec.json.encode(usage), b"}\n\n"))
 
 
@@ -186,8 +192,9 @@ class ChoicesBuilder(ResponseBuilder):
         chunk_head = msgspec.structs.replace(self._head, object=self.chunk_object)
         self._frames = Frames(chunk_head, usage=self._wants_usage)
         self._completion_tokens = 0
-        self._predicted = self._accepted = 0  # tokens drafted from a prediction
-        self._ended: dict[int, TextChunk] = {}  # choices of a whole response
+        self._prediction_tokens = 0  # drafted from a prediction
+        self._accepted_tokens = 0
+        self._choices: dict[int, TextChunk] = {}  # the one chunk of each choice, without a stream
 
     def add(self, index: int, chunk: TextChunk) -> bytes:
         ending = chunk.ending
@@ -196,39 +203,41 @@ class ChoicesBuilder(ResponseBuilder):
             if index % self._per_prompt == 0:  # choices share their prompt
                 self.count_cached(ending)
             if ending.speculation is not None:
-                self._predicted += ending.speculation.predicted
-                self._accepted += ending.speculation.predicted_accepted
+                self._prediction_tokens += ending.speculation.predicted
+                self._accepted_tokens += ending.speculation.predicted_accepted
         if self.stream:
             return b"".join([self._frames.event(index, d) for d in self._deltas(index, chunk)])
-        if well_ended(chunk):  # a whole response has one chunk per choice
-            self._ended[index] = chunk
+        if well_ended(chunk):
+            self._choices[index] = chunk
         return b""
 
     def last_events(self) -> bytes:
-        return (self._frames.usage(self._usage()) if self._wants_usage else b"") + DONE
+        if not self._wants_usage:
+            return DONE
+        return self._frames.usage(self._usage()) + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return b"data: " + error.body + b"\n\n" + DONE
 
     def whole(self) -> bytes:
-        fields = msgspec.structs.asdict(self._head)
-        fields["choices"] = [
-            {"index": index, **self._folded([*self._deltas(index, chunk)])}
-            for index, chunk in sorted(self._ended.items())
-        ]
-        return msgspec.json.encode({**fields, "usage": self._usage()})
+        choices: list[dict[str, Any]] = []
+        for index, chunk in sorted(self._choices.items()):
+            deltas = list(self._deltas(index, chunk))
+            choices.append({"index": index, **self._folded(deltas)})
+        head = msgspec.structs.asdict(self._head)
+        return msgspec.json.encode({**head, "choices": choices, "usage": self._usage()})
 
     @abstractmethod
     def _deltas(self, index: int, chunk: TextChunk) -> Iterator[Delta]:
-        """What each event of a stream tells of the choice."""
+        """Yield the choice's delta of each event of a stream."""
 
     @abstractmethod
     def _folded(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """All that is told of a choice, as one."""
+        """Join all deltas of a choice."""
 
     def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
-        """``finish_reason``, and which stop string it was."""
-        fields: dict[str, Any] = {"finish_reason": _FINISH[ending.finish_reason]}
+        """Return ``finish_reason``, and the stop string if one ended the choice."""
+        fields: dict[str, Any] = {"finish_reason": _FINISH_REASONS[ending.finish_reason]}
         if ending.stop_reason is not None:
             fields["stop_reason"] = ending.stop_reason
         return fields
@@ -250,13 +259,13 @@ class ChoicesBuilder(ResponseBuilder):
         if not any(request.prediction for request in self.requests):
             return {}
         return {
-            "accepted_prediction_tokens": self._accepted,
-            "rejected_prediction_tokens": self._predicted - self._accepted,
+            "accepted_prediction_tokens": self._accepted_tokens,
+            "rejected_prediction_tokens": self._prediction_tokens - self._accepted_tokens,
         }
 
 
 def sse(kind: str, **fields: object) -> bytes:
-    """A server-sent event, whose type is also in its JSON."""
+    """Return a server-sent event, whose type is also in its JSON."""
     data = msgspec.json.encode({"type": kind, **fields})
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
@@ -272,19 +281,22 @@ class PartsBuilder(ResponseBuilder):
         turn = turn_request(request, model, conversation, **fields)
         super().__init__(request, model, [turn.request], turn.guide_field)
         (self._parser,) = turn.parsers
-        self._items: list[dict[str, Any]] = []  # the parts so far, as the API shows them
-        self._kind: type[Opening] | None = None  # of the last part, while it is open
-        self._texts: list[str] = []  # of the open part; of a call, its arguments
-        self._begin = 0  # of the open part, in characters of the answer
+        self._items: list[dict[str, Any]] = []  # the parts so far, in the API's form
+        self._kind: type[Opening] | None = None  # the kind of the open part
+        self._texts: list[str] = []  # the open part's text, or a call's arguments
+        self._begin = 0  # the open part's start, in characters of the answer
         self._tokens = TokenSpans()
-        self._scores_of_part: list[Any] = []  # of the open part's tokens
+        self._part_scores: list[Any] = []  # the scores of the open part's tokens
         self.reasoning_tokens = 0
-        self._before = self._after = b""  # the constant bytes of the open part's deltas
-        self._begun = False
+        # The constant bytes before and after the text of the open part's deltas.
+        self._delta_head = b""
+        self._delta_tail = b""
+        self._is_started = False
         self._ending: Ending | None = None
 
     def add(self, index: int, chunk: TextChunk) -> bytes:
-        events, ending = [self._begin_once()], well_ended(chunk)
+        events = [self._start_once()]
+        ending = well_ended(chunk)
         self._tokens.add(chunk.tokens or (), self._scores_of(chunk))
         reason = None if ending is None else ending.finish_reason
         for event in self._parser.feed(chunk.text, reason):
@@ -302,69 +314,72 @@ class PartsBuilder(ResponseBuilder):
                 if isinstance(event, Text):
                     tokens = self._tokens.take(self._begin, event.span[1])
                 self._texts.append(event.text)
-                self._scores_of_part += tokens
+                self._part_scores += tokens
                 events.append(self._grown(event.text, tokens))
         if ending is not None:
             self.count_cached(ending)
-            self._ending = ending  # of the part that is open; those before have ended by themselves
+            self._ending = ending  # for the open part; earlier parts are complete
             events.append(self._close())
         return b"".join(events) if self.stream else b""
 
     def _scores_of(self, chunk: TextChunk) -> Sequence[Any]:
-        """What is told of each of the chunk's tokens."""
+        """Return the scores of the chunk's tokens, in the API's form."""
         return chunk.tokens or ()
 
-    def _begin_once(self) -> bytes:
-        if self._begun:
+    def _start_once(self) -> bytes:
+        if self._is_started:
             return b""
-        self._begun = True
+        self._is_started = True
         return self._first_events()
 
     def _close(self) -> bytes:
         if self._kind is None:
             return b""
-        text, kind, tokens = "".join(self._texts), self._kind, self._scores_of_part
-        if kind is not ToolCall:  # tokens whose text left before them
+        text = "".join(self._texts)
+        tokens = self._part_scores
+        if self._kind is not ToolCall:  # tokens whose text was sent before them
             tokens += self._tokens.take(self._begin, self._begin + len(text))
-        self._texts, self._scores_of_part = [], []
-        self.reasoning_tokens += len(tokens) if kind is Reasoning else 0
+        if self._kind is Reasoning:
+            self.reasoning_tokens += len(tokens)
+        self._texts = []
+        self._part_scores = []
         events = self._closed(self._items[-1], text, tokens)
         self._kind = None
         return events
 
     def ping(self) -> bytes:
-        """An event that shows a client that waits that the server works."""
-        return self._begin_once() + sse("ping")
+        """Return an event that tells a waiting client that the server works."""
+        return self._start_once() + sse("ping")
 
     def whole(self) -> bytes:
         return msgspec.json.encode(self._body())
 
     @abstractmethod
     def _body(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the response as it is now."""
 
     @abstractmethod
     def _first_events(self) -> bytes: ...
 
     @abstractmethod
     def _open(self, event: Opening) -> bytes:
-        """Add an item, which ``event`` begins; the events that tell it."""
+        """Add an item, which starts with ``event``; return its events."""
 
     def _grown(self, text: str, tokens: list[Any]) -> bytes:
-        """The events that tell more of the open part, which came from these tokens."""
-        return self._before + msgspec.json.encode(text) + self._after
+        """Return the events for more text of the open part, which came from these tokens."""
+        return self._delta_head + msgspec.json.encode(text) + self._delta_tail
 
     def _annotated(self, annotation: Mapping[str, Any]) -> bytes:
-        """Add a remark on the text that is open; the events that tell it."""
+        """Add a remark on the open text; return its events."""
         return b""
 
     @abstractmethod
     def _closed(self, item: dict[str, Any], text: str, tokens: list[Any]) -> bytes:
-        """Complete the item, which has all of its text now; the events that tell it."""
+        """Complete the item, which has all of its text now; return its events."""
 
 
 class TokenSpans:
-    """Which tokens of an answer a part of its text came from, each told of once."""
+    """The tokens of an answer by the characters of its text; each is taken once."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -372,29 +387,30 @@ class TokenSpans:
         self._waiting: deque[tuple[int, int, Any]] = deque()
 
     def add(self, tokens: Sequence[TokenText], scores: Sequence[Any]) -> None:
-        """The next tokens, and what is told of each."""
+        """Add the next tokens, with the score of each."""
         for token, score in zip(tokens, scores, strict=True):
-            begin, self._end = self._end, self._end + len(self._decoder.decode(token.data))
-            # One that ends within a character is of that character.
+            begin = self._end
+            self._end += len(self._decoder.decode(token.data))
+            # A token that ends within a character belongs to that character.
             self._waiting.append((begin, max(begin + 1, self._end), score))
 
     def take(self, begin: int, end: int) -> list[Any]:
-        """What is told of the tokens of these characters; nothing of those before is needed."""
-        scores = []
+        """Take the scores of the tokens of these characters; earlier tokens are dropped."""
+        scores: list[Any] = []
         while self._waiting and self._waiting[0][0] < end:
-            _, last, score = self._waiting.popleft()
-            if last > begin:
+            _, token_end, score = self._waiting.popleft()
+            if token_end > begin:
                 scores.append(score)
         return scores
 
 
 class ReasoningTokens:
-    """Counts the tokens of an answer's reasoning, by its tokens and the events of its text."""
+    """The number of an answer's reasoning tokens, from its tokens and the events of its text."""
 
     def __init__(self) -> None:
         self.count = 0
         self._tokens = TokenSpans()
-        self._open: tuple[int, int] | None = None  # of the part, in characters of the answer
+        self._open: tuple[int, int] | None = None  # the open part, in characters of the answer
 
     def add(self, tokens: Sequence[TokenText]) -> None:
         """Add the tokens of a chunk, before its events."""
@@ -414,109 +430,124 @@ class ReasoningTokens:
         self.count += len(self._tokens.take(begin, end))
 
     def close(self) -> None:
-        """Count the tokens whose text left before them: another part begins, or the end is here."""
+        """End the part: count the tokens whose text was sent before them."""
         if self._open is not None:
             self.count += len(self._tokens.take(*self._open))
             self._open = None
 
 
-def spelled(data: bytes) -> str:
-    """A token as a string; OpenAI writes one with half characters as ``bytes:\\x…``."""
+def token_string(data: bytes) -> str:
+    """Return a token as a string; OpenAI writes one with half characters as ``bytes:\\x…``."""
     try:
         return data.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return "bytes:" + "".join([f"\\x{byte:02x}" for byte in data])
 
 
 class TokenScores:
-    """Log-probabilities of a chunk's tokens and, if asked for, of the likeliest alternatives.
+    """Log-probabilities of a chunk's tokens, and of their likeliest alternatives.
 
-    The engine gives the chosen token's, and some engines give those of the likeliest other tokens.
-    All others, and those of a prompt's tokens, are computed from logits: one row per token, as wide
-    as the vocabulary, which has to be transferred.
+    The engine gives the log-probability of the chosen token, and some engines give those of the
+    likeliest other tokens. All others, and those of a prompt's tokens, are computed from logits.
+    Logits have one row per token, as wide as the vocabulary, which has to be transferred.
     """
 
     def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
         self._tokenizer = tokenizer
         self._alternatives = alternatives
-        self._spelled: dict[int, bytes] = {}
+        self._token_bytes: dict[int, bytes] = {}
 
     def of(self, chunk: TextChunk) -> Scores:
-        """Each token, the prompt's included, with its alternatives, the likeliest first."""
+        """Return each token, the prompt's included, with its alternatives, the likeliest first."""
         tokens = chunk.tokens or ()
         rows: list[Array | None] = list(chunk.generation_logits or ())
-        echoed = len(tokens) - len(rows) if rows else sum(t.log_prob is None for t in tokens)
-        scores = []
+        if rows:
+            num_echoed = len(tokens) - len(rows)
+        else:
+            num_echoed = sum([token.log_prob is None for token in tokens])
+        scores: list[tuple[TokenText, list[tuple[bytes, float]]]] = []
         for index, token in enumerate(tokens):
             row = None
-            if index >= echoed:
-                row = rows[index - echoed] if rows else None
+            if index >= num_echoed:
+                if rows:
+                    row = rows[index - num_echoed]
             elif index and chunk.context_logits is not None:
                 row = chunk.context_logits[index - 1]
                 log_probs = _log_softmax(row)
                 token = token._replace(log_prob=float(log_probs[token.token_id]))
-            if row is None:
-                best = [(self._bytes(other), log_prob) for other, log_prob in token.top_log_probs]
+            if row is not None:
+                alternatives = self._likeliest(row)
             else:
-                best = self._best(row)
-            scores.append((token, best))
+                alternatives = [(self._bytes(id_), value) for id_, value in token.top_log_probs]
+            scores.append((token, alternatives))
         return scores
 
-    def _best(self, row: Array) -> list[tuple[bytes, float]]:
+    def _likeliest(self, row: Array) -> list[tuple[bytes, float]]:
         if not self._alternatives:
             return []
         log_probs = _log_softmax(row)[: self._tokenizer.vocab_size]
         count = min(self._alternatives, len(log_probs))
-        best = np.argpartition(-log_probs, count - 1)[:count]
-        best = best[np.argsort(-log_probs[best], kind="stable")]
-        return [(self._bytes(int(token)), float(log_probs[token])) for token in best]
+        ids = np.argpartition(-log_probs, count - 1)[:count]
+        ids = ids[np.argsort(-log_probs[ids], kind="stable")]
+        return [(self._bytes(int(token_id)), float(log_probs[token_id])) for token_id in ids]
 
     def _bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds in the middle of a text."""
-        if token_id not in self._spelled:
+        """Return the bytes that the token adds in the middle of a text."""
+        if token_id not in self._token_bytes:
             detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False)
             detokenizer.feed(self._tokenizer.encode_word("a"))
-            self._spelled[token_id] = detokenizer.feed_one(token_id)[1]
-        return self._spelled[token_id]
+            _, self._token_bytes[token_id] = detokenizer.feed_one(token_id)
+        return self._token_bytes[token_id]
 
 
 def chat_logprobs(scores: Scores) -> dict[str, Any]:
-    """``logprobs`` of a chat's choice; the bytes, joined, are the text."""
-
-    def entry(data: bytes, log_prob: float | None) -> dict[str, Any]:
-        return {"token": spelled(data), "logprob": _finite(log_prob), "bytes": list(data)}
-
-    content = [
-        entry(token.data, token.log_prob) | {"top_logprobs": [entry(*other) for other in others]}
-        for token, others in scores
-    ]
+    """Return ``logprobs`` of a chat's choice; the bytes, joined, are the text."""
+    content: list[dict[str, Any]] = []
+    for token, alternatives in scores:
+        entry = _logprob_entry(token.data, token.log_prob)
+        entry["top_logprobs"] = [_logprob_entry(*alternative) for alternative in alternatives]
+        content.append(entry)
     return {"content": content, "refusal": None}
 
 
+def _logprob_entry(data: bytes, log_prob: float | None) -> dict[str, Any]:
+    return {"token": token_string(data), "logprob": _finite(log_prob), "bytes": list(data)}
+
+
 class CompletionLogprobs:
-    """``logprobs`` of a completion's choice; ``text_offset`` goes on from chunk to chunk."""
+    """The ``logprobs`` of a completion's choice; ``text_offset`` goes on from chunk to chunk."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def next(self, scores: Scores) -> dict[str, Any]:
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        told: dict[str, list[Any]] = {name: [] for name in names}
-        for token, others in scores:
-            told["tokens"].append(spelled(token.data))
+        tokens: list[str] = []
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        text_offset: list[int] = []
+        for token, alternatives in scores:
+            tokens.append(token_string(token.data))
             log_prob = token.log_prob
-            told["token_logprobs"].append(None if log_prob is None else _finite(log_prob))
-            likely = [*others, (token.data, token.log_prob)] if others else []
-            known = {spelled(data): _finite(log_prob) for data, log_prob in likely}
-            told["top_logprobs"].append(known or None)
-            told["text_offset"].append(self._offset)
+            token_logprobs.append(None if log_prob is None else _finite(log_prob))
+            top = {token_string(data): _finite(value) for data, value in alternatives}
+            if top:
+                top[token_string(token.data)] = _finite(log_prob)
+            top_logprobs.append(top or None)
+            text_offset.append(self._offset)
             self._offset += len(self._decoder.decode(token.data))
-        return told if any(told["top_logprobs"]) else {**told, "top_logprobs": None}
+        return {
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs if any(top_logprobs) else None,
+            "text_offset": text_offset,
+        }
 
 
 def _finite(log_prob: float | None) -> float:
-    return _LOWEST if log_prob is None or not log_prob > _LOWEST else log_prob
+    if log_prob is None or not log_prob > _LOWEST:  # also NaN
+        return _LOWEST
+    return log_prob
 
 
 def _log_softmax(row: Array) -> Array:

@@ -21,9 +21,9 @@ from trtllm_bls.openai.conversation import ChatModel, form_demand, shared_fields
 from trtllm_bls.openai.schema import CompletionRequest, checked
 from trtllm_bls.types import TextChunk, TextRequest, Wants
 
-_DEFAULT_TOKENS = 16  # as OpenAI's
-_MOST_CHOICES = 1024
-# What a list of prompts is, by its first item.
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default
+_MAX_CHOICES = 1024
+# The type of a list of prompts, by its first item.
 _PROMPT_TEXTS: Any = Annotated[list[str], msgspec.Meta(max_length=MAX_PROMPTS)]
 _PROMPT_IDS: Any = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)]
 _PROMPT_FORMS: dict[type, Any] = {
@@ -34,7 +34,7 @@ _PROMPT_FORMS: dict[type, Any] = {
 
 
 class CompletionResponse(ChoicesBuilder):
-    """Builds the response to a ``CompletionRequest``; raises ``ApiError`` where it cannot."""
+    """The response to a ``CompletionRequest``. Raises ``ApiError`` if it cannot be served."""
 
     object = "text_completion"
     chunk_object = "text_completion"
@@ -45,18 +45,25 @@ class CompletionResponse(ChoicesBuilder):
         if request.best_of is not None and request.best_of > (request.n or 1):
             raise invalid("best_of", "above n is not supported; send n", "unsupported_parameter")
         prompts = _prompts(request.prompt)
-        if len(prompts) * (request.n or 1) > _MOST_CHOICES:
+        if len(prompts) * (request.n or 1) > _MAX_CHOICES:
             problem = f"{len(prompts)} prompts with {request.n} choices each; at most"
-            raise invalid("n", f"{problem} {_MOST_CHOICES} choices are allowed in all")
+            raise invalid("n", f"{problem} {_MAX_CHOICES} choices are allowed in all")
         scored = request.logprobs is not None
         if request.max_tokens == 0 and not request.echo:
             raise invalid("max_tokens", "0 is only allowed with echo, which answers the prompt")
-        form = form_demand(request)
+        guide = None
+        guide_field = ""
+        if form := form_demand(request):
+            guide = form.guide
+            guide_field = form.field
+        max_tokens = request.max_tokens
+        if max_tokens is None:
+            max_tokens = _DEFAULT_MAX_TOKENS
         shared = {
             **shared_fields(request, model.tokenizer.model_vocab_size),
             "num_return_sequences": request.n or 1,
             "stop_words": request.stop_words,
-            "max_tokens": _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens,
+            "max_tokens": max_tokens,
             "echo": bool(request.echo),
             "add_special_tokens": request.add_special_tokens,
             "wants": Wants(
@@ -65,38 +72,48 @@ class CompletionResponse(ChoicesBuilder):
                 context_logits=scored and bool(request.echo),
             ),
             "return_tokens": scored,
-            "guide": form.guide if form else None,
+            "guide": guide,
         }
-        requests = [
-            TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared) for prompt in prompts
-        ]
-        super().__init__(request, model, requests, form.field if form else "")
-        self._scores = TokenScores(model.tokenizer, request.logprobs or 0) if scored else None
+        requests: list[TextRequest] = []
+        for prompt in prompts:
+            requests.append(TextRequest(request_id=uuid.uuid4().hex, **prompt, **shared))
+        super().__init__(request, model, requests, guide_field)
+        self._scores: TokenScores | None = None
+        if scored:
+            self._scores = TokenScores(model.tokenizer, request.logprobs or 0)
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def _deltas(self, index: int, chunk: TextChunk) -> Iterator[Delta]:
-        ending, scores = well_ended(chunk), None
+        ending = well_ended(chunk)
         if ending is None and (self._scores is None or not chunk.tokens):
             if chunk.text:
                 yield chunk.text
             return
+        logprobs = None
         if self._scores is not None:
-            logprobs = self._logprobs.setdefault(index, CompletionLogprobs())
-            scores = logprobs.next(self._scores.of(chunk))
-        finish = self._finish(index, ending) if ending else {"finish_reason": None}
-        yield {"text": chunk.text, "logprobs": scores, **finish}
+            choice_logprobs = self._logprobs.setdefault(index, CompletionLogprobs())
+            logprobs = choice_logprobs.next(self._scores.of(chunk))
+        finish: dict[str, Any] = {"finish_reason": None}
+        if ending:
+            finish = self._finish(index, ending)
+        yield {"text": chunk.text, "logprobs": logprobs, **finish}
 
     def _folded(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        (choice,) = deltas  # one chunk, which ends it
+        (choice,) = deltas  # one chunk, the choice's last one
         assert isinstance(choice, dict)
         return choice
 
 
 def _prompts(prompt: str | list[Any]) -> list[dict[str, Any]]:
-    """The fields of each prompt's ``TextRequest``: of a string, strings, ids, or lists of ids."""
+    """Return the fields of each prompt's ``TextRequest``.
+
+    ``prompt`` is a text, a list of texts, token ids, or a list of lists of token ids.
+    """
     if isinstance(prompt, str):
         return [{"text": prompt}]
-    kind = _PROMPT_FORMS.get(type(prompt[0])) if prompt else None
+    kind = None
+    if prompt:
+        kind = _PROMPT_FORMS.get(type(prompt[0]))
     if kind is None:
         raise invalid("prompt", "must be text, a list of texts, token ids, or a list of those")
     prompts = checked("prompt", prompt, kind)

@@ -171,6 +171,15 @@ def check_parts(messages: Sequence[Mapping[str, Any]]) -> None:
         raise InvalidRequest("messages", problem)
 
 
+@dataclass(frozen=True)
+class CallDemand:
+    """The demand on calls: auto, none or required, and the functions that it names."""
+
+    choice: str
+    forced: str | None = None  # the function that has to be called
+    allowed: set[str] | None = None  # the functions that may be called; ``None``: all
+
+
 def function_tool(name: str, description: str, parameters: object) -> dict[str, Any]:
     """Return a tool as chat templates take it; ``parameters``: its JSON schema, if it has one."""
     schema = parameters or {"type": "object", "properties": {}}

@@ -1,8 +1,8 @@
-"""One HTTP exchange: its response, written as the client reads, and its text requests, which end
-when the client leaves.
+"""An HTTP exchange: its response, written as the client reads, and its text requests, which end
+when the client disconnects.
 
-No thread and no queue of tokens: what a slow reader has not taken waits in the engine's stream, and
-leaves as one event.
+There is no thread and no queue of tokens. Tokens that a slow client has not read wait in the
+engine's stream, and are sent as one event.
 """
 
 from __future__ import annotations
@@ -35,35 +35,37 @@ _STREAM = (
 )
 
 
-# Sends the chunks of one request to a sink, as ``Orchestrator.run`` does.
+# A function that sends the chunks of one request to a sink, as ``Orchestrator.run`` does.
 Run: TypeAlias = Callable[[TextRequest, TextSink, Callable[[int], None]], Coroutine[Any, Any, None]]
 
 
 class Reply:
     """The response to one request: one JSON body, or server-sent events.
 
-    ``json``, ``error`` and ``events`` wait while the client does not read. ``put`` never waits:
-    what cannot be written at once is kept for a task, which ``ready`` waits for.
+    ``json``, ``error`` and ``events`` wait while the client does not read. ``put`` never waits: a
+    task writes the events that cannot be written at once, and ``ready`` waits for it.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.request_id = header(scope, b"x-request-id")
         if not _REQUEST_ID.fullmatch(self.request_id):
             self.request_id = uuid.uuid4().hex.encode()
-        self.begun = False
+        self.is_started = False  # the headers are sent
         self.stream_type = _EVENT_STREAM  # the content type of what ``events`` sends
         self.num_puts = 0
         self.path: str = scope["path"]
         self._for_anthropic = self.path.startswith(PATH)
         self._send = send
-        # Removed from the scope because it refers to it: the cycle of references would keep the
-        # request alive until a garbage collection.
+        # Removed from the scope, which the writer refers to: the cycle of references would keep
+        # the request alive until a garbage collection.
         self._writer: ResponseWriter | None = scope.pop(RESPONSE_WRITER, None)
         # HTTP/1.0 has no chunks, but uvicorn would write them: such a client gets all events at
         # once, with their length.
-        self._collected: list[bytes] | None = [] if scope["http_version"] == "1.0" else None
+        self._collected: list[bytes] | None = None
+        if scope["http_version"] == "1.0":
+            self._collected = []
         self._waiting: list[bytes] = []
-        self._blocked: asyncio.Task[None] | None = None  # writes what waits
+        self._blocked: asyncio.Task[None] | None = None  # writes the waiting events
 
     async def json(
         self, body: Any, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()
@@ -75,12 +77,13 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data})
 
     async def error(self, error: ApiError, response: ResponseBuilder | None = None) -> None:
-        """Send the error as the response, or as the last event of one that has begun."""
-        if self.begun and response is not None:
+        """Send the error as the response, or as the last event of a started stream."""
+        if self.is_started and response is not None:
             await self.events(response.failed(error), end=True)
         elif self._for_anthropic:
-            status, told = error_answer(error)
-            body = {"type": "error", "error": told, "request_id": self.request_id.decode()}
+            status, error_object = error_answer(error)
+            request_id = self.request_id.decode()
+            body = {"type": "error", "error": error_object, "request_id": request_id}
             await self.json(body, status, error.header_pairs)
         else:
             await self.json(error.body, error.status, error.header_pairs)
@@ -88,14 +91,14 @@ class Reply:
     async def events(self, data: bytes, end: bool = False) -> None:
         """Send events, the first ones with the headers."""
         if self._collected is not None:
-            self.begun = True
+            self.is_started = True
             self._collected.append(data)
             if not end:
                 return
             data = b"".join(self._collected)
             length = (b"content-length", b"%d" % len(data))
             await self._start(200, [*_STREAM, (b"content-type", self.stream_type), length])
-        elif not self.begun:
+        elif not self.is_started:
             await self._start(200, [*_STREAM, (b"content-type", self.stream_type)])
         await self._send({"type": "http.response.body", "body": data, "more_body": not end})
 
@@ -109,11 +112,11 @@ class Reply:
             self._blocked = asyncio.create_task(self._send_waiting())
 
     def _write(self, events: bytes) -> bool:
-        """Write ``events`` at once; false where that has to wait."""
+        """Write ``events`` at once; false where the client does not read."""
         writer = self._writer
         if writer is None or self._collected is not None:
             return False
-        if self.begun:
+        if self.is_started:
             return writer.write(events)
         if not writer.is_ready:
             return False
@@ -123,7 +126,7 @@ class Reply:
         return True
 
     async def ready(self) -> None:
-        """Return once all that was put has been written."""
+        """Return once all events that were put have been written."""
         while self._blocked is not None:
             await asyncio.wait({self._blocked})
 
@@ -132,7 +135,7 @@ class Reply:
         if self._blocked is not None:
             self._blocked.cancel()
             await asyncio.wait({self._blocked})
-            self._blocked = None  # a task that had not begun has not done so
+            self._blocked = None  # a task that was cancelled before its first step does not do so
 
     async def _send_waiting(self) -> None:
         try:
@@ -144,7 +147,7 @@ class Reply:
             self._blocked = None
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.begun = True
+        self.is_started = True
         headers.append((b"x-request-id", self.request_id))
         if self._for_anthropic:
             headers.append((b"request-id", self.request_id))
@@ -165,7 +168,8 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
 class PromptSink:
     """A ``TextSink`` for one prompt of a request.
 
-    ``on_chunk`` gets each chunk with its choice's index; ``first_choice`` is the prompt's first.
+    ``on_chunk`` gets each chunk with its choice's index. ``first_choice`` is the index of the
+    prompt's first choice.
     """
 
     first_choice: int
@@ -185,11 +189,10 @@ async def run_all(
     on_prompt: Callable[[int], None] = lambda tokens: None,
     run: Run | None = None,
 ) -> None:
-    """Run the prompts of one HTTP request concurrently until all are answered and written, by
-    ``run``, or else by the orchestrator.
+    """Run the prompts of one HTTP request concurrently until all are answered and written.
 
-    If one fails, all end. If ``receive`` tells that the client has left, all end and ``ClientGone``
-    is raised.
+    ``run`` runs each prompt, by default the orchestrator's. If one fails, all end. If the client
+    disconnects, as ``receive`` tells, all end and ``ClientGone`` is raised.
     """
     await run_for_client(
         _run_prompts(orchestrator, requests, on_chunk, reply, on_prompt, run), reply, receive
@@ -201,7 +204,7 @@ async def run_for_client(
 ) -> None:
     """Run the work of one HTTP request until it has ended and all is written.
 
-    If ``receive`` tells that the client has left, it ends and ``ClientGone`` is raised.
+    If the client disconnects, as ``receive`` tells, the work ends and ``ClientGone`` is raised.
     """
     work = asyncio.create_task(running)
     watcher = asyncio.create_task(_cancel_when_client_leaves(receive, work))
@@ -227,23 +230,26 @@ async def _run_prompts(
     on_prompt: Callable[[int], None],
     run: Run | None,
 ) -> None:
-    run, runs = run or orchestrator.run, []
+    run_prompt = run or orchestrator.run
     if len(requests) > 1:
         # On the event loop, tokenising hundreds of prompts would hold up every stream.
         await asyncio.to_thread(orchestrator.prompts.encode_ahead, requests)
     turn = asyncio.Lock()
 
     async def ready() -> None:
-        # An answer that comes whole is much to read. Where those of all prompts arrive at once,
-        # other streams get a turn of the event loop after each.
+        # A whole answer takes long to read. Where the answers of all prompts arrive at once, other
+        # streams get a turn of the event loop after each.
         async with turn:
             await asyncio.sleep(0)
         await reply.ready()
 
+    runs: list[Coroutine[Any, Any, None]] = []
     for index, request in enumerate(requests):
-        waits = ready if len(requests) > 1 and not request.stream else reply.ready
-        sink = PromptSink(index * request.num_return_sequences, on_chunk, waits)
-        runs.append(run(request, sink, on_prompt))
+        sink_ready = reply.ready
+        if len(requests) > 1 and not request.stream:
+            sink_ready = ready
+        sink = PromptSink(index * request.num_return_sequences, on_chunk, sink_ready)
+        runs.append(run_prompt(request, sink, on_prompt))
     if len(runs) == 1:
         await runs[0]
     else:
@@ -272,12 +278,12 @@ class JsonResponse(Response):
 
 
 def tenant_of(scope: Scope) -> str:
-    """Return whose stored responses a request may use: a digest of its key, empty without keys."""
+    """Return the owner of a request's stored responses: a digest of its key, empty without keys."""
     return scope.get("tenant") or ""
 
 
 class RunningRequests:
-    """Those of one process, which ``Lifecycle`` watches and drains: a ``lifecycle.Serving``.
+    """The running requests of a process, which ``Lifecycle`` drains: a ``lifecycle.Serving``.
 
     While ``refusal`` is set, new requests raise it.
     """
@@ -291,12 +297,12 @@ class RunningRequests:
 
     @property
     def running(self) -> list[str]:
-        """Their ids; any thread may ask."""
+        """The ids of the requests; any thread may read them."""
         return list(self._running.copy().values())  # atomic under the GIL
 
     @contextmanager
     def one(self, request_id: str) -> Iterator[None]:
-        """Around one request, in the task that answers it. Raises ``refusal``."""
+        """Count one request while it runs, in the task that answers it. Raises ``refusal``."""
         if self.refusal is not None:
             raise self.refusal
         task = asyncio.current_task()
@@ -308,7 +314,7 @@ class RunningRequests:
             del self._running[task]
 
     async def end_all(self) -> None:
-        """End every request; its client is told why."""
+        """End every request, with the error of a shutdown."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel(CancelCause.SHUTDOWN.value)

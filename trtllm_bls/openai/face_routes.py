@@ -105,7 +105,7 @@ class _FaceRoute(Generic[_Kind]):
 
     async def _fail(self, reply: Reply, error: ApiError) -> None:
         """Answer an error. A started stream ends without its last chunk, which its client sees."""
-        if reply.begun:
+        if reply.is_started:
             log.warning("%s: ends early: %s", reply.request_id.decode(), error.message)
         else:
             await reply.error(error)

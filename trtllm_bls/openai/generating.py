@@ -94,7 +94,7 @@ class _GenerateRoute:
                 await self._answer(scope, response, reply, receive)
             services.health.note_success()
         except ClientGone:
-            if response is not None and reply.begun:
+            if response is not None and reply.is_started:
                 await services.references.keep(scope, response, "cancelled")
         except asyncio.CancelledError:
             shutdown = ApiError(503, "the server shuts down", code="shutting_down")
@@ -225,7 +225,7 @@ class _GenerateRoute:
     async def _fail(
         self, scope: Scope, error: ApiError, response: ResponseBuilder | None, reply: Reply
     ) -> None:
-        if response is not None and reply.begun:  # the client knows the response's id
+        if response is not None and reply.is_started:  # the client knows the response's id
             await self._services.references.keep(scope, response, "failed", error)
         await reply.error(error, response)
 

@@ -16,6 +16,7 @@ from trtllm_bls.openai.api_errors import ApiError, invalid
 from trtllm_bls.openai.builder import Opening, PartsBuilder, sse
 from trtllm_bls.openai.content import Content, ContentReader, Piece, note_once
 from trtllm_bls.openai.conversation import (
+    CallDemand,
     ChatModel,
     Transcript,
     client_tool,
@@ -203,8 +204,8 @@ class MessagesResponse(PartsBuilder):
         self._items.append(block)
         start = {"type": "content_block_delta", "index": index, "delta": {"type": delta_type}}
         fields = msgspec.json.encode(start)[:-2]
-        self._before = b'event: content_block_delta\ndata: %b,"%b":' % (fields, key.encode())
-        self._after = b"}}\n\n"
+        self._delta_head = b'event: content_block_delta\ndata: %b,"%b":' % (fields, key.encode())
+        self._delta_tail = b"}}\n\n"
         return sse("content_block_start", index=index, content_block=block)
 
     def _grown(self, text: str, tokens: list[Any]) -> bytes:
@@ -419,12 +420,12 @@ def _conversation(request: CountTokensRequest, reader: ContentReader) -> Convers
         problem = "ends with an answer to go on with, which tools and thinking do not allow"
         raise invalid("messages", problem)
     choice = request.tool_choice
-    demand, forced = _call_demand(request, tools)
+    demand = _call_demand(request, tools)
     return Conversation(
         messages=turns,
         tools=tools.functions,
-        choice=demand,
-        forced=forced,
+        choice=demand.choice,
+        forced=demand.forced,
         parallel=not (choice and choice.disable_parallel_tool_use),
         form=form_demand(request, message_form("output_config.format", form.type, form.schema)),
         options=ChatOptions(
@@ -435,11 +436,11 @@ def _conversation(request: CountTokensRequest, reader: ContentReader) -> Convers
     )
 
 
-def _call_demand(request: CountTokensRequest, tools: _MessagesTools) -> tuple[str, str | None]:
-    """Return the demand on calls, and the function that has to be called. Raises ``ApiError``."""
+def _call_demand(request: CountTokensRequest, tools: _MessagesTools) -> CallDemand:
+    """Return the demand of ``tool_choice``. Raises ``ApiError``."""
     choice = request.tool_choice
     if choice is None:
-        return "auto", None
+        return CallDemand("auto")
     forced = None
     if choice.type == "tool":
         if not choice.name:
@@ -449,8 +450,8 @@ def _call_demand(request: CountTokensRequest, tools: _MessagesTools) -> tuple[st
     demand = _DEMANDS[choice.type]
     # All tools may be ones that Anthropic runs, or that the model does not see yet.
     if forced in tools.hosted or (request.tools and not tools.functions and demand == "required"):
-        return "auto", None
-    return demand, forced
+        return CallDemand("auto")
+    return CallDemand(demand, forced)
 
 
 def _read_block(

@@ -22,6 +22,7 @@ from trtllm_bls.openai.builder import Opening, PartsBuilder, TokenScores, chat_l
 from trtllm_bls.openai.content import ContentReader, note_once
 from trtllm_bls.openai.conversation import (
     FREE_TEXT,
+    CallDemand,
     ChatModel,
     Transcript,
     client_tool,
@@ -364,8 +365,8 @@ class ResponsesResponse(PartsBuilder):
 
     def ping(self) -> bytes:
         # OpenAI's Node package fails at a type that it does not know, as ``ping`` would be.
-        if not self._begun:
-            return self._begin_once()
+        if not self._is_started:
+            return self._start_once()
         # Without items: a client that reads them as news would lose the text of an open item.
         response = {**self._body("in_progress"), "output": []}
         return self._event("response.in_progress", response=response)
@@ -428,10 +429,10 @@ class ResponsesResponse(PartsBuilder):
             delta = "response.refusal.delta"
         elif isinstance(event, Content) and self._scores is None:
             place["logprobs"] = []
-        self._before = b""
+        self._delta_head = b""
         if delta:
             fields = msgspec.json.encode({"type": delta, **place})[:-1]
-            self._before = b"event: %b\ndata: %b" % (delta.encode(), fields)
+            self._delta_head = b"event: %b\ndata: %b" % (delta.encode(), fields)
         return events
 
     def _scores_of(self, chunk: TextChunk) -> Sequence[Any]:
@@ -441,12 +442,12 @@ class ResponsesResponse(PartsBuilder):
         return scores
 
     def _grown(self, text: str, tokens: list[Any]) -> bytes:
-        if not self._before:
+        if not self._delta_head:
             return b""
         scores = b""
         if self._scores is not None and self._kind is Content:
             scores = b',"logprobs":' + msgspec.json.encode(tokens)
-        parts = (self._before, scores, next(self._event_numbers), msgspec.json.encode(text))
+        parts = (self._delta_head, scores, next(self._event_numbers), msgspec.json.encode(text))
         return b'%b%b,"sequence_number":%d,"delta":%b}\n\n' % parts
 
     def _annotated(self, annotation: Mapping[str, Any]) -> bytes:
@@ -815,31 +816,22 @@ def _conversation(
     )
 
 
-@dataclass(frozen=True)
-class _CallDemand:
-    """The demand on calls: ``auto``, ``none`` or ``required``, and the functions that it names."""
-
-    choice: str
-    forced: str | None = None
-    allowed: set[str] | None = None
-
-
-def _call_demand(tool_choice: str | dict[str, Any] | None, tools: _ResponsesTools) -> _CallDemand:
+def _call_demand(tool_choice: str | dict[str, Any] | None, tools: _ResponsesTools) -> CallDemand:
     """Return the demand of ``tool_choice``. Raises ``ApiError``."""
     if tool_choice is None:
-        return _CallDemand("auto")
+        return CallDemand("auto")
     if isinstance(tool_choice, str):
         if tool_choice not in ("auto", "none", "required"):
             raise invalid("tool_choice", "must be auto, none, required, or an object")
-        return _CallDemand(tool_choice)
+        return CallDemand(tool_choice)
     kind = tool_choice.get("type")
     if not isinstance(kind, str):
         raise invalid("tool_choice", "must have a type, such as function")
     if kind in ("function", "custom") or tools.is_for_client(kind):
         name = _model_name(tool_choice.get("name", kind), tool_choice.get("namespace"))
-        return _CallDemand("required", forced=name)
+        return CallDemand("required", forced=name)
     if kind != "allowed_tools":  # a tool that OpenAI would run
-        return _CallDemand("auto")
+        return CallDemand("auto")
     mode = tool_choice.get("mode") or "auto"
     if mode not in ("auto", "required"):
         raise invalid("tool_choice", "must have the mode auto or required")
@@ -853,7 +845,7 @@ def _call_demand(tool_choice: str | dict[str, Any] | None, tools: _ResponsesTool
             allowed.add(kind)
         elif kind in ("function", "custom"):
             allowed.add(_model_name(tool.get("name"), tool.get("namespace")))
-    return _CallDemand(mode, allowed=allowed)
+    return CallDemand(mode, allowed=allowed)
 
 
 def _read_item(
