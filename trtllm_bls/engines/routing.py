@@ -175,7 +175,7 @@ class RoutingEngine:
 
 
 class SpeculativeRun:
-    """One request over ``target`` and, if there is one, ``draft``, which makes one draft at a time.
+    """A request over ``target`` and, if there is one, ``draft``, which makes one draft at a time.
 
     Drafting only ever saves time, so no failure of the draft engine reaches the caller. ``on_end``,
     if any, is called once with the figures, however the request ends.

@@ -162,7 +162,7 @@ class GrpcEngine:
 
 
 class GrpcChunks(CallChunks):
-    """One request over one call of the engine's pool."""
+    """A request over one call of the engine's pool."""
 
     def __init__(self, engine: GrpcEngine, request: EngineRequest, model: DeployedModel) -> None:
         if not model.decoupled:

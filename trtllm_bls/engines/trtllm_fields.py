@@ -173,7 +173,7 @@ def sequence_ends(request: EngineRequest) -> list[SequenceEnds]:
 
 
 class SequenceEnds:
-    """One sequence of the engine: ids in as they come, chunks out, the last of them ``final``.
+    """A sequence of the engine: ids in as they come, chunks out, the last of them ``final``.
 
     ``indices``: the sequences of ``request`` that get its chunks. ``received`` counts the ids so
     far. ``cached_tokens``, set before the first ids are fed, is on the first chunk.

@@ -132,7 +132,7 @@ class BaseDeployment:
 
 
 class Deployment(BaseDeployment):
-    """One orchestrator and its engine."""
+    """An orchestrator and its engine."""
 
     def __init__(
         self, parameters: BlsParameters, pb_utils: Any = None, model_name: str = BLS_NAME

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """One row of the table. Every series also has the label ``model``.
+    """A row of the table. Every series also has the label ``model``.
 
     ``initial_labels``: label values of series that are there from the start, so that their first
     increase is seen. ``buckets``: the upper bounds of a histogram's.

@@ -56,11 +56,11 @@ _Kind: TypeAlias = tuple[DraftSource, int, int, int]
 NgramAcceptance: TypeAlias = dict[_Kind, Acceptance]
 
 
-def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+def num_equal(ids: Sequence[int], other_ids: Sequence[int]) -> int:
     """Return the number of tokens at the beginning that both sequences share."""
     count = 0
-    for left_token, right_token in zip(left, right, strict=False):
-        if left_token != right_token:
+    for token, other_token in zip(ids, other_ids, strict=False):
+        if token != other_token:
             break
         count += 1
     return count
