@@ -89,7 +89,7 @@ def told(request):
     return {
         "key": request.key, "salt": request.cache_salt, "trace": request.traceparent,
         "callers": list(request.callers), "session": session, "parameters": request.parameters,
-        "limit": request.limit,
+        "limit": request.deadline,
     }
 """
 COUNTED = "instance_group [{ count: 2, kind: KIND_CPU }]"
@@ -258,6 +258,7 @@ def test_two_instances_have_the_same_sessions(server: TritonServer) -> None:
     client.stop_stream()
 
 
+@pytest.mark.slow
 def test_64_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
     server: TritonServer,
 ) -> None:

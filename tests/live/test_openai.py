@@ -214,6 +214,7 @@ def test_an_api_that_dies_or_stops_is_started_again(
     assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
 
 
+@pytest.mark.slow
 def test_a_killed_server_comes_back_with_its_api(served: Served, api: openai.OpenAI) -> None:
     """The API ends before what it shares with the server is removed, so it has nothing to say."""
     (guard,) = (

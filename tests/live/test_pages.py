@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.children import Child
 from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served
@@ -104,6 +106,7 @@ def following(name: str, moved: dict[str, str] | None = None) -> Iterator[Follow
         served.guard.wait(60)
 
 
+@pytest.mark.slow
 def test_the_tutorial_and_the_page_on_tool_calls() -> None:
     """On the demo model, which both start; at last the tutorial kills the engine by its pid."""
     start, addresses, *steps = blocks("tutorial.md")
@@ -122,6 +125,7 @@ def test_the_tutorial_and_the_page_on_tool_calls() -> None:
             followed.run(block)
 
 
+@pytest.mark.slow
 def test_the_page_on_an_engine_of_one_s_own(tmp_path: Path) -> None:
     """Copied into a repository as the page says."""
     begin, ask = blocks("openai-python-backend.md")
@@ -133,6 +137,7 @@ def test_the_page_on_an_engine_of_one_s_own(tmp_path: Path) -> None:
         followed.run(ask)
 
 
+@pytest.mark.slow
 def test_the_page_on_the_pytorch_engine() -> None:
     """With the stand-in of its first line."""
     begin, ask, _ = blocks("pytorch-engine.md")

@@ -30,6 +30,7 @@ from tests.helpers.fake_tritonserver import HANGS, LOCKED, installation, starts
 from tests.helpers.ports import serve_ports, unused_ports
 from tests.helpers.served import Served, good
 from tests.helpers.server_settings import DEMO, free_ports
+from tests.helpers.tiers import pairs
 from tests.helpers.waiting import until, until_ended
 from trtllm_bls.cli import main
 from trtllm_bls.operate.logs import LogBook
@@ -438,12 +439,9 @@ VICTIMS = {
 }
 
 
-KILLS = [
-    (victim, moment)
-    for victim in VICTIMS
-    for moment in ("starts", "serves", "drains")
-    if (victim, moment) != ("the HTTP program", "starts")  # It waits for the server.
-]
+# The HTTP program waits for the server, so it has no start of its own.
+KILLS = pairs(list(VICTIMS), ["serves", "drains", "starts"])
+KILLS = [kill for kill in KILLS if kill != ("the HTTP program", "starts")]
 
 
 @pytest.mark.parametrize(("victim", "moment"), KILLS)
