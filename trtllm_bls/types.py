@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-# The name of the type: this module does not load numpy.
-Array: TypeAlias = "np.ndarray[Any, Any]"
+    Array: TypeAlias = np.ndarray[Any, Any]
+else:
+    Array = Any
+
 TokenIds: TypeAlias = tuple[int, ...]
 # A tuple, or an ``array`` of int32 for a prompt so long that each pass over a tuple of its ids
 # would hold up every other stream. Never changed.
@@ -99,10 +101,6 @@ class Wants:
     num_input_tokens: bool = False
     num_output_tokens: bool = False
 
-
-# A compiled class has no ``__dict__``, so its fields are read by name.
-SAMPLING_FIELDS = tuple([each.name for each in fields(Sampling)])
-WANTS_FIELDS = tuple([each.name for each in fields(Wants)])
 
 # The engine's inputs of a guide, under whose names errors speak of it.
 GUIDE_KIND_INPUT = "guided_decoding_guide_type"
@@ -276,7 +274,7 @@ class EngineMetrics:
         return replace(self, kv_cache_alloc_new_blocks=None, kv_cache_reused_blocks=None)
 
 
-ENGINE_METRICS = tuple([each.name for each in fields(EngineMetrics)])  # as the outputs are called
+ENGINE_METRICS = tuple(each.name for each in fields(EngineMetrics))  # as the outputs are called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,9 +307,8 @@ class SpeculationStats:
 
 
 # One is made per token. Frozen or with keyword-only fields, making one would take several times as
-# long; so would it without slots. The constructor is written out because mypyc compiles a method,
-# and not what ``dataclass`` makes.
-@dataclass(init=False)
+# long; so would it without slots.
+@dataclass(slots=True)
 class EngineChunk:
     """Tokens new since the last chunk of the same sequence; may be none.
 
@@ -322,61 +319,18 @@ class EngineChunk:
     prompt were in the KV cache already; ``None`` where the engine does not say.
     """
 
-    __slots__ = (
-        "cached_tokens",
-        "context_logits",
-        "cum_log_prob",
-        "final",
-        "finish_reason",
-        "generation_logits",
-        "log_probs",
-        "metrics",
-        "sequence_index",
-        "speculation",
-        "token_ids",
-        "top_log_probs",
-    )
-
     token_ids: TokenIds
-    sequence_index: int
-    final: bool
-    finish_reason: FinishReason | None
-    log_probs: tuple[float, ...] | None
-    top_log_probs: tuple[TopLogProbs, ...] | None
-    cum_log_prob: float | None
-    context_logits: Array | None  # [prompt tokens, vocab]
-    generation_logits: Array | None  # [len(token_ids), vocab]
-    metrics: EngineMetrics | None
-    speculation: SpeculationStats | None
-    cached_tokens: int | None
-
-    def __init__(
-        self,
-        token_ids: TokenIds,
-        sequence_index: int = 0,
-        final: bool = False,
-        finish_reason: FinishReason | None = None,
-        log_probs: tuple[float, ...] | None = None,
-        top_log_probs: tuple[TopLogProbs, ...] | None = None,
-        cum_log_prob: float | None = None,
-        context_logits: Array | None = None,
-        generation_logits: Array | None = None,
-        metrics: EngineMetrics | None = None,
-        speculation: SpeculationStats | None = None,
-        cached_tokens: int | None = None,
-    ) -> None:
-        self.token_ids = token_ids
-        self.sequence_index = sequence_index
-        self.final = final
-        self.finish_reason = finish_reason
-        self.log_probs = log_probs
-        self.top_log_probs = top_log_probs
-        self.cum_log_prob = cum_log_prob
-        self.context_logits = context_logits
-        self.generation_logits = generation_logits
-        self.metrics = metrics
-        self.speculation = speculation
-        self.cached_tokens = cached_tokens
+    sequence_index: int = 0
+    final: bool = False
+    finish_reason: FinishReason | None = None
+    log_probs: tuple[float, ...] | None = None
+    top_log_probs: tuple[TopLogProbs, ...] | None = None
+    cum_log_prob: float | None = None
+    context_logits: Array | None = None  # [prompt tokens, vocab]
+    generation_logits: Array | None = None  # [len(token_ids), vocab]
+    metrics: EngineMetrics | None = None
+    speculation: SpeculationStats | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -550,7 +504,7 @@ class TokenText(NamedTuple):
     top_log_probs: TopLogProbs = ()
 
 
-@dataclass(init=False)  # see EngineChunk
+@dataclass(slots=True)  # see EngineChunk
 class TextChunk:
     """Text new since the last chunk of the same sequence, or all so far when accumulating.
 
@@ -564,53 +518,16 @@ class TextChunk:
     characters, one for each such token; empty when accumulating or echoing.
     """
 
-    __slots__ = (
-        "context_logits",
-        "cum_log_prob",
-        "drafted",
-        "ending",
-        "generation_logits",
-        "log_probs",
-        "metrics",
-        "sequence_index",
-        "text",
-        "tokens",
-    )
-
     text: str
-    sequence_index: int
-    ending: Ending | None
-    log_probs: Sequence[float] | None
-    cum_log_prob: float | None
-    context_logits: Array | None
-    generation_logits: Sequence[Array] | None  # one row [vocab] per token
-    tokens: tuple[TokenText, ...] | None
-    drafted: tuple[tuple[int, int], ...]
-    metrics: EngineMetrics | None
-
-    def __init__(
-        self,
-        text: str,
-        sequence_index: int = 0,
-        ending: Ending | None = None,
-        log_probs: Sequence[float] | None = None,
-        cum_log_prob: float | None = None,
-        context_logits: Array | None = None,
-        generation_logits: Sequence[Array] | None = None,
-        tokens: tuple[TokenText, ...] | None = None,
-        drafted: tuple[tuple[int, int], ...] = (),
-        metrics: EngineMetrics | None = None,
-    ) -> None:
-        self.text = text
-        self.sequence_index = sequence_index
-        self.ending = ending
-        self.log_probs = log_probs
-        self.cum_log_prob = cum_log_prob
-        self.context_logits = context_logits
-        self.generation_logits = generation_logits
-        self.tokens = tokens
-        self.drafted = drafted
-        self.metrics = metrics
+    sequence_index: int = 0
+    ending: Ending | None = None
+    log_probs: Sequence[float] | None = None
+    cum_log_prob: float | None = None
+    context_logits: Array | None = None
+    generation_logits: Sequence[Array] | None = None  # one row [vocab] per token
+    tokens: tuple[TokenText, ...] | None = None
+    drafted: tuple[tuple[int, int], ...] = ()
+    metrics: EngineMetrics | None = None
 
 
 # --- a request that is over -----------------------------------------------------------------
@@ -664,16 +581,13 @@ class RequestStats:
 Amount = TypeVar("Amount", int, float)
 
 
+@dataclass(frozen=True)
 class Backoff(Generic[Amount]):
     """Pauses between tries, each twice as long as the one before: from ``first`` to ``longest``."""
 
-    def __init__(self, first: Amount, longest: Amount) -> None:
-        self.first: Amount = first
-        self.longest: Amount = longest
+    first: Amount
+    longest: Amount
 
     def after(self, pause: Amount) -> Amount:
         """Return the pause that follows ``pause``; ``first`` follows 0."""
-        doubled = 2 * pause
-        if doubled < self.first:
-            doubled = self.first
-        return self.longest if doubled > self.longest else doubled
+        return min(max(2 * pause, self.first), self.longest)

@@ -28,7 +28,6 @@ MOST_FILES = 16
 MOST_FUNCTIONS = 120  # comprehensions and lambdas are part of others
 PACKAGE = Path(trtllm_bls.__file__).parent
 FAKE = PACKAGE / "pipeline" / "testing.py"  # plays Triton
-RECORDS = PACKAGE / "types.py"  # Its constructors assign fields, as those that dataclass makes.
 
 
 class Recorder:
@@ -40,8 +39,7 @@ class Recorder:
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        is_counted = path.is_relative_to(PACKAGE) and path not in (FAKE, RECORDS)
-        if self.on and is_counted and not name.startswith("<"):
+        if self.on and path.is_relative_to(PACKAGE) and path != FAKE and not name.startswith("<"):
             place = f"{path.relative_to(PACKAGE)}:{frame.f_code.co_firstlineno}"
             self.functions.add((place, name))
 

@@ -19,7 +19,7 @@ from trtllm_bls.openai.builder import (
     Head,
     TokenScores,
     chat_logprobs,
-    spelled,
+    token_string,
 )
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import TextChunk, TokenText
@@ -66,8 +66,8 @@ def test_offsets_are_where_the_text_of_a_token_begins(text: str, cuts: list[int]
         offsets += logprobs.next([(token, [])])["text_offset"]
     assert offsets == [len(data[:begin].decode("utf-8", "ignore")) for begin in begins]
     for token, offset in zip(tokens, offsets, strict=True):
-        if not spelled(token.data).startswith("bytes:"):
-            assert text[offset:].startswith(spelled(token.data))
+        if not token_string(token.data).startswith("bytes:"):
+            assert text[offset:].startswith(token_string(token.data))
 
 
 def test_log_probs_are_of_the_logits_of_the_place_before() -> None:

@@ -29,7 +29,7 @@ from trtllm_bls.text.xml_calls import _tags
 COMPOSED: dict[str, Callable[[], list[Any]]] = {
     "trtllm_bls.text.call_reader.compiled": lambda: [],  # those of the formats: below
     "trtllm_bls.text.chat_formats.formats_of": lambda: [],  # over a template, once at load
-    "trtllm_bls.text.tokenizer._written_by": lambda: [],  # the same
+    "trtllm_bls.text.tokenizer._template_writes": lambda: [],  # the same
     "trtllm_bls.text.tokenizer._any_of": lambda: [
         guard._pattern for guard in tokenizer()._chat_guards if guard.tokens
     ],

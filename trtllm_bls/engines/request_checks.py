@@ -10,13 +10,12 @@ import math
 import sys
 from array import array
 from collections.abc import Collection
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from trtllm_bls.errors import InvalidRequest, PromptTooLong, Unsupported
-from trtllm_bls.types import SAMPLING_FIELDS, Draft, EngineCapacity, EngineRequest
+from trtllm_bls.types import Draft, EngineCapacity, EngineRequest
 from trtllm_bls.wire.contract import ENGINE
 
 # The fields of ``Sampling`` that this package's own engines obey. Those of beam search mean nothing
@@ -43,8 +42,6 @@ HONOURED = frozenset(
     )
 )
 
-_REQUEST_FIELDS = tuple([each.name for each in fields(EngineRequest)])
-
 
 def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
     """Raise ``InvalidRequest`` by wire name for anything that no engine of this capacity runs.
@@ -54,14 +51,13 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
     """
     draft = request.draft or Draft(token_ids=())
     sampling = request.sampling
-    values: dict[str, Any] = {name: getattr(request, name) for name in _REQUEST_FIELDS}
-    values |= {name: getattr(sampling, name) for name in SAMPLING_FIELDS}
+    values: dict[str, Any] = vars(request) | vars(sampling)
     values["draft_acceptance_threshold"] = draft.acceptance_threshold
     for tensor in ENGINE.inputs:
         if tensor.bounds is not None and values.get(tensor.key) is not None:
             tensor.check(values[tensor.key])
-    for key in SAMPLING_FIELDS:
-        if getattr(sampling, key) is not None and key not in HONOURED:
+    for key, value in vars(sampling).items():
+        if value is not None and key not in HONOURED:
             name = next((tensor.name for tensor in ENGINE.inputs if tensor.key == key), key)
             raise Unsupported(name, "this engine cannot honour it")
     if (sampling.beam_width or 1) > 1:

@@ -47,8 +47,6 @@ from trtllm_bls.settings.parameters import is_true
 from trtllm_bls.types import (
     ENGINE_METRICS,
     GUIDE_TEXT_INPUT,
-    SAMPLING_FIELDS,
-    WANTS_FIELDS,
     Array,
     Draft,
     EngineCapacity,
@@ -400,13 +398,12 @@ def request_inputs(
         "num_return_sequences": sequences if sequences > 1 else None,
         "end_id": request.end_id,
         "pad_id": request.pad_id,
-        **{name: getattr(request.sampling, name) for name in SAMPLING_FIELDS},
+        **vars(request.sampling),
         "draft_acceptance_threshold": draft.acceptance_threshold if draft is not None else None,
         "input_lengths": len(request.input_ids),
         "exclude_input_in_output": True if "exclude_input_in_output" in data_types else None,
     }
-    for name in WANTS_FIELDS:
-        demand = getattr(request.wants, name)
+    for name, demand in vars(request.wants).items():
         # Counts are the caller's own business; the engine need not send them.
         if demand and not name.startswith("num_"):
             numbers[f"return_{name}"] = demand
