@@ -292,7 +292,9 @@ class ChatParser:
                 if tag["begin"]:
                     self._step = ChatParser._reason
                 return True
-        loose = unread.match(tools.loose or "(?!)")
+        loose = None
+        if tools.loose:
+            loose = unread.match(tools.loose)
         if loose is not None and loose.partial:
             return False
         is_bare = tools.bare is not None and unread.text.startswith(tools.bare, unread.at)
