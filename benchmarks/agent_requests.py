@@ -21,17 +21,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import uvloop
 from bench.arguments import parser_of
 from bench.load import Connection, connected, post
 from bench.report import console, print_conditions
-from bench.servers import running
-from bench.stepping import Doubles
-from conversations import TEMPLATE, Server, ask, command_of, make_model
+from conversations import TEMPLATE, Server, ask, make_model, start_servers
 from rich.table import Table
-
-from tests.helpers.ports import unused_ports
 
 TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
 ANSWER = 8  # tokens
@@ -112,14 +107,7 @@ def main() -> int:
         config = model / "tokenizer_config.json"
         template = {"chat_template": TOOLS_TEMPLATE}
         config.write_text(json.dumps(json.loads(config.read_text()) | template))
-        doubles = Doubles(1, model, 0.001)
-        stack.callback(doubles.close)
-        servers = []
-        for name in options.targets.split(","):
-            (port,) = unused_ports(1)
-            command = command_of(name, port, model, doubles.urls[0], options.smg)
-            ids = stack.enter_context(running(command, port, directory / f"{name}.log"))
-            servers.append(Server(name, port, [psutil.Process(number) for number in ids]))
+        servers = start_servers(stack, options.targets.split(","), model, options.smg)
         console.print(uvloop.run(measure(servers, requests(), options.requests)))
     return 0
 

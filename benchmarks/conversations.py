@@ -109,6 +109,19 @@ def command_of(name: str, port: int, model: Path, engine: str, smg: str) -> list
     return [command[0], "-c", WITHOUT, *command[3:]] if name == "tokenizers" else command
 
 
+def start_servers(stack: ExitStack, names: list[str], model: Path, smg: str) -> list[Server]:
+    """Start a server of each name over one scripted TrtllmService; ``stack`` ends them all."""
+    doubles = Doubles(1, model, 0.001)
+    stack.callback(doubles.close)
+    servers = []
+    for name in names:
+        (port,) = unused_ports(1)
+        command = command_of(name, port, model, doubles.urls[0], smg)
+        ids = stack.enter_context(running(command, port, model.parent / f"{name}.log"))
+        servers.append(Server(name, port, [psutil.Process(number) for number in ids]))
+    return servers
+
+
 async def ask(client: Connection, request: bytes) -> tuple[float, tuple[str, int]]:
     """Milliseconds to the first text; the text and how many tokens the prompt had."""
     began = time.time_ns()
@@ -181,14 +194,7 @@ def main() -> int:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = make_model(directory)
-        doubles = Doubles(1, model, 0.001)
-        stack.callback(doubles.close)
-        servers = []
-        for name in options.targets.split(","):
-            (port,) = unused_ports(1)
-            command = command_of(name, port, model, doubles.urls[0], options.smg)
-            ids = stack.enter_context(running(command, port, directory / f"{name}.log"))
-            servers.append(Server(name, port, [psutil.Process(each) for each in ids]))
+        servers = start_servers(stack, options.targets.split(","), model, options.smg)
         uvloop.run(measure(servers, [-1], 2))  # everything is loaded
         numbered = iter(range(10**6))
         for at_once in options.at_once:

@@ -258,7 +258,6 @@ def test_two_instances_have_the_same_sessions(server: TritonServer) -> None:
     client.stop_stream()
 
 
-@pytest.mark.slow
 def test_64_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
     server: TritonServer,
 ) -> None:

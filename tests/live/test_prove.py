@@ -20,7 +20,6 @@ from tests.helpers.waiting import until, until_ended
 from trtllm_bls.operate.prove import _PROOF_PROMPTS, Report, page, plot
 
 
-@pytest.mark.slow
 def test_a_report_tells_all_and_nothing_private(tmp_path: Path) -> None:
     """Every check passes; no prompt, key, path or name of the machine is in any file."""
     words = ["prove", "--out", str(tmp_path / "report"), "--seconds", "0.5"]

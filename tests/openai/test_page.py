@@ -774,7 +774,6 @@ return [...document.querySelectorAll("input:not([type=checkbox]), select, textar
 """
 
 
-@pytest.mark.slow
 def test_everybody_can_use_the_page(
     browser: webdriver.Chrome, connect: Connect, tmp_path: Path
 ) -> None:

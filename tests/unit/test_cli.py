@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from tests.helpers.waiting import until
-from trtllm_bls import __version__, code_form
+from trtllm_bls import __version__
 from trtllm_bls.cli import main, show_error
 from trtllm_bls.operate.logs import parse
 from trtllm_bls.operate.serve import Terminal
@@ -135,7 +135,7 @@ def test_version(words: str) -> None:
     code, output = run(words)
     assert code == 0
     version = rf"{re.escape(__version__)}( \(commit [0-9a-f]{{12}}\))?"
-    line = rf"trtllm-bls, version {version}, {code_form()}\n"
+    line = rf"trtllm-bls, version {version}\n"
     assert re.fullmatch(line, output)
 
 

@@ -19,7 +19,7 @@ from tests.helpers.scripted_services import playing
 from tests.helpers.scripted_text import Collected, padded_model, tokenizer
 from tests.helpers.small_tokenizers import directory
 from tests.helpers.waiting import eventually
-from trtllm_bls import __version__, code_form
+from trtllm_bls import __version__
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.orchestrator.status import common_problem
@@ -143,7 +143,7 @@ async def test_the_first_line_of_the_log_is_not_left_to_the_first_request(
     made.start(asyncio.get_running_loop())
     await made.close()
     limits = "this process runs at most 3 requests, and 5 more wait"
-    assert caplog.messages == [f"trtllm-bls {__version__}, {code_form()}: {limits}"]
+    assert caplog.messages == [f"trtllm-bls {__version__}: {limits}"]
 
 
 @pytest.mark.parametrize("source", ["off", "model", "ngram", "mixed"])

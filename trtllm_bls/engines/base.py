@@ -13,13 +13,11 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-from mypy_extensions import mypyc_attr, trait
 
 from trtllm_bls.errors import EngineError, EngineStalled
 from trtllm_bls.types import Array, EngineCapacity, EngineChunk, EngineRequest, TopLogProbs
@@ -50,8 +48,6 @@ class Engine(Protocol):
         """End running requests and free all resources. The engine is not used again."""
 
 
-@trait
-@mypyc_attr(allow_interpreted_subclasses=True)
 class ChunkStream(ABC):
     """The chunks of one request, until every sequence has had its ``final`` one.
 
@@ -73,30 +69,14 @@ class ChunkStream(ABC):
     async def aclose(self) -> None:
         """End the engine's work at once, unless it has ended. May be called twice."""
 
-    def __aiter__(self) -> AsyncIterator[EngineChunk]:
-        return _SingleChunks(self)
+    async def __aiter__(self) -> AsyncIterator[EngineChunk]:
+        await self.wait()
+        while chunks := self.take():
+            for chunk in chunks:
+                yield chunk
+            await self.wait()
 
 
-class _SingleChunks:
-    """Iterates over a stream chunk by chunk."""
-
-    def __init__(self, stream: ChunkStream) -> None:
-        self._stream = stream
-        self._chunks: deque[EngineChunk] = deque()
-
-    def __aiter__(self) -> AsyncIterator[EngineChunk]:
-        return self
-
-    async def __anext__(self) -> EngineChunk:
-        if not self._chunks:
-            await self._stream.wait()
-            self._chunks.extend(self._stream.take())
-        if not self._chunks:
-            raise StopAsyncIteration
-        return self._chunks.popleft()
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
 class QueuedChunks(Arrivals[EngineChunk], ChunkStream):
     """A ``ChunkStream`` that is filled on the event loop while it is read; filling never waits."""
 
@@ -122,7 +102,6 @@ class TaskChunks(QueuedChunks):
         await asyncio.wait({self._task})
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class CallChunks(ResponseStream[EngineChunk], ChunkStream):
     """The answer of one request that a server sends over a call: one of its ``RunningCalls``."""
 

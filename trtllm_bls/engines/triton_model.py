@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from mypy_extensions import mypyc_attr
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from trtllm_bls.engines.base import CallChunks, RenewedCapacity, RunningCalls, wire_id
@@ -280,8 +279,6 @@ class StreamPool:
 # --- the engine's model ---------------------------------------------------------------------
 
 
-# Its cached properties need a ``__dict__``, which a compiled class has not.
-@mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class DeployedModel:
     """The inputs (with Triton's data types), outputs and parameters that one model declares."""

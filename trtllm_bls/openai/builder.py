@@ -15,7 +15,6 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 import numpy as np
-from mypy_extensions import mypyc_attr
 
 from trtllm_bls.openai.api_errors import DONE, ApiError, invalid
 from trtllm_bls.openai.conversation import ChatModel, turn_request
@@ -60,7 +59,6 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class ResponseBuilder(ABC):
     """The response to one HTTP request.
 
@@ -270,7 +268,6 @@ def sse(kind: str, **fields: object) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class PartsBuilder(ResponseBuilder):
     """A response of one choice whose parts are opened, grow, and are closed, one after another."""
 

@@ -8,21 +8,21 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from trtllm_bls import __version__, code_form
+from trtllm_bls import __version__
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def version_text() -> str:
-    """Return the version, the commit where the installation knows it, and the form of the code.
+    """Return the version and, where the installation knows it, the commit.
 
     A checkout knows its commit from git, and an installation by pip from a repository's address
     keeps it in ``direct_url.json``.
     """
     commit = _installed_commit() or _checkout_commit()
     if not commit:
-        return f"{__version__}, {code_form()}"
-    return f"{__version__} (commit {commit[:12]}), {code_form()}"
+        return __version__
+    return f"{__version__} (commit {commit[:12]})"
 
 
 def _installed_commit() -> str:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from trtllm_bls import __version__, code_form
+from trtllm_bls import __version__
 from trtllm_bls.engines.chat_model import ChatModels
 from trtllm_bls.engines.opening import open_engine
 from trtllm_bls.engines.pipeline_faces import FaceModels
@@ -70,9 +70,8 @@ class BaseDeployment:
         # The first line that Triton's logger writes takes 40 ms, because it looks at the file of
         # each loaded module. Writing one now keeps that out of the first request.
         log.info(
-            "trtllm-bls %s, %s: this process runs at most %d requests, and %d more wait",
+            "trtllm-bls %s: this process runs at most %d requests, and %d more wait",
             __version__,
-            code_form(),
             self._parameters.max_running,
             self._parameters.max_queued,
         )

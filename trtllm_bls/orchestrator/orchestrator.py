@@ -15,12 +15,10 @@ import secrets
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
-
-from mypy_extensions import mypyc_attr
 
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.errors import (
@@ -125,24 +123,24 @@ class Admission:
         if self.room <= 0:
             raise self._overloaded("as many as may", "max_queued_requests")
 
-    def acquire(self, sequences: int) -> _PlaceContext:
+    @asynccontextmanager
+    async def acquire(self, sequences: int) -> AsyncIterator[None]:
         """Let a request of so many sequences run while the context is entered; wait for that first.
 
         Entering raises what ``take`` does, and ``Overloaded`` after waiting too long.
         """
-        return _PlaceContext(self, sequences)
-
-    async def wait(self, place: Place) -> None:
-        """Wait until a request of ``take`` may run. Raises ``Overloaded`` after too long."""
+        place = self.take(sequences)
         timer = None
         if self._max_queue_s is not None and not place.admitted.done():
             loop = place.admitted.get_loop()
             timer = loop.call_later(self._max_queue_s, self._give_up, place.admitted)
         try:
             await place.admitted
+            yield
         finally:
             if timer is not None:
                 timer.cancel()
+            self.leave(place)
 
     def take(self, sequences: int) -> Place:
         """Return a place for a request of so many sequences, which has to ``leave`` it.
@@ -216,28 +214,6 @@ class Admission:
         return Overloaded.for_now(f"{problem} (parameter {parameter})", max(1, seconds), parameter)
 
 
-class _PlaceContext:
-    """The context in which a request has its place."""
-
-    def __init__(self, admission: Admission, sequences: int) -> None:
-        self._admission = admission
-        self._sequences = sequences
-        self._place: Place | None = None
-
-    async def __aenter__(self) -> None:
-        place = self._admission.take(self._sequences)
-        try:
-            await self._admission.wait(place)
-        except BaseException:
-            self._admission.leave(place)
-            raise
-        self._place = place
-
-    async def __aexit__(self, *error: object) -> None:
-        if self._place is not None:
-            self._admission.leave(self._place)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
     """A deployment's defaults for requests.
@@ -285,7 +261,6 @@ class TextSink(Protocol):
         """Take a chunk; never waits. Several may come in a row, one per sequence."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Orchestrator:
     """Serves any number of requests at once on one event loop; usable in any process.
 
@@ -369,19 +344,14 @@ class Orchestrator:
         time_limit = timeout(seconds)
         try:
             self._check(request)
-            async with time_limit:
-                place = self.admission.take(request.num_return_sequences)
-                try:
-                    await self.admission.wait(place)
-                    engine_request, answer = await self._prepare(request)
-                    on_prompt(len(engine_request.input_ids))
-                    record.engine_request = engine_request
-                    record.answer = answer
-                    record.begun_at = asyncio.get_running_loop().time()
-                    stream = self._engine.generate(engine_request)
-                    await self._drive(stream, answer, record)
-                finally:
-                    self.admission.leave(place)
+            async with time_limit, self.admission.acquire(request.num_return_sequences):
+                engine_request, answer = await self._prepare(request)
+                on_prompt(len(engine_request.input_ids))
+                record.engine_request = engine_request
+                record.answer = answer
+                record.begun_at = asyncio.get_running_loop().time()
+                stream = self._engine.generate(engine_request)
+                await self._drive(stream, answer, record)
         except BaseException as error:
             ended_by = error
             reason = FinishReason.ERROR
@@ -540,7 +510,6 @@ def _with_seed(request: TextRequest) -> TextRequest:
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class RequestTimes:
     """The times of a request's arrival, begin and responses, by the running event loop's clock."""
 

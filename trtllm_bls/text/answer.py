@@ -85,9 +85,7 @@ class Answer:
         changed: dict[int, SequenceText] = {}
         for chunk in chunks:
             sequence = self.sequences[chunk.sequence_index]
-            # As a value of its own: mypy would take ``ending`` to be None after ``feed``, too.
-            has_ended = sequence.ending is not None
-            if has_ended:
+            if sequence.ending is not None:
                 continue  # it ended by count, and the engine only confirms that
             sequence.feed(chunk)
             changed[chunk.sequence_index] = sequence

@@ -43,7 +43,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from trtllm_bls.errors import (
@@ -358,7 +357,7 @@ class Delay(NamedTuple):
     seconds: float | None
 
 
-@dataclass
+@dataclass(slots=True)
 class Outbox:
     """A call's responses and the order in which they leave. It decides without I/O.
 
@@ -623,7 +622,6 @@ class Call:
         return True
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class SenderThreads:
     """Threads that send responses, and the turns in which calls make their responses.
 

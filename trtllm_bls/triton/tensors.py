@@ -527,11 +527,8 @@ def _text(text: str) -> Array:
     return np.array([text.encode("utf-8")], dtype=np.object_)
 
 
-def _number_arrays(model: Model, numbers: Mapping[str, int | float]) -> dict[str, Array]:
-    """Return each number as ``[1, 1]``, in the type of its output.
-
-    Compiled code would convert a value of the type ``float`` alone, and a seed has more digits.
-    """
+def _number_arrays(model: Model, numbers: Mapping[str, float]) -> dict[str, Array]:
+    """Return each number as ``[1, 1]``, in the type of its output."""
     arrays: dict[str, Array] = {}
     for name, value in numbers.items():
         arrays[name] = np.array([[value]], dtype=model.output_named[name].numpy_type)

@@ -48,8 +48,6 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Generic, TypeAlias, TypeVar, cast
 
-from mypy_extensions import mypyc_attr
-
 from trtllm_bls.errors import EngineError, Overloaded, TrtllmBlsError
 from trtllm_bls.types import Backoff
 from trtllm_bls.wire.http2 import GrpcError, Http2Client, Received, State, packed_headers
@@ -87,7 +85,6 @@ OnEnd = Callable[[GrpcError | None], None]
 _log = logging.getLogger(__name__)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class GrpcChannel:
     """Calls to one gRPC server at ``target``: ``host:port``, an IPv6 host in brackets.
 
@@ -544,7 +541,6 @@ AtEnd: TypeAlias = Callable[[StreamEnd, Exception | None], None]
 Release: TypeAlias = Callable[[GrpcCall, StreamEnd], None]
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Arrivals(Generic[Item]):
     """A queue of items from the event loop to one reader. Adding never waits.
 
@@ -634,7 +630,6 @@ class Arrivals(Generic[Item]):
             waiter.set_result(None)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class ResponseStream(Arrivals[Item]):
     """The responses to one request, over a call of its own.
 

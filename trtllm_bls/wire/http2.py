@@ -149,7 +149,7 @@ class Received:
         self.failure: str | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Stream:
     """The unsent part of one request, and the part of a message that has arrived."""
 
