@@ -23,8 +23,8 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 _JSON_BRACKETS = {"(": "{", ")": "}"}  # for Gemma's; JSON's own stay
 _ESCAPES = re.compile(r"\\(.)|\"", re.S)
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
-_NOTATION_WORD = re.compile(r"[\w.+-]{1,4096}")
-_ENDED_WORD = r"[\w.+-]{1,4096}(?=[^\w.+-])"
+_MAX_WORD = 4096  # characters of a literal
+_WORD_END = re.compile(r"[^\w.+-]")
 _GEMMA_QUOTE = r'<\|"\|>'
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
@@ -240,21 +240,28 @@ def _read_bare_text(call: CallReader, end: str, kinds: ValueKinds) -> Reading:
 
 
 def _read_word(call: CallReader) -> Reading:
-    """Read a literal of JSON or Python."""
+    """Read a literal of JSON or Python; no character of it is searched twice for its end."""
     unread = call.unread
+    num_searched = 0
     while True:
-        match = unread.match(_ENDED_WORD)
-        if match is not None and not match.partial:
+        end = _WORD_END.search(unread.text, unread.at + num_searched)
+        if end is not None:
             break
-        word = _NOTATION_WORD.fullmatch(unread.text, unread.at)
-        if word is not None and unread.ended:
-            call.output.append(unread.read(word.end()))
-        elif match is None:
+        num_searched = len(unread.text) - unread.at
+        if num_searched > _MAX_WORD:
+            raise ValueError("no value")
+        if unread.ended and num_searched:
+            call.output.append(unread.read(len(unread.text)))
+            num_searched = 0
+        elif unread.complete:
             raise ValueError("no value")
         yield from call.more()
-    text = _LITERALS.get(match[0], match[0])
+    word = unread.text[unread.at : end.start()]
+    if not 0 < len(word) <= _MAX_WORD:
+        raise ValueError("no value")
+    text = _LITERALS.get(word, word)
     json.loads(text, parse_constant=float)
-    unread.at = match.end()
+    unread.at = end.start()
     call.output.append(text)
 
 
