@@ -52,7 +52,7 @@ def main(file: Path) -> None:
 
 def _copy(tree: Path) -> None:
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    for name in subprocess.check_output(listed, cwd=_ROOT, text=True).split("\0"):
+    for name in subprocess.check_output(listed, cwd=_ROOT, text=True, timeout=120).split("\0"):
         if name and os.path.lexists(_ROOT / name):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(_ROOT / name, tree / name, follow_symlinks=False)

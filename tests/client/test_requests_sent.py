@@ -93,7 +93,7 @@ async def test_both_sides_of_a_tls_connection_show_their_certificate(tmp_path: P
     kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     name = ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1")
     command = ["openssl", "req", "-x509", *kind, *name, "-keyout", str(key), "-out", str(chain)]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     pair = [(key.read_bytes(), chain.read_bytes())]
     credentials = grpc.ssl_server_credentials(pair, chain.read_bytes(), True)
     tls = Tls(root_certificates=chain, private_key=key, certificate_chain=chain)

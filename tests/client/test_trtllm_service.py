@@ -18,6 +18,7 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import table
 from doubles.trtllm_service import Behaviour, EchoEngine, ScriptedService
 from tests.helpers.fake_engine_server import run
+from tests.helpers.packages import import_or_skip
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.scripted_services import (
     ANSWER,
@@ -188,7 +189,7 @@ SCHEMA = {
 
 def test_the_played_service_keeps_to_a_guide() -> None:
     """Its answers are texts of the guide; a guide that none can be kept to ends with its status."""
-    pytest.importorskip("llguidance")
+    import_or_skip("llguidance")
     tokenizer = load_tokenizer(DEMO / "target")
     guided = GuidedAnswers(DEMO / "target" / "tokenizer.json", tokenizer.model_vocab_size)
     engine = EchoEngine(Script(vocab_size=tokenizer.model_vocab_size), guided=guided)

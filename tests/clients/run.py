@@ -183,7 +183,9 @@ def checks(
 def works(*command: str) -> bool:
     """Whether the program is there and tells its version."""
     try:
-        return not subprocess.run([*command, "--version"], capture_output=True).returncode
+        return not subprocess.run(
+            [*command, "--version"], capture_output=True, timeout=120
+        ).returncode
     except OSError:
         return False
 

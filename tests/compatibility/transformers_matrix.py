@@ -80,15 +80,15 @@ def run(row: Row) -> dict[str, str]:
     python, report = place / "bin" / "python", place / "report.xml"
     interpreter = f"python{row.python}"
     try:
-        subprocess.run([interpreter, "-m", "venv", place], check=True)
+        subprocess.run([interpreter, "-m", "venv", place], check=True, timeout=3600)
     except (OSError, subprocess.CalledProcessError) as error:
         told = f"error: put a {interpreter} with venv on the PATH; the one there fails: {error}"
         raise SystemExit(told) from None
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-e", ROOT, "numpy<2", *row.packages, *TOOLS], check=True)
+    subprocess.run([*pip, "-e", ROOT, "numpy<2", *row.packages, *TOOLS], check=True, timeout=3600)
     report.unlink(missing_ok=True)
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    subprocess.run([*pytest, *TESTS], cwd=ROOT, check=False)
+    subprocess.run([*pytest, *TESTS], cwd=ROOT, check=False, timeout=3600)
     counts = ElementTree.parse(report).getroot()[0].attrib
     failed = int(counts["failures"]) + int(counts["errors"])
     passed = int(counts["tests"]) - failed - int(counts["skipped"])
@@ -107,7 +107,9 @@ def versions(python: Path) -> dict[str, str]:
         " | {name: m.version(name) for name in sys.argv[1:]}))"
     )
     command = [python, "-c", program, *SHOWN]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=3600
+    ).stdout
     found: dict[str, str] = json.loads(printed)
     return found
 

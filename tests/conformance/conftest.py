@@ -102,7 +102,7 @@ def engine(deployment: Deployment) -> Iterator[Engine]:
 def verifier(deployment: Deployment, engine: Engine) -> Iterator[Engine]:
     """The model that verifies drafts."""
     if not deployment.max_draft_len:
-        pytest.skip("this engine takes no drafts (--conformance-max-draft-len)")
+        pytest.skip("no drafts: --conformance-max-draft-len N runs it")
     if not deployment.verifier:
         engine.needs("draft_input_ids")
         yield engine
@@ -127,4 +127,4 @@ def story(stories: list[Story]) -> Story:
 def logits(deployment: Deployment) -> None:
     """Marks a test that needs logits."""
     if deployment.no_logits:
-        pytest.skip("--conformance-no-logits: the engine does not gather them")
+        pytest.skip("--conformance-no-logits: an engine that gathers logits runs it")

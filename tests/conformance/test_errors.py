@@ -111,7 +111,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(
 ) -> None:
     """A prompt as long as the longest sequence, or longer."""
     if not deployment.max_sequence:
-        pytest.skip("no --conformance-max-sequence")
+        pytest.skip("no longest sequence: --conformance-max-sequence N runs it")
     length = deployment.max_sequence + more
     prompt = (scattered(deployment.vocab_size, 90) * length)[:length]
     assert refused(engine.ask(prompt, 2))

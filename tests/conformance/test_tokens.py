@@ -116,7 +116,7 @@ def test_an_answer_can_be_taken_up_where_it_was_left(engine: Engine, story: Stor
 def test_an_answer_too_long_for_the_engine_is_cut(engine: Engine, deployment: Deployment) -> None:
     """Prompt and answer together stay within the engine's longest sequence; that is no error."""
     if not deployment.max_sequence:
-        pytest.skip("no --conformance-max-sequence")
+        pytest.skip("no longest sequence: --conformance-max-sequence N runs it")
     prompt = (scattered(deployment.vocab_size, 7, 64) * deployment.max_sequence)[
         : deployment.max_sequence - 4
     ]

@@ -33,7 +33,7 @@ CLIENTS = ("curl", "java")
 def post_twice(client: str, url: str, body: Any, folder: Path) -> list[Any]:
     """Both answers' JSON, of one connection if the program keeps it. Skips without the program."""
     if shutil.which(client) is None or (client == "java" and shutil.which("javac") is None):
-        pytest.skip(f"there is no {client} here (Debian: curl, openjdk-17-jdk-headless)")
+        pytest.skip(f"no {client}: `apt-get install curl openjdk-17-jdk-headless` runs it")
     text = json.dumps(body)
     if client == "java":
         source = folder / "Post.java"

@@ -42,15 +42,18 @@ def npm_install(folder: Path, *packages: str, scripts: bool = False) -> None:
         pytest.skip("no npm: `apt-get install npm` runs it")
     install = ["npm", "install", "--no-audit", "--no-fund", *packages]
     install += [] if scripts else ["--ignore-scripts"]
-    done = subprocess.run(install, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, timeout=280)
     if done.returncode:
-        pytest.skip(f"cannot install {' '.join(packages)}: {done.stderr.strip()[-200:]}")
+        problem = done.stderr.strip()[-200:]
+        pytest.skip(f"cannot install {' '.join(packages)}: {problem}; a way to npm runs it")
 
 
 def templates(folder: Path) -> list[tuple[str, str]]:
     """Names of model families, each with its template."""
     npm_install(folder, TEMPLATES)
-    read = subprocess.run(["node", "-e", _READ], cwd=folder, capture_output=True, check=True)
+    read = subprocess.run(
+        ["node", "-e", _READ], cwd=folder, capture_output=True, check=True, timeout=280
+    )
     found = [(name, template) for name, template in json.loads(read.stdout)]
     assert len(found) == NUM_TEMPLATES
     return found
@@ -59,9 +62,10 @@ def templates(folder: Path) -> list[tuple[str, str]]:
 def pip_download(folder: Path, *what: str) -> Path:
     """The file of a package of PyPI."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
-    done = subprocess.run([*command, *what], capture_output=True, text=True)
+    done = subprocess.run([*command, *what], capture_output=True, text=True, timeout=280)
     if done.returncode:
-        pytest.skip(f"cannot download {what[-1]}: {done.stderr.strip()[-200:]}")
+        problem = done.stderr.strip()[-200:]
+        pytest.skip(f"cannot download {what[-1]}: {problem}; a way to PyPI runs it")
     (found,) = folder.iterdir()
     return found
 

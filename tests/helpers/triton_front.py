@@ -73,7 +73,7 @@ def _recording(http_url: str, into: list[bytes]) -> Iterator[str]:
     host, _, port = http_url.removeprefix("http://").rpartition(":")
 
     def relay(client: socket.socket) -> None:
-        with client, socket.create_connection((host, int(port))) as server:
+        with client, socket.create_connection((host, int(port)), timeout=60) as server:
             back = threading.Thread(target=_pump, args=(server, client, []), daemon=True)
             back.start()
             parts: list[bytes] = []

@@ -39,7 +39,7 @@ from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import EngineChunk, EngineRequest
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("prometheus") is None, reason="prometheus is not here (apt-get install prometheus)"
+    shutil.which("prometheus") is None, reason="no prometheus: `apt-get install prometheus` runs it"
 )
 
 DEPLOY = ROOT / "deploy"

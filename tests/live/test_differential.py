@@ -138,7 +138,7 @@ def test_requests_are_answered_alike_at_every_endpoint(echo: TritonServer, count
 def test_requests_are_answered_alike_by_the_ensemble(echo: TritonServer, count: int) -> None:
     """The ensemble's steps use the orchestrator's own prompt maker and detokeniser."""
     if "ensemble" not in echo.models:
-        pytest.skip("a server without an engine has no ensemble")
+        pytest.skip("no ensemble before a service: the other transports run it")
 
     bodies = requests(count)
     for body in bodies:

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not {"DYNAMO", "TRTLLM_BLS_INSTALL_CLIENTS"} & os.environ.keys(),
-        reason="needs ai-dynamo; name its python with DYNAMO, or set TRTLLM_BLS_INSTALL_CLIENTS=1",
+        reason="no ai-dynamo: DYNAMO=/its/python or TRTLLM_BLS_INSTALL_CLIENTS=1 runs it",
     ),
 ]
 MODEL = DEMO / "target"

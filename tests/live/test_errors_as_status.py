@@ -67,7 +67,9 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     source: Path = tmp_path_factory.mktemp("slow") / "slow.c"
     source.write_text(SLOW_THREAD)
     library = source.with_suffix(".so")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True, timeout=120
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(library))
         with watched(free_ports(threads=1), "slow") as server:

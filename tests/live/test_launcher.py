@@ -40,7 +40,7 @@ def test_a_server_is_ready_serves_and_leaves_nothing(repository: Path) -> None:
     assert left_over(prefix) == []
     assert process and not process.is_running()
     with pytest.raises(OSError):
-        socket.create_connection((address[0], int(address[1])))
+        socket.create_connection((address[0], int(address[1])), timeout=60)
 
 
 def test_models_run_in_our_environment(repository: Path) -> None:

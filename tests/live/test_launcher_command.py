@@ -69,7 +69,9 @@ def test_control_apis_are_refused(served: Served) -> None:
 def test_the_printed_curl_line_works(served: Served) -> None:
     """Copied from the terminal into a shell."""
     assert served.curl.startswith("curl ")
-    answer = subprocess.run(served.curl, shell=True, capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        served.curl, shell=True, capture_output=True, text=True, check=True, timeout=120
+    )
     assert answer.stdout.startswith("HTTP/1.1 200")
     served.process.terminate()
     code, errors = served.end()
@@ -182,7 +184,12 @@ def test_a_limit_of_files_that_is_too_low_is_one_line(repository: Path) -> None:
     """A server without descriptors answers nobody; it is not started."""
     words = f"ulimit -n 300; exec {sys.executable} -m trtllm_bls.cli serve --model-repository"
     ran = subprocess.run(
-        ["sh", "-c", f"{words} {repository}"], capture_output=True, text=True, check=False, cwd=ROOT
+        ["sh", "-c", f"{words} {repository}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=120,
     )
     assert ran.returncode == 1
     assert ran.stderr.startswith("error: only 300 files may be open (ulimit -Hn), 768 are needed")

@@ -40,7 +40,7 @@ def post(server: TritonServer, path: str, body: Any) -> str:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         answer: str = response.read().decode()
     return answer
 

@@ -74,7 +74,7 @@ class Followed:
 
 
 def output(words: list[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT, timeout=280)
     return done.stdout + done.stderr
 
 
@@ -132,7 +132,7 @@ def test_the_page_on_an_engine_of_one_s_own(tmp_path: Path) -> None:
     moved = {"/tmp/own": str(tmp_path / "own")}
     for command in begin.split("\n")[:2]:
         words = command.removeprefix("$ ").replace("/tmp/own", moved["/tmp/own"])
-        subprocess.run(words, shell=True, check=True, cwd=ROOT)
+        subprocess.run(words, shell=True, check=True, cwd=ROOT, timeout=280)
     with following("openai-python-backend.md", moved) as followed:
         followed.run(ask)
 

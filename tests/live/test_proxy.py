@@ -49,10 +49,10 @@ class Proxy:
 
 def found_nginx() -> str:
     if shutil.which("nginx") is None and os.environ.get("TRTLLM_BLS_INSTALL_NGINX"):
-        subprocess.run(["apt-get", "install", "-qy", "nginx-light"], check=True)
+        subprocess.run(["apt-get", "install", "-qy", "nginx-light"], check=True, timeout=280)
     found = shutil.which("nginx")
     if found is None:
-        pytest.skip("no nginx here; TRTLLM_BLS_INSTALL_NGINX=1 has apt-get install it")
+        pytest.skip("no nginx: TRTLLM_BLS_INSTALL_NGINX=1 runs it")
     return found
 
 

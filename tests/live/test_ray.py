@@ -28,7 +28,7 @@ from trtllm_bls.text.tokenizer import load_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif("RAY" not in os.environ, reason="needs ray; name its python with RAY"),
+    pytest.mark.skipif("RAY" not in os.environ, reason="no ray: RAY=/path/to/its/python runs it"),
 ]
 MODEL = DEMO / "target"
 DRIVER = """

@@ -114,7 +114,7 @@ def test_without_shared_memory_who_waits_is_told_and_later_all_is_well() -> None
     """What runs goes on, what needs room gets an error at once, and no process ends."""
     alone = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     mount = "mount -t tmpfs -o size=48m tmpfs /dev/shm"
-    if subprocess.run([*alone, mount], capture_output=True).returncode:
+    if subprocess.run([*alone, mount], capture_output=True, timeout=120).returncode:
         pytest.skip("mounts a /dev/shm of its own: run it as root with CAP_SYS_ADMIN")
     script = f"{mount} && exec {sys.executable} -m tests.live.full_shared_memory"
     told = subprocess.run([*alone, script], cwd=ROOT, capture_output=True, text=True, timeout=400)

@@ -195,7 +195,7 @@ def test_https_answers_who_shows_a_certificate(https_url: str, files: dict[str, 
     own = files["client"]
     url = f"{https_url.replace('127.0.0.1', 'localhost')}/v2/health/ready"
     words = ["curl", "-si", "--cacert", own.ca, "--cert", own.cert, "--key", own.key, url]
-    told = subprocess.run(words, capture_output=True, text=True, check=True)
+    told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     assert told.stdout.startswith("HTTP/1.1 200")
 
 
@@ -263,7 +263,9 @@ def test_serve_speaks_https_alone_and_is_found_again_after_a_restart(
     try:
         curl, urls = running.curl, running.urls
         assert urls["OpenAI"] == f"https://127.0.0.1:{port}/v1"
-        told = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True)
+        told = subprocess.run(
+            curl, shell=True, capture_output=True, text=True, check=True, timeout=120
+        )
         assert "12 * 9" in json.loads(told.stdout)["choices"][0]["message"]["content"]
         running.server.kill()
         running.wait_for_line("serving again")

@@ -53,7 +53,9 @@ pytestmark = pytest.mark.skipif(
 def test_the_fields_are_those_that_are_published(tmp_path: Path) -> None:
     """Name, number, type and oneof of each field that our own file has."""
     bin_ = pip_install(tmp_path / "proto", "smg-grpc-proto")
-    told = subprocess.run([bin_ / "python", "-c", FIELDS], capture_output=True, check=True)
+    told = subprocess.run(
+        [bin_ / "python", "-c", FIELDS], capture_output=True, check=True, timeout=120
+    )
     published = json.loads(told.stdout)
     for name, message in messages.MESSAGES.items():
         for field in message.DESCRIPTOR.fields:

@@ -299,7 +299,7 @@ def test_a_missing_input_is_an_error_that_names_it(
 ) -> None:
     """However many others there are: Triton itself only counts them."""
     if model not in echo.models:
-        pytest.skip("a server without an engine has no ensemble")
+        pytest.skip("no ensemble before a service: the other transports run it")
     for body, problem in (
         ({"text_input": "a"}, "max_tokens: is missing"),
         ({"text_input": "a", "temperature": 0.5, "top_k": 4}, "max_tokens: is missing"),

@@ -40,7 +40,7 @@ def unary() -> Iterator[TritonServer]:
 def test_the_announced_request_is_answered_in_one_piece(unary: TritonServer) -> None:
     curl = announcement(unary, health_port=0).splitlines()[-1]
     assert "/generate " in curl
-    told = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True)
+    told = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True, timeout=120)
     assert json.loads(told.stdout)["text_output"].strip()
 
 

@@ -23,7 +23,13 @@ SOURCES = ("trtllm_bls", "models", "assets", "setup.cfg", "pyproject.toml", "REA
 def run(words: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(
-        [*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+        [*map(str, words)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 

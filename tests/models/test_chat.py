@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import threading
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from tests.helpers.server_settings import DEMO
 from tests.helpers.small_tokenizers import MAKERS, directory
+from tests.helpers.tiers import pairs
 from trtllm_bls.errors import InvalidRequest, TokenizerError
 from trtllm_bls.text import template_trial
 from trtllm_bls.text.prompts import PromptMaker
@@ -188,6 +190,7 @@ COPIES = (
     "{% for a in range(99) %}{% set all.seen = all.seen + all.seen %}{% endfor %}"
 )
 WRITES = LOOPS.replace("{% set c = b %}", "{{ messages[0].content }}")
+TOO_LONG = "takes more than 2 s of CPU for a short conversation"
 RECURSES = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}"
 ESCAPES = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
 CHANGES = "{{ messages.append(messages[0]) }}"
@@ -197,16 +200,18 @@ WELL = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
-@pytest.mark.parametrize("template", [LOOPS, GROWS, COPIES, WRITES])
-@pytest.mark.parametrize("place", ["always", "for tools"])
+@pytest.mark.parametrize(
+    "template, place", pairs([LOOPS, GROWS, COPIES, WRITES], ["always", "for tools"])
+)
 def test_a_template_that_runs_or_grows_without_end_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, place: str
 ) -> None:
     """It is tried out in a process of its own, so this one neither waits long nor grows."""
     monkeypatch.setattr(template_trial, "CPU_S", 1)
+    bound = "1 s of CPU" if template in (LOOPS, WRITES) else "256 MiB"
     if place == "for tools":
         template = "{% if tools %}" + template + "{% endif %}"
-    with pytest.raises(TokenizerError, match="its chat template takes more than 1 s of CPU or 256"):
+    with pytest.raises(TokenizerError, match=f"its chat template takes more than {bound} for a"):
         with_template(directory("byte-level"), tmp_path, template + WELL)
 
 
@@ -253,6 +258,33 @@ def test_a_process_that_cannot_fork_loads_a_tokenizer_untried(
     monkeypatch.setattr(template_trial.os, "fork", no_process)
     assert template_trial.problem_of(lambda: None) is None
     assert "the chat template is not tried out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "crashes, problem", [(1, None), (2, "takes more than 2 s of CPU for a short conversation")]
+)
+def test_a_trial_that_ran_out_of_cpu_time_is_made_once_more(
+    tmp_path: Path, crashes: int, problem: str | None
+) -> None:
+    """A machine that stood still counts that time for what ran just then."""
+
+    def render() -> None:
+        trials = tmp_path / "trials"
+        with trials.open("a") as file:
+            file.write("x")
+        if len(trials.read_text()) <= crashes:
+            signal.raise_signal(signal.SIGXCPU)
+
+    found = template_trial.problem_of(render)
+    assert found == problem
+
+
+def test_a_trial_that_crashes_names_the_signal() -> None:
+    def render() -> None:
+        signal.raise_signal(signal.SIGKILL)
+
+    found = template_trial.problem_of(render)
+    assert found == "crashes by SIGKILL for a short conversation"
 
 
 def test_a_trial_that_does_not_end_is_killed_and_told(

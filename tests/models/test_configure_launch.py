@@ -151,7 +151,7 @@ def test_the_slurm_script_starts_one_server_per_rank(
     stand_in(programs / "server", printing)
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SERVER": str(programs / "server")}
     ran = subprocess.run(
-        ["bash", script], env=environment, capture_output=True, text=True, check=True
+        ["bash", script], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
     first, second = ran.stdout.splitlines()
     assert f"--model-repository={demo.out}" in first

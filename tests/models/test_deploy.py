@@ -57,7 +57,7 @@ def rendered(*parts: str) -> str:
     if kubectl is None:
         pytest.skip("no kubectl, which renders the overlays: install it to run this")
     order = [kubectl, "kustomize", str((DEPLOY / "kubernetes").joinpath(*parts))]
-    return subprocess.run(order, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(order, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def documents(overlay: Path) -> list[Any]:
@@ -189,7 +189,7 @@ def test_prometheus_accepts_the_scrape_job(tmp_path: Path) -> None:
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
     shutil.copy(DEPLOY / "alerts.yaml", tmp_path)
     order = ["promtool", "check", "config", str(tmp_path / "prometheus.yaml")]
-    done = subprocess.run(order, capture_output=True, text=True)
+    done = subprocess.run(order, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -373,10 +373,10 @@ def test_the_containers_own_lines_install_it(image: Path, tmp_path: Path) -> Non
         copy(root / source, there)
     for words in (["--no-deps", "-r", str(image)], *installs(image)):
         subprocess.run([*pip, "install", *words], check=True, cwd=context, timeout=600)
-    told = subprocess.run([*pip, "check"], capture_output=True, text=True)
+    told = subprocess.run([*pip, "check"], capture_output=True, text=True, timeout=120)
     assert told.returncode == 0, told.stdout
     doctor = [bin_ / "trtllm-bls", "doctor", "--json"]
-    found = json.loads(subprocess.run(doctor, capture_output=True, check=False).stdout)
+    found = json.loads(subprocess.run(doctor, capture_output=True, check=False, timeout=120).stdout)
     levels = [each["level"] for each in found["findings"] if each["check"] == "packages"]
     assert levels == ["ok"], found
     api = [bin_ / "trtllm-bls", "openai", "--port", "0", "--workers", "2"]

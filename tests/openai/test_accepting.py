@@ -54,7 +54,7 @@ def callers(number: int) -> Iterator[socket.socket]:
     with ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=number))
         for _ in range(number):
-            stack.enter_context(socket.create_connection(listening.getsockname()))
+            stack.enter_context(socket.create_connection(listening.getsockname(), timeout=60))
         yield listening
 
 
@@ -207,7 +207,9 @@ def test_connections_are_spread_evenly_over_workers(monkeypatch: pytest.MonkeyPa
         until(lambda: turns.others == len(workers) - 1)
 
         def answered() -> tuple[socket.socket, int]:
-            client = stack.enter_context(socket.create_connection(listening.getsockname(), 60))
+            client = stack.enter_context(
+                socket.create_connection(listening.getsockname(), timeout=60)
+            )
             client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             head, body = b"", b""
             while len(body) < 8:

@@ -628,7 +628,7 @@ def test_logs_and_metrics_tell_the_api(speak: Any, caplog: pytest.LogCaptureFixt
         model.anthropic.messages.create(model=MODEL, max_tokens=9, messages=turn)
         until(lambda: "api=message outcome=success" in caplog.text)
     assert "api=response outcome=success" in caplog.text
-    with urllib.request.urlopen(f"{model.api.url}/metrics") as answer:
+    with urllib.request.urlopen(f"{model.api.url}/metrics", timeout=60) as answer:
         told = answer.read().decode()
     for api in ("response", "message"):
         labels = f'api="{api}",outcome="success",model="{MODEL}"'
@@ -654,11 +654,11 @@ def test_metrics_tell_the_api_of_a_refused_request(
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{model.api.url}{path}", body, headers)
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request)
+        urllib.request.urlopen(request, timeout=60)
     refused.value.close()
 
     def is_counted() -> bool:
-        with urllib.request.urlopen(f"{model.api.url}/metrics") as answer:
+        with urllib.request.urlopen(f"{model.api.url}/metrics", timeout=60) as answer:
             labels = f'api="{api}",outcome="refused",model="{MODEL}"'
             return f"trtllm_bls_api_requests_total{{{labels}}} 1\n" in answer.read().decode()
 

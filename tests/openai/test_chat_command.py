@@ -252,8 +252,8 @@ def test_events_may_end_lines_with_cr_lf() -> None:
 
 def piped(lines: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CHAT), *words]
-    how: dict[str, Any] = {"errors": "surrogateescape", "text": True, "timeout": 120}
-    return subprocess.run(command, input=lines, capture_output=True, **how)
+    how: dict[str, Any] = {"errors": "surrogateescape", "text": True}
+    return subprocess.run(command, input=lines, capture_output=True, **how, timeout=120)
 
 
 def test_without_a_terminal_each_line_is_a_message(triton: FakeGrpcServer) -> None:

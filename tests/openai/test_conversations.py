@@ -139,7 +139,7 @@ def test_what_is_no_text_becomes_a_sentence(speak: Any, api: Any) -> None:
         prompt = model.engine.prompts[-1]
         assert SENTENCE.format(kind, f" ({about})" if about else "") in prompt
         assert "Look." in prompt and PIXELS not in prompt
-    with urllib.request.urlopen(f"{model.api.url}/metrics") as answer:
+    with urllib.request.urlopen(f"{model.api.url}/metrics", timeout=60) as answer:
         counts = dict(
             re.findall(r'unreadable_content_total{kind="(\w+)".*} (\d+)', answer.read().decode())
         )

@@ -34,7 +34,7 @@ def test_a_full_server_refuses_before_it_reads_a_request(connect: Connect) -> No
     engine.fault = Fault(error=None)  # never answers
     backend = ScriptedBackend(engine, admission=Admission(1, 1, None))
     api, _ = connect(engine, backend=backend)
-    callers = [socket.create_connection((api.host, api.port)) for _ in range(3)]
+    callers = [socket.create_connection((api.host, api.port), timeout=60) for _ in range(3)]
     body = json.dumps(completion()).encode()
     head = "POST {} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     head += "content-length: {}\r\n\r\n"

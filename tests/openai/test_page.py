@@ -35,7 +35,7 @@ from trtllm_bls.types import Adapter
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None)
 DRIVER = shutil.which("chromedriver") or "/usr/bin/chromedriver"
-MISSING = "needs Chromium and its driver: apt-get install chromium chromium-driver"
+MISSING = "no Chromium or driver: `apt-get install chromium chromium-driver` runs it"
 PAGE = Path(__file__).parents[2] / "trtllm_bls" / "openai"
 LIBRARIES = (PAGE / "marked.js", PAGE / "purify.js", PAGE / "temml.js")
 ANSWER = "article.assistant .formatted"

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 
 from tests.helpers.children import Child
 from tests.helpers.openai_server import MODEL
+from tests.helpers.packages import import_or_skip
 from tests.helpers.scripted_text import PROMPT
 from tests.helpers.small_tokenizers import directory
 from tests.helpers.waiting import until, until_ended
@@ -101,9 +102,9 @@ def test_websockets_come_through_tls_with_a_key(
     process: tuple[Child, str], authority: trustme.CA
 ) -> None:
     """To any worker."""
-    client = pytest.importorskip("websockets.sync.client")
+    client = import_or_skip("websockets.sync.client")
     if socket_protocol() == "none":
-        pytest.skip("this uvicorn limits no message of a WebSocket")
+        pytest.skip("uvicorn limits no message of a WebSocket: `pip install wsproto` runs it")
     context = ssl.create_default_context()
     authority.configure_trust(context)
     authority.issue_cert("client").configure_cert(context)

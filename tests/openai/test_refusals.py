@@ -385,7 +385,7 @@ def test_a_defect_is_counted(connect: Connect) -> None:
         client.completions.create(model=MODEL, prompt=PROMPT)
 
     def count() -> bool:
-        with urllib.request.urlopen(f"{api.url}/metrics") as answer:
+        with urllib.request.urlopen(f"{api.url}/metrics", timeout=60) as answer:
             return 'internal_errors_total{model="scripted"} 1' in answer.read().decode()
 
     until(count)

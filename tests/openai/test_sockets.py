@@ -17,17 +17,19 @@ import pytest
 from doubles.scripted import Script
 from doubles.speaking import SpeakingEngine
 from tests.helpers.openai_server import ScriptedBackend, serving
+from tests.helpers.packages import import_or_skip
 from tests.helpers.scripted_text import tokenizer_with_tools
 from tests.helpers.waiting import until
 from tests.openai.test_agents import Speaking, events
 from trtllm_bls.openai import sockets
 
-client = pytest.importorskip("websockets.sync.client")
-exceptions = pytest.importorskip("websockets.exceptions")
-wsproto = pytest.importorskip("wsproto.events")
-frames = pytest.importorskip("trtllm_bls.openai.frames")
+client = import_or_skip("websockets.sync.client")
+exceptions = import_or_skip("websockets.exceptions")
+wsproto = import_or_skip("wsproto.events")
+frames = import_or_skip("trtllm_bls.openai.frames")
 pytestmark = pytest.mark.skipif(
-    sockets.socket_protocol() == "none", reason="this uvicorn limits no message of a WebSocket"
+    sockets.socket_protocol() == "none",
+    reason="uvicorn limits no message of a WebSocket: `pip install wsproto` runs it",
 )
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call>'

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.packages import import_or_skip
 from tests.helpers.published import pip_download, templates_of_llama_cpp
 from tests.models.test_chat_templates import TOOL, tokenizer_of
 from trtllm_bls.text.chat_formats import REASONING_TAGS, TOOL_FORMATS, formats_of
@@ -119,7 +120,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_published_answers_are_read(family: str) -> None:
     """Content, reasoning and calls as others expect them, apart from white space in texts."""
-    package = Path(pytest.importorskip("canitoolcall").__file__).parent
+    package = Path(import_or_skip("canitoolcall").__file__).parent
     folder = package / "_data" / "fixtures" / family
     models = json.loads((folder / "family.json").read_text())["reference_models"]
     prompts = {each["repo"]: each.get("default_generation_prompt") or "" for each in models}
@@ -298,7 +299,7 @@ def test_reasoning_and_content_beside_a_call_of_gpt_oss_are_both_written(
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """OpenAI's package, and its encoding."""
-    package = pytest.importorskip("openai_harmony")
+    package = import_or_skip("openai_harmony")
     folder = tmp_path_factory.mktemp("vocabulary")
     wheel = pip_download(tmp_path_factory.mktemp("wheel"), "bpe-openai==0.1.4")
     with zipfile.ZipFile(wheel) as archive:

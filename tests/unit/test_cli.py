@@ -314,7 +314,7 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     heavy = "{'torch', 'transformers', 'grpc', 'tritonclient', 'numpy'}"
     probe = f"import sys, trtllm_bls.cli; print(sorted({heavy} & set(sys.modules)))"
     shown = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=True
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=120
     )
     assert shown.stdout == "[]\n"
 
@@ -323,7 +323,7 @@ def test_the_embedded_engine_without_torch_names_the_extra() -> None:
     """The server's extra does not bring it, and Triton alone would show forty lines of trace."""
     probe = "import sys; sys.modules['torch'] = None; import trtllm_bls.engines.embedded"
     told = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=120
     )
     assert told.stderr.splitlines()[-1].endswith(
         "SetupError: the embedded engine needs torch: run `pip install 'trtllm-bls[embedded]'`"

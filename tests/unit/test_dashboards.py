@@ -91,7 +91,7 @@ def test_an_expression_asks_for_what_there_is(expression: str) -> None:
 def test_each_alert_fires_when_it_should(what: tuple[str, str]) -> None:
     """By Prometheus itself, and none where the server is well."""
     order = ["promtool", what[0], "rules", str(ROOT / "deploy" / what[1])]
-    done = subprocess.run(order, capture_output=True, text=True)
+    done = subprocess.run(order, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

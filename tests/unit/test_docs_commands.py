@@ -120,5 +120,6 @@ def test_the_tests_that_need_no_torch_load_without_it(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout[-2000:]

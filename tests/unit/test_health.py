@@ -191,7 +191,9 @@ def test_clients_that_say_nothing_do_not_use_up_threads(
     _, url = endpoint
     monkeypatch.setattr(watch_module, "_MAX_CONNECTIONS", threading.active_count() + 3)
     address = urlsplit(url)
-    silent = [socket.create_connection((address.hostname, address.port)) for _ in range(9)]
+    silent = [
+        socket.create_connection((address.hostname, address.port), timeout=60) for _ in range(9)
+    ]
     for one in silent:
         one.settimeout(SECONDS)
     assert [one.recv(1) for one in silent[3:]] == [b""] * 6

@@ -115,7 +115,7 @@ def test_mypy_finds_the_mistakes(tmp_path: Path) -> None:
     (tmp_path / "calls.py").write_text(CALLS)
     words = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]
     done = subprocess.run(
-        [*words, str(tmp_path / "calls.py")], cwd=ROOT, capture_output=True, text=True
+        [*words, str(tmp_path / "calls.py")], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     lines = [
         line.split(":", 3)[1:]
@@ -345,7 +345,7 @@ assert is_torch_available() == (find_spec("torch") is not None), "torch is hidde
 
 def test_nothing_of_a_users_process_is_changed() -> None:
     words = [sys.executable, "-c", UNCHANGED, str(directory("byte-level"))]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -157,7 +157,7 @@ def test_the_port_with_tls_stays_where_a_server_failed_to_start_again(
     finally:
         server.stop()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60)
 
 
 def test_waiting_for_models_has_an_end_and_says_how_to_move_it(

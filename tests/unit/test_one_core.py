@@ -19,7 +19,7 @@ from trtllm_bls.triton.one_core import OneCore, core_ticks
 
 CORES = sorted(os.sched_getaffinity(0))
 SECOND = os.sysconf("SC_CLK_TCK")
-needs_two = pytest.mark.skipif(len(CORES) < 2, reason="needs a machine with two cores")
+needs_two = pytest.mark.skipif(len(CORES) < 2, reason="one core: a machine with two cores runs it")
 
 
 class Machine:

@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.helpers.packages import import_or_skip
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.cli import main
 from trtllm_bls.errors import SettingsError
@@ -69,7 +70,7 @@ def test_each_worker_has_twice_its_share_of_what_may_run_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As the processes of ``tensorrt_llm_bls`` do, also where ``auto`` says how many there are."""
-    pytest.importorskip("uvicorn")
+    import_or_skip("uvicorn")
     served = []
     monkeypatch.setattr(
         "trtllm_bls.openai.workers.serve", lambda *given, **more: served.append((*given, more))
@@ -101,7 +102,7 @@ def test_each_worker_in_front_of_the_model_has_twice_its_share_of_the_places(
     workers: str, places: tuple[int, int], repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All together send Triton at most twice what it takes, where each could have sent all."""
-    pytest.importorskip("uvicorn")
+    import_or_skip("uvicorn")
     served = []
     monkeypatch.setattr(
         "trtllm_bls.openai.workers.serve", lambda *given, **more: served.append((*given, more))
@@ -139,7 +140,7 @@ def test_what_it_cannot_start_with_is_one_line(
     words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That names the option or parameter."""
-    pytest.importorskip("uvicorn")
+    import_or_skip("uvicorn")
     monkeypatch.delenv(MODEL_DIR, raising=False)
     result = CliRunner().invoke(main, ["openai", *words])
     assert result.exit_code == 1
@@ -149,7 +150,7 @@ def test_what_it_cannot_start_with_is_one_line(
 
 @pytest.mark.parametrize("port", ["-1", "65536"])
 def test_a_port_that_there_cannot_be_is_refused(port: str, repository: Path) -> None:
-    pytest.importorskip("uvicorn")
+    import_or_skip("uvicorn")
     words = ["openai", "--model-repository", str(repository), "--port", port]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2

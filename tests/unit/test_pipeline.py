@@ -531,7 +531,7 @@ def test_what_new_writes_is_typed(tmp_path: Path) -> None:
         moved = (made / "1" / "model.py").rename(made / f"{name}.py")  # mypy wants a name for each
         files += [str(moved), str(made / f"test_{name}.py")]
     command = [sys.executable, "-m", "mypy", "--strict", *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "6 source files" in done.stdout, done.stdout
 
 

@@ -6,6 +6,7 @@ import ast
 import re
 import socket
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ TESTS = Path(__file__).parents[1]
 OWN_NAME = Path(__file__).name
 
 
+@cache
 def sources() -> dict[str, str]:
     """Return the text of every file of the tests but this one, by its path below ``tests``."""
     return {
@@ -23,6 +25,19 @@ def sources() -> dict[str, str]:
         for file in sorted(TESTS.rglob("*.py"))
         if file.name != OWN_NAME
     }
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each of these files."""
+    return {file: ast.parse(text) for file, text in sources().items()}
+
+
+def calls(tree: ast.AST, callee: re.Pattern[str]) -> Iterator[ast.Call]:
+    """Yield the calls of what ``callee`` matches whole."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and callee.fullmatch(ast.unparse(node.func)):
+            yield node
 
 
 # A name that stands for two addresses: a server listens on one of them, and another program may own
@@ -134,8 +149,10 @@ def test_a_program_of_a_test_is_a_child_that_says_how_it_ended() -> None:
 
 def shared_and_unwatched() -> Iterator[str]:
     """Yield the fixtures that start a tritonserver for several tests without ``watched``."""
-    for file, text in sources().items():
-        for node in ast.walk(ast.parse(text)):
+    for file, tree in trees().items():
+        if "TritonServer(" not in sources()[file]:
+            continue
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 decorators = " ".join(map(ast.unparse, node.decorator_list))
                 is_shared = "scope='module'" in decorators or "scope='session'" in decorators
@@ -154,6 +171,41 @@ def test_no_test_waits_for_a_thread_without_a_limit() -> None:
     generated = "helpers/ticking_models.py"  # code of models, which no test waits for
     found = [file for file, text in sources().items() if file != generated and endless.search(text)]
     assert found == []
+
+
+# A program that runs to its end, a page that is read, a connection that is made.
+PARTNERS = re.compile(
+    r"subprocess\.(?:run|call|check_call|check_output)|.*\burlopen|socket\.create_connection"
+)
+
+
+def test_no_program_or_connection_of_a_test_is_waited_for_without_a_limit() -> None:
+    """A failure says what the test waited for."""
+    endless = []
+    for file, tree in trees().items():
+        for call in calls(tree, PARTNERS):
+            names = {keyword.arg for keyword in call.keywords}
+            if "timeout" not in names:
+                endless.append(f"{file}:{call.lineno}")
+    assert endless == []
+
+
+# --- skips ------------------------------------------------------------------------------------
+
+SKIPS = re.compile(r"pytest\.(?:mark\.)?(?:skip|skipif|importorskip)")
+HINT = re.compile(r"\bruns? (?:it|this)\b|\b(?:MISSING|reason=reason)\b")
+# The answer of the engine that is tested is the reason.
+WITHOUT_A_HINT = ["conformance/engine_client.py", "conformance/engine_client.py"]
+
+
+def test_a_skipped_test_says_how_it_runs() -> None:
+    """In one line: install this, set that, or be somebody."""
+    silent = []
+    for file, tree in trees().items():
+        for call in calls(tree, SKIPS):
+            if not HINT.search(ast.unparse(call)):
+                silent.append(file)
+    assert silent == WITHOUT_A_HINT
 
 
 # --- comparisons of time and memory ----------------------------------------------------------
@@ -201,8 +253,10 @@ def measured(function: ast.AST) -> Iterator[str]:
 def timed_assertions() -> dict[str, list[str]]:
     """Return the assertions that compare clocks or sizes, by file and function."""
     found: dict[str, list[str]] = {}
-    for file, text in sources().items():
-        for node in ast.walk(ast.parse(text)):
+    for file, tree in trees().items():
+        if not CLOCKS.search(sources()[file]):
+            continue
+        for node in ast.walk(tree):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             if assertions := [*measured(node)]:

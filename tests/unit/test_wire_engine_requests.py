@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import InferResult, service_pb2
 
+from tests.helpers.packages import import_or_skip
 from tests.helpers.wire_tensors import (
     ASK,
     LAST_FORM,
@@ -184,7 +185,7 @@ def test_draft_logits_are_sent_in_the_type_that_the_engine_declares(datatype: st
 
 def test_bf16_is_rounded_as_torch_rounds_it() -> None:
     """To the nearest, to even where there are two; infinities stay what they are."""
-    torch = pytest.importorskip("torch")
+    torch = import_or_skip("torch")
     bits = np.random.default_rng(1).integers(0, 2**32, 20_000, dtype=np.uint32)
     halves = np.arange(0x3F808000, 0x3F900000, 0x8000, dtype=np.uint32)  # just between two
     floats = np.concatenate([bits, halves]).view(np.float32)

@@ -290,9 +290,10 @@ class Terminal(Listener):
 
     def say(self, text: str, severity: str = "info") -> None:
         """Show a line of ``serve``'s own, and write it to the log file in the form of Triton's."""
-        self._keep(as_log_line(text, severity))
+        now = time.localtime()
+        self._keep(as_log_line(text, severity, now))
         if not self.as_json:
-            text = f"{time.strftime('%H:%M:%S')} {text}"
+            text = f"{time.strftime('%H:%M:%S', now)} {text}"
         self._print(text, severity)
 
     def log(self, line: LogLine) -> None:
@@ -334,10 +335,10 @@ class Terminal(Listener):
         self._console.print(line, soft_wrap=True)
 
 
-def as_log_line(text: str, severity: str) -> str:
+def as_log_line(text: str, severity: str, now: time.struct_time | None = None) -> str:
     """Write a line of ``serve``'s own in the form of Triton's log."""
-    now = time.strftime("%m%d %H:%M:%S")
-    return f"{severity[0].upper()}{now} {os.getpid()} serve:0] {text}"
+    stamp = time.strftime("%m%d %H:%M:%S", now or time.localtime())
+    return f"{severity[0].upper()}{stamp} {os.getpid()} serve:0] {text}"
 
 
 def processes(server: TritonServer, http: HttpProcess | None) -> list[str]:

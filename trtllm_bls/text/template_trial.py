@@ -31,6 +31,24 @@ def problem_of(render: Callable[[], object]) -> str | None:
     An error that ``render`` raises is no problem: a template may refuse a conversation. If the
     trial cannot be made, the log says so.
     """
+    status = _status_of(render)
+    if status == -signal.SIGXCPU:
+        # A virtual machine that stood still for two seconds counts them for what ran just then.
+        status = _status_of(render)
+    if status == -signal.SIGXCPU:
+        return f"takes more than {CPU_S} s of CPU for a short conversation"
+    if status == _NO_MEMORY:
+        return f"takes more than {MEMORY_BYTES >> 20} MiB for a short conversation"
+    if status:
+        return f"crashes by {signal.Signals(-status).name} for a short conversation"
+    return None
+
+
+def _status_of(render: Callable[[], object]) -> int:
+    """Return the exit code of a child that runs ``render``, or minus the signal that ended it.
+
+    Zero also stands for a trial that could not be made.
+    """
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of a fork beside threads. The child runs the template and ends.
@@ -38,21 +56,18 @@ def problem_of(render: Callable[[], object]) -> str | None:
             child = os.fork()
     except OSError as error:
         log.warning("the chat template is not tried out: %s", error)
-        return None
+        return 0
     if not child:
         _run_and_exit(render)
     try:
         status = _wait(child)
     except OSError as error:  # This kernel has no pidfd, or signals of children are ignored.
         log.warning("the chat template is not tried out: %s", error)
-        return None
+        return 0
     if status is None:
         log.warning("the chat template is not tried out: its trial did not end in %g s", _WAIT_S)
-        return None
-    if status == 0:
-        return None
-    memory = f"{MEMORY_BYTES >> 20} MiB"
-    return f"takes more than {CPU_S} s of CPU or {memory} for a short conversation"
+        return 0
+    return os.waitstatus_to_exitcode(status)
 
 
 def _run_and_exit(render: Callable[[], object]) -> None:
@@ -62,7 +77,8 @@ def _run_and_exit(render: Callable[[], object]) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         address_space = pages * resource.getpagesize() + MEMORY_BYTES
         _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_CPU, CPU_S)
+        # SIGXCPU comes at the first bound and says what it was; SIGKILL comes at the second.
+        _limit(resource.RLIMIT_CPU, CPU_S, CPU_S + 1)
         _limit(resource.RLIMIT_AS, address_space)
         render()
     except MemoryError:
@@ -73,11 +89,13 @@ def _run_and_exit(render: Callable[[], object]) -> None:
         os._exit(status)
 
 
-def _limit(kind: int, value: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    if hard != resource.RLIM_INFINITY:
-        value = min(value, hard)
-    resource.setrlimit(kind, (value, value))
+def _limit(kind: int, soft: int, hard: int | None = None) -> None:
+    """Set both bounds, or lower ones where the process may have no more."""
+    hard = soft if hard is None else hard
+    highest = resource.getrlimit(kind)[1]
+    if highest != resource.RLIM_INFINITY:
+        hard = min(hard, highest)
+    resource.setrlimit(kind, (min(soft, hard), hard))
 
 
 def _wait(child: int) -> int | None:
