@@ -19,6 +19,7 @@ from tests.client.test_request_path import parameters
 from tests.helpers.fake_engine_server import HOLD, Fail, Say, Triton
 from tests.helpers.fake_grpc_server import Abort, Step, in_a_thread
 from tests.helpers.scripted_text import PROMPT, tokenizer
+from tests.helpers.tiers import budget
 from tests.helpers.waiting import until
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.orchestrator.reports import REQUESTS
@@ -26,7 +27,7 @@ from trtllm_bls.pipeline.testing import FakeTriton
 from trtllm_bls.triton.request_server import RequestServer
 from trtllm_bls.triton.text_service import TextService
 
-MANY, AT_ONCE = 256, 32
+MANY, AT_ONCE = budget(128, 256), 32
 SAYS = [Say((token,)) for token in tokenizer().encode_word("It's fun, isn't it?")]
 WHOLE: list[Step] = [*SAYS, Say((), final=True)]
 BROKEN: list[Step] = [*SAYS[:3], Fail("the engine's own")]

@@ -7,7 +7,7 @@ runs as `make test` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import TypeVar
 
@@ -30,4 +30,15 @@ def pairs(first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
     for (row, one), (column, other) in product(enumerate(first), enumerate(second)):
         if (row + column) % stride == 0:
             chosen.append((one, other))
+    return chosen
+
+
+def sample(cases: Iterable[A]) -> list[A]:
+    """Return all cases, or the first, each fifth after it, and the last."""
+    every = list(cases)
+    if FULL:
+        return every
+    chosen = every[::_STRIDE]
+    if (len(every) - 1) % _STRIDE:
+        chosen.append(every[-1])
     return chosen

@@ -16,6 +16,7 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from tests.helpers.recorded_calls import TEMPLATES, recorded_calls
 from tests.helpers.small_tokenizers import directory
+from tests.helpers.tiers import sample
 from tests.helpers.virtual_time import run_skipping_waits
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.speculative.options import DraftSource, SpeculationOptions
@@ -153,7 +154,7 @@ def passes(prompt: TokenIds, answer: TokenIds, calls: TokenIds) -> int:
 def test_recorded_calls_come_in_fewer_passes_and_unchanged() -> None:
     """Of nine families; simulated steps of the target."""
     without, with_calls = Counter[str](), Counter[str]()
-    for each in recorded_calls():
+    for each in sample(recorded_calls()):
         tokenizer = tokenizer_of(each.family)
         chat = tokenizer.render_chat(json.loads(ASK), tools=each.tools)
         prompt = tuple(tokenizer.encode_chat(chat))

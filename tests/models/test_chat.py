@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import signal
+import tempfile
 import threading
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -42,15 +45,19 @@ def with_template(source: Path, tmp_path: Path, template: str) -> Tokenizer:
     return load_tokenizer(path)
 
 
+@cache
+def marked_deepseek() -> Tokenizer:
+    """Return the published one, which takes seconds to load."""
+    return with_template(DEEPSEEK, Path(tempfile.mkdtemp(prefix="deepseek-")), MARKED)
+
+
 @pytest.fixture(scope="module", params=[*MAKERS, "demo", "deepseek"])
-def tokenizer(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Tokenizer:
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     """Every family of small tokenizers, the demo's, and a published one."""
     if request.param == "demo":
         return load_tokenizer(DEMO / "target")
     if request.param == "deepseek":
-        return with_template(DEEPSEEK, tmp_path_factory.mktemp("deepseek"), MARKED)
+        return marked_deepseek()
     return load_tokenizer(directory(request.param))
 
 
@@ -118,9 +125,9 @@ def test_parts_tools_and_calls_are_guarded_too(tmp_path: Path) -> None:
     assert prompt.replace(GUARD, "").count("<s>") == 2
 
 
-def test_a_template_may_look_for_a_token_in_a_message(tmp_path: Path) -> None:
+def test_a_template_may_look_for_a_token_in_a_message() -> None:
     """What it cuts at is cut, though the token is one of the tokenizer's."""
-    tokenizer = with_template(DEEPSEEK, tmp_path, MARKED)
+    tokenizer = marked_deepseek()
     prompt = tokenizer.render_chat(conversation("Hi", "long thought</think>Ho", "</think>"))
     assert "<｜Assistant｜>Ho<｜User｜></think>" in prompt
 
@@ -215,8 +222,10 @@ def test_a_template_that_runs_or_grows_without_end_is_not_loaded(
         with_template(directory("byte-level"), tmp_path, template + WELL)
 
 
-@pytest.mark.parametrize("template", [RECURSES, ESCAPES, CHANGES, "{{ raise_exception('no') }}"])
-@pytest.mark.parametrize("place", ["always", "for tools"])
+@pytest.mark.parametrize(
+    "template, place",
+    pairs([RECURSES, ESCAPES, CHANGES, "{{ raise_exception('no') }}"], ["always", "for tools"]),
+)
 def test_a_template_that_fails_refuses_its_request_alone(
     tmp_path: Path, template: str, place: str
 ) -> None:
@@ -260,23 +269,33 @@ def test_a_process_that_cannot_fork_loads_a_tokenizer_untried(
     assert "the chat template is not tried out" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "crashes, problem", [(1, None), (2, "takes more than 2 s of CPU for a short conversation")]
-)
-def test_a_trial_that_ran_out_of_cpu_time_is_made_once_more(
-    tmp_path: Path, crashes: int, problem: str | None
-) -> None:
-    """A machine that stood still counts that time for what ran just then."""
+def test_a_trial_collects_no_garbage_of_the_process(tmp_path: Path) -> None:
+    """gRPC's objects wait for threads at their end, which a forked process does not have."""
+    trace = tmp_path / "collected"
+
+    class Channel:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            trace.touch()
 
     def render() -> None:
-        trials = tmp_path / "trials"
-        with trials.open("a") as file:
-            file.write("x")
-        if len(trials.read_text()) <= crashes:
-            signal.raise_signal(signal.SIGXCPU)
+        lists: list[list[Any]] = []
+        for _ in range(200_000):
+            lists.append([])
 
-    found = template_trial.problem_of(render)
-    assert found == problem
+    gc.collect()
+    gc.disable()
+    try:
+        Channel()
+        gc.enable()
+        assert template_trial.problem_of(render) is None
+        assert not trace.exists()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert trace.exists()
 
 
 def test_a_trial_that_crashes_names_the_signal() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.small_tokenizers import directory
+from tests.helpers.tiers import sample
 from tests.models.configured import BUILD, NOT_PAGED, PLAIN, Demo, make_engine
 from tests.models.doctored import change, container, rewrite
 from trtllm_bls.operate.doctor import diagnose
@@ -351,7 +352,7 @@ def test_sixty_faults_are_planted() -> None:
     assert len(FAULTS) >= 60
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sample(FAULTS))
 def test_a_planted_fault_is_named(deployment: Deployment, fault: str) -> None:
     """In one line that says what to do, among few others."""
     plant, words = FAULTS[fault]
@@ -427,7 +428,7 @@ GOOD: dict[str, Plant] = {
 }
 
 
-@pytest.mark.parametrize("good", GOOD)
+@pytest.mark.parametrize("good", sample(GOOD))
 def test_a_good_repository_is_let_alone(deployment: Deployment, good: str) -> None:
     GOOD[good](deployment)
     assert deployment.findings() == []

@@ -198,7 +198,8 @@ def limited(table: Array, top_k: int | None) -> Array:
 
 
 @pytest.mark.parametrize(
-    ("by_logits", "count", "top_k"), [(True, 1, None), (True, 3, 2), (False, 2, None)]
+    ("by_logits", "count", "top_k"),
+    [(True, 1, None), pytest.param(True, 3, 2, marks=pytest.mark.slow), (False, 2, None)],
 )
 def test_pairs_of_tokens_across_rounds_follow_the_target(
     by_logits: bool, count: int, top_k: int | None

@@ -24,6 +24,7 @@ from tritonclient.grpc import model_config_pb2
 
 from tests.helpers.model_configurations import check_wires, parsed
 from tests.helpers.server_settings import DEMO, ROOT
+from tests.helpers.tiers import sample
 from tests.models.configured import BUILD, PLAIN, error_of, make_engine
 from tests.models.doctored import findings
 from trtllm_bls import __version__
@@ -84,7 +85,7 @@ def files(repository: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in repository.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("version", "kind"), written())
+@pytest.mark.parametrize(("version", "kind"), sample(written()))
 def test_every_version_is_brought_to_todays_form(version: str, kind: str, tmp_path: Path) -> None:
     """Its settings stay, its models load, ``doctor`` finds nothing, and once is enough."""
     repository = opened(version, kind, tmp_path)

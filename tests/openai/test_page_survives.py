@@ -20,6 +20,7 @@ from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from tests.helpers.tiers import sample
 from tests.openai.conftest import Connect
 from tests.openai.test_page import Page, speaking
 from tests.openai.test_page import browser as browser  # the fixture
@@ -556,7 +557,7 @@ def test_nothing_is_lost(
         reload(scene)
 
 
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@pytest.mark.parametrize("state", sample(STATES), ids=lambda state: state.__name__)
 def test_a_browser_without_storage_keeps_all_until_the_tab_closes(
     browser: webdriver.Chrome,
     connect: Connect,

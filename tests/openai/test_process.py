@@ -194,7 +194,9 @@ def workers_of(running: Child) -> list[psutil.Process]:
     return workers
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_workers_answer_without_https(number: int) -> None:
     """Under the names that are allowed; both signals end all with exit code 0."""
     workers = "1" if number == signal.SIGINT else "2"

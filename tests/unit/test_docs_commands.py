@@ -106,6 +106,7 @@ sys.modules.update(dict.fromkeys(("torch", "safetensors", "llguidance", "pytrito
 """
 
 
+@pytest.mark.slow
 def test_the_tests_that_need_no_torch_load_without_it(tmp_path: Path) -> None:
     """Those of the line in CONTRIBUTING.md, in a process that cannot import it."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.waiting import until
+from tests.helpers.waiting import join, until
 from trtllm_bls.orchestrator.output import (
     QueuedStream,
     checked_output,
@@ -39,7 +39,14 @@ class Pipe:
         reader.start()
         assert stream.drain(SECONDS)
         self.close_writing()
-        reader.join(SECONDS)
+        join(reader)
+        return b"".join(parts).decode()
+
+    def read(self) -> str:
+        """Read what was written, which must fit into the pipe."""
+        self.close_writing()
+        parts: list[bytes] = []
+        self._read(parts)
         return b"".join(parts).decode()
 
     def _read(self, parts: list[bytes]) -> None:
@@ -144,10 +151,10 @@ def test_prints_loggers_and_consoles_of_a_block_are_queued(
             print("printed", file=sys.stderr)
             click.echo("echoed", err=True)
             Console(stderr=True).print("shown")
-            received = pipe.read_until(queued)
+            assert queued.drain(SECONDS)
         assert sys.stderr is original
         write_all(original.fileno(), b"")
-    assert received.splitlines() == ["printed", "echoed", "shown"]
+    assert pipe.read().splitlines() == ["printed", "echoed", "shown"]
 
 
 # --- commands -------------------------------------------------------------------------------
