@@ -43,10 +43,11 @@ FAULTS = {
 @pytest.fixture(
     scope="session",
     params=[
-        *("grpc", "trtllm", "llm_api-1.2.1"),
+        "grpc",
+        # Before a service runs ``conformance``, before the LLM API ``test_llm_api``, each time.
         *(
-            pytest.param(f"llm_api-{each}", marks=pytest.mark.slow)
-            for each in ("1.0.0", "1.4.0rc1")
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in ("trtllm", "llm_api-1.0.0", "llm_api-1.2.1", "llm_api-1.4.0rc1")
         ),
     ],
 )

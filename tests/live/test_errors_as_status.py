@@ -22,6 +22,8 @@ from trtllm_bls.operate.tritonserver import TritonServer
 
 # Keeps that thread for 1.2 s, as other threads do where cores are contended: longer than the timer
 # that holds the error back where nothing tells what that thread does.
+pytestmark = pytest.mark.slow
+
 SLOW_THREAD = """
 #define _GNU_SOURCE
 #include <dlfcn.h>

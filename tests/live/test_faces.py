@@ -31,6 +31,8 @@ from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.settings.model_config import served_pipelines
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["the fox runs", "a bicycle has two wheels", "the fox hunts mice"]
 
 

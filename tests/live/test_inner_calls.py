@@ -21,6 +21,7 @@ from tritonclient.utils import InferenceServerException
 from tests.helpers.openai_server import RunningApi
 from tests.helpers.openai_server import serving as openai_serving
 from tests.helpers.server_settings import DEMO
+from tests.helpers.tiers import budget
 from tests.helpers.waiting import until
 from tests.helpers.watched import watched
 from tests.live.conftest import echo_settings
@@ -45,7 +46,9 @@ class TritonPythonModel(StreamingModel):
     options = {"top_docs": int}
 
     async def load(self, deployment):
-        self.llm, self.name = deployment.llm(), deployment.name
+        self.name = deployment.name
+        if self.name in ("first", "second"):
+            self.llm = deployment.llm()
 
     async def answer(self, request, response):
         what, text = request.text("what"), request.text("text") if "text" in request else ""
@@ -258,11 +261,13 @@ def test_two_instances_have_the_same_sessions(server: TritonServer) -> None:
     client.stop_stream()
 
 
-def test_64_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
+def test_many_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
     server: TritonServer,
 ) -> None:
     """Also where a third of them leaves at any time."""
     names = ("first", "second", "tensorrt_llm_bls")
+    count = budget(16, 64)
+    leavers = len(range(0, count, 3))
     before = {name: ended(server, name) for name in names}
     finished: list[str] = []
 
@@ -278,12 +283,12 @@ def test_64_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
         assert said.strip() == f"{number} {LONG}".strip(), said
         finished.append(what)
 
-    callers = [threading.Thread(target=call, args=(number,)) for number in range(64)]
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(count)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join(120)
-    assert len(finished) == 42
+    assert len(finished) == count - leavers
     until(lambda: live_requests(server) == 0)
 
     def is_idle() -> bool:
@@ -293,7 +298,7 @@ def test_64_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
         return len(values) >= 2 * len(names) and not any(map(float, values))
 
     until(is_idle)
-    assert ended(server, "first") > before["first"] + 42
+    assert ended(server, "first") > before["first"] + len(finished)
 
 
 WAITS = """
@@ -314,6 +319,7 @@ class TritonPythonModel(StreamingModel):
 """
 
 
+@pytest.mark.slow
 def test_a_server_stops_in_order_while_a_pipeline_runs_that_calls_another(tmp_path: Path) -> None:
     """The callers are told, no request is cut off without a word, and nothing has to be killed."""
     settings = replace(echo_settings(tmp_path), exit_timeout=3)

@@ -6,12 +6,15 @@ import asyncio
 from contextlib import aclosing
 from pathlib import Path
 
+import pytest
+
 from tests.live.conftest import echo_settings
 from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.types import EngineRequest
 
 
+@pytest.mark.slow
 def test_an_engines_server_ends_in_order_while_callers_keep_calls(tmp_path: Path) -> None:
     """Triton waits for every open call; the orchestrator may be on another machine, and stay up."""
 

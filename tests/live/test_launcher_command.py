@@ -153,7 +153,9 @@ def test_a_killed_guard_leaves_nothing_and_the_server_comes_back(served: Served)
     assert served.end()[0] == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_stub_that_dies_or_stops_ends_every_request(served: Served, number: int) -> None:
     """Triton would keep its clients waiting; they get an end, and a server that works.
 

@@ -205,6 +205,7 @@ async def forty(served: Served, ask: Callable[[Served, bool], Coroutine[Any, Any
         await asyncio.wait(tasks)
 
 
+@pytest.mark.slow
 def test_requests_in_the_engines_queue_are_waiting_on_one_port() -> None:
     """Of 40 on an engine with two slots more than 30, through either API, streams or not."""
     port = str(*unused_ports(1))

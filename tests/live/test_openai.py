@@ -70,6 +70,7 @@ def test_metrics_have_tritons_own(served: Served) -> None:
     assert text.count("# TYPE trtllm_bls_requests_total ") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS)
 def test_programs_that_offer_http2_are_answered(
     served: Served, client: str, tmp_path: Path
@@ -195,7 +196,9 @@ def api_process(served: Served) -> psutil.Process | None:
     return None
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_an_api_that_dies_or_stops_is_started_again(
     served: Served, api: openai.OpenAI, number: int
 ) -> None:

@@ -28,6 +28,7 @@ from tests.helpers.openai_server import serving as openai_serving
 from tests.helpers.published import AGENTS, npm_install
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.tensor_values import DTYPES, expected, same, values
+from tests.helpers.tiers import FULL
 from tests.helpers.waiting import in_pieces, until
 from tests.helpers.watched import RecentLines, watched
 from tests.live import typed_models
@@ -45,6 +46,7 @@ from trtllm_bls.settings.model_config import served_pipelines
 from trtllm_bls.text.tokenizer import load_tokenizer
 
 EXAMPLES = ROOT / "examples"
+SLOW_EXAMPLES = ("best_of_n", "cosy")  # whose tests are slow
 TOLD = ": answer left tasks behind: 1; their calls of models are ended"
 LONG = "the quick brown fox jumps over the lazy dog and runs into the woods again " * 8
 # Streams what a decoupled model of the same server streams; ``once`` asks for one response.
@@ -88,7 +90,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer
     server = replace(server, overrides=(*server.overrides, room))
     assert server.model_repository is not None
     for model in EXAMPLES.iterdir():
-        if (model / "config.pbtxt").is_file():
+        if (model / "config.pbtxt").is_file() and (FULL or model.name not in SLOW_EXAMPLES):
             shutil.copytree(model, server.model_repository / model.name)
     caller = server.model_repository / "caller"
     (caller / "1").mkdir(parents=True)
@@ -269,6 +271,7 @@ def test_many_callers_that_leave_at_any_time_leave_nothing_behind(pipelines: Tri
     assert list(Stream(pipelines, "guard", text_input="the fox", max_tokens=2))
 
 
+@pytest.mark.slow
 def test_the_best_of_several_answers_is_the_one_with_the_highest_reward(
     pipelines: TritonServer,
 ) -> None:
@@ -284,6 +287,7 @@ def test_an_agent_ends_with_an_object(pipelines: TritonServer) -> None:
     assert "What is a fox?" in answer["answer"] and answer["sure"] is False
 
 
+@pytest.mark.slow
 def test_chunks_of_speech_tokens_grow(pipelines: TritonServer) -> None:
     """And what flow and vocoder make of them is what they would make of all at once."""
     ids = np.array(load_tokenizer(DEMO / "target").encode(LONG, True))

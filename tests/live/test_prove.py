@@ -20,6 +20,7 @@ from tests.helpers.waiting import until, until_ended
 from trtllm_bls.operate.prove import _PROOF_PROMPTS, Report, page, plot
 
 
+@pytest.mark.slow
 def test_a_report_tells_all_and_nothing_private(tmp_path: Path) -> None:
     """Every check passes; no prompt, key, path or name of the machine is in any file."""
     words = ["prove", "--out", str(tmp_path / "report"), "--seconds", "0.5"]
@@ -46,7 +47,9 @@ def test_a_report_tells_all_and_nothing_private(tmp_path: Path) -> None:
         assert not [word for word in (*private, socket.gethostname()) if word in text]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 @pytest.mark.parametrize("moment", ["starts", "serves"])
 def test_its_server_ends_with_it(number: int, moment: str, tmp_path: Path) -> None:
     """Whatever ends it, and whenever: a server that ran on would hold the GPU."""

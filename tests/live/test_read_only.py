@@ -38,6 +38,7 @@ def serve(*words: str, further: str = "") -> Child:
     return Child(order, name="serve")
 
 
+@pytest.mark.slow
 def test_serve_needs_two_places_to_write_and_every_line_can_be_one_object() -> None:
     """Of tritonserver, of a start and of requests, on both streams, to the end."""
     port = str(*unused_ports(1))

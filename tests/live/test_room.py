@@ -82,6 +82,7 @@ def test_without_descriptors_what_runs_goes_on_and_later_all_is_well(tmp_path: P
         assert server.process.is_running()
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_without_descriptors_is_started_again(repository: Path) -> None:
     """Whoever connected meanwhile, and was neither answered nor refused, has an end."""
     running = Served(repository, "--stall-timeout", "2")

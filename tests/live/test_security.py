@@ -249,6 +249,7 @@ def test_a_server_that_does_not_start_leaves_no_port_behind(files: dict[str, Fil
             socket.create_server(("127.0.0.1", ports[0])).close()
 
 
+@pytest.mark.slow
 def test_serve_speaks_https_alone_and_is_found_again_after_a_restart(
     files: dict[str, Files], tmp_path: Path
 ) -> None:

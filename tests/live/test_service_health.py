@@ -55,6 +55,7 @@ def refused(http: str, api: str) -> None:
     assert told(f"{api}/completions", body | {"num_draft_tokens": 0})[0] == 200
 
 
+@pytest.mark.slow
 def test_readiness_and_refusals_of_a_server_before_a_service() -> None:
     """Of ``serve``, of the OpenAI API and of the command; a service that is ill at first, too."""
     (port,) = unused_ports(1)

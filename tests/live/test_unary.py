@@ -25,6 +25,8 @@ from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.settings.cpp_backend import Version
 from trtllm_bls.wire.contract import ENSEMBLE
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "The answer of the engine is"
 TOKENS = 12
 

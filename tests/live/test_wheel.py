@@ -16,6 +16,8 @@ import pytest
 from trtllm_bls.cli import main
 from trtllm_bls.operate.serve import PROMPTS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("trtllm_bls", "models", "assets", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
