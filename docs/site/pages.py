@@ -23,6 +23,11 @@ OUTSIDE = {
 }
 SOURCES = {name: source for source, name in OUTSIDE.items()}
 WORKER = Path(__file__).with_name("iframe-worker.js")
+STYLE = Path(__file__).with_name("extra.css")
+ITEM = re.compile(r"(?:[-*]|\d+\.) ")
+INDENT = re.compile(r"^ {2,3}(?! )")
+CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+CODE = re.compile(r"<code>.*?</code>", re.DOTALL)
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]+)?\)")
 
 
@@ -40,7 +45,38 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
     files.append(File.generated(config, "iframe-worker.js", abs_src_path=str(WORKER)))
+    files.append(File.generated(config, "extra.css", abs_src_path=str(STYLE)))
     return files
+
+
+def nested(markdown: str) -> str:
+    """Indent what belongs to an item of a list by four spaces.
+
+    GitHub needs two or three. Python-Markdown would put it behind the list.
+    """
+    lines = []
+    is_item = False
+    is_code = False
+    for line in markdown.splitlines():
+        if line.startswith("```"):
+            is_code = not is_code
+        if ITEM.match(line):
+            is_item = True
+        elif line and not line.startswith(" "):
+            is_item = False
+        if is_item and not is_code:
+            line = INDENT.sub("    ", line)
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let the names in narrow cells of tables break behind an underscore, and nowhere else."""
+
+    def breakable(cell: re.Match[str]) -> str:
+        return CODE.sub(lambda code: code[0].replace("_", "_<wbr>"), cell[0])
+
+    return CELL.sub(breakable, html)
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
@@ -65,4 +101,4 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             return f"[{text}]({path.removeprefix('docs/')}{anchor})"
         return text
 
-    return LINK.sub(linked, markdown)
+    return nested(LINK.sub(linked, markdown))
