@@ -1223,3 +1223,30 @@ def test_rates_have_three_digits(browser: webdriver.Chrome, connect: Connect) ->
     for rate, shown in rates.items():
         figures = f"figuresOf({{ figures: {{ tokens: 2, seconds: 1 / {rate}, exact: 1 }} }})"
         assert f"{shown} tokens/s" in page.script(f"return {figures}")
+
+
+def test_a_long_title_is_cut_and_an_editor_keeps_its_buttons(
+    browser: webdriver.Chrome, connect: Connect
+) -> None:
+    """Also where neither the pointer nor the focus is; the settings open without a risky focus."""
+    table = "| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n" + "A line.\n\n" * 80
+    question = "word " * 20
+    api, _ = connect(replying([{"role": "user", "content": question.strip()}], table))
+    page = Page(browser, api.url)
+    page.starts()
+    page.set("max_tokens", "2000")
+    page.ask(question.strip())
+    title = page.find("#title").text
+    assert title.endswith("word…") and len(title) <= 60
+    align = "return getComputedStyle(document.querySelector('td:last-child')).textAlign"
+    assert page.script(align) == "right"
+    page.script("$('log').scrollTop = 0")
+    page.until(lambda: page.find("#down").is_displayed())
+    page.script("for (const { id } of branch(state.chat)) state.views.get(id).edit()")
+    page.script("$('message').focus()")
+    page.script("for (const { style } of document.querySelectorAll('.edit')) style.zoom = 0.2")
+    page.until(lambda: not page.find("#down").is_displayed())
+    opacity = "return getComputedStyle(document.querySelector('.edit .under')).opacity"
+    assert page.script(opacity) == "1"
+    page.find("#open-settings").click()
+    assert page.script("return document.activeElement.ariaLabel") == "Close"
