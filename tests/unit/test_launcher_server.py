@@ -321,6 +321,20 @@ def test_the_first_signal_drains(tmp_path: Path, repository: Path) -> None:
         assert served.end()[0] == 0
 
 
+def test_a_signal_during_the_start_speaks_of_no_requests(tmp_path: Path, repository: Path) -> None:
+    """Nobody can have sent one; the exit code is the signal's."""
+    root = installation(tmp_path / "triton", "while True:\n    time.sleep(1)")
+    words = ["serve", "--server", str(root), "--model-repository", str(repository)]
+    words += [*serve_ports(), "--openai-port", "0"]
+    with Child([sys.executable, "-m", "trtllm_bls.cli", *words], name="serve") as child:
+        until((root / "bin" / "starts").exists)
+        child.process.send_signal(signal.SIGINT)
+        assert child.end() == 128 + signal.SIGINT
+        errors = child.errors.rest()
+    assert "stopping before the server is ready" in errors
+    assert "requests" not in errors
+
+
 def test_the_second_signal_kills(tmp_path: Path, repository: Path) -> None:
     """Whatever runs; the exit code is the signal's."""
     with serving(installation(tmp_path / "triton", HANGS), repository) as served:

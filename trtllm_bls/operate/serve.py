@@ -196,6 +196,8 @@ class _Service:
             if self.http is not None:  # after the first signal it drains with the server
                 self.http.kill()
             text = "killing the server"
+        elif not self.state.is_serving:  # no request can run yet
+            text = "stopping before the server is ready; signal again to end at once"
         else:
             text = (
                 f"stopping: running requests have {self.server.settings.exit_timeout} s to end; "

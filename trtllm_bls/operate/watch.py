@@ -245,8 +245,13 @@ class Watch:
             return
         self.draining = self._files.leaving
         pids = self._processes.pids
-        server_statuses = [status for status in statuses if status.pid in pids]
-        http_statuses = [status for status in statuses if status.pid not in pids]
+        server_statuses: list[ProcessStatus] = []
+        http_statuses: list[ProcessStatus] = []
+        for status in statuses:
+            if status.pid in pids:
+                server_statuses.append(status)
+            else:
+                http_statuses.append(status)
         progress = _progress(server_statuses)
         if progress > self._progress and observed.progress_at is not None:
             observed.progress_at = now
@@ -434,6 +439,11 @@ class HealthState:
             self._processes = dict.fromkeys(watch.processes, 0)
             self._watch = None
             self._reason = "the server has ended"
+
+    @property
+    def is_serving(self) -> bool:
+        """True while the server is up, so that requests may run."""
+        return self._watch is not None
 
     def restarting(self, reason: str) -> None:
         """Note that the server has failed and will be started again, and the OpenAI API with it."""
