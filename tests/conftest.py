@@ -22,8 +22,6 @@ import pytest
 
 from tests.helpers import children
 
-with suppress(ImportError):  # before any tokenizer, which would hide it from transformers for good
-    import torch  # noqa: F401
 with suppress(ImportError):
     from hypothesis import HealthCheck, settings
 
@@ -50,8 +48,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "loadgroup" and pytest.version_tuple >= (9, 2):
         raise pytest.UsageError("pytest-xdist 3.8 needs pytest<9.2 for --dist loadgroup")
     config.pluginmanager.register(ChildrenOfFixtures())
+    if _computes(config):
+        with suppress(ImportError):
+            # Before any tokenizer, which would hide it from transformers for good.
+            import torch  # noqa: F401
     name, _, value = MARK.partition("=")
     os.environ[name] = value
+
+
+def _computes(config: pytest.Config) -> bool:
+    """Return whether tests of this process may run a model in it; torch takes seconds to import."""
+    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    folders = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    return not hands_out and not all(folder in LIVE for folder in folders)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -513,7 +513,9 @@ def long_rules(count: int) -> str:
     [
         ("json_schema", chain_of_references(3000), "chained too deeply"),
         ("ebnf_grammar", chain_of_rules(4000), "chained too deeply"),
-        ("ebnf_grammar", long_rules(20_000), "takes more than 1 s"),
+        pytest.param(
+            *("ebnf_grammar", long_rules(20_000), "takes more than 1 s"), marks=pytest.mark.slow
+        ),
         ("json_schema", '{"$ref": "#"}', "cannot be enforced"),
         ("regex", "(a{1000}){1000}", "cannot be enforced"),
     ],

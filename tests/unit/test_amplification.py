@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.scripted_text import Collected, orchestrator, saying, tokenizer
+from tests.helpers.tiers import sample
 from trtllm_bls.errors import TrtllmBlsError
 from trtllm_bls.orchestrator.orchestrator import Defaults
 from trtllm_bls.settings.request_limits import RequestLimits
@@ -143,7 +144,7 @@ KINDS: dict[str, tuple[Callable[[Any], None], dict[str, Any], int]] = {
 REFUSED = ("a prompt above the limit", "deep JSON", "logits of many sequences")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sample(KINDS))
 def test_memory_is_a_bounded_multiple_of_what_was_sent(kind: str) -> None:
     """Whether the request is answered or refused."""
     ask, arrays, most = KINDS[kind]

@@ -89,8 +89,7 @@ def heads_of(family: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-@pytest.mark.parametrize("piece", [1, 10**9])
-@pytest.mark.parametrize("family", [*TOOL_FORMATS, "forced"])
+@pytest.mark.parametrize("family, piece", pairs([*TOOL_FORMATS, "forced"], [1, 10**9]))
 def test_no_text_of_a_model_is_read_more_than_once(family: str, piece: int) -> None:
     """In any state of any family, whole and in pieces of one character."""
     tools: ToolFormat = FORCED if family == "forced" else TOOL_FORMATS[family]
