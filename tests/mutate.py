@@ -10,6 +10,7 @@ beside this file (whose mutations should all be killed, and a test is missing wh
 
 The third and fourth line may be left out: then the text is removed, or the tests are those of the
 paragraph before. ``⏎`` stands for the end of a line. Works on a copy of what git has or would add.
+Slow tests are left out, as in ``make test``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _copy(tree: Path) -> None:
 
 
 def _result(tree: Path, tests: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *shlex.split(tests)]
+    options = ["-qx", "-p", "no:cacheprovider", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", *options, *shlex.split(tests)]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
