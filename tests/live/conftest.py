@@ -40,6 +40,9 @@ FAULTS = {
 }
 
 
+ENSEMBLE_MODELS = ("ensemble", "preprocessing", "postprocessing")
+
+
 @pytest.fixture(
     scope="session",
     params=[
@@ -61,23 +64,30 @@ def echo(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         with before_a_service() as running:
             yield running
         return
-    with watched(echo_settings(tmp_path_factory.mktemp("echo"), transport), "echo") as running:
+    settings = echo_settings(tmp_path_factory.mktemp("echo"), transport, ensemble=True)
+    with watched(settings, "echo") as running:
         yield running
 
 
-def echo_repository(scratch: Path) -> Path:
+def echo_repository(scratch: Path, *, ensemble: bool = False) -> Path:
+    """Write the models with a scripted engine; without ``ensemble`` two processes start less."""
     repository = scratch / "models"
     shutil.copytree(ROOT / "models", repository)
+    if not ensemble:
+        for name in ENSEMBLE_MODELS:
+            shutil.rmtree(repository / name)
     shutil.rmtree(repository / "tensorrt_llm" / "1")
     shutil.copytree(ROOT / "tests" / "live" / "scripted" / "1", repository / "tensorrt_llm" / "1")
     return repository
 
 
-def echo_settings(scratch: Path, transport: str = "grpc", **more: Any) -> ServeSettings:
+def echo_settings(
+    scratch: Path, transport: str = "grpc", *, ensemble: bool = False, **more: Any
+) -> ServeSettings:
     release = transport.partition("llm_api-")[2]
     return free_ports(
         model=DEMO / "target",
-        model_repository=echo_repository(scratch),
+        model_repository=echo_repository(scratch, ensemble=ensemble),
         # As before an engine in C++, which the scripted one stands for.
         thread_pool_size=SENDING_THREADS,
         **more,

@@ -155,7 +155,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         (port,) = unused_ports(1)
         words = ("--model", str(DEMO / "target"), "--openai-port", str(port))
-        running = Served(echo_repository(Path(scratch)), *words)
+        running = Served(echo_repository(Path(scratch), ensemble=True), *words)
         try:
             urls = {"OpenAI": f"http://127.0.0.1:{port}", "HTTP": running.urls["HTTP"]}
             begin = time.time() + options.seconds

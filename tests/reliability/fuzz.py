@@ -75,7 +75,7 @@ _UPGRADE = (
 def serving() -> Iterator[TritonServer]:
     """All five models, with an engine that says the prompt back."""
     with tempfile.TemporaryDirectory() as scratch:
-        plain = echo_settings(Path(scratch))
+        plain = echo_settings(Path(scratch), ensemble=True)
         kept = tuple(each for each in plain.overrides if each.parameter != "step_ms")
         changed = {**plain.__dict__, "overrides": (*kept, *_LIMITS), "openai_port": 0}
         with TritonServer(type(plain)(**changed)) as server:
