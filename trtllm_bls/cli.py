@@ -84,8 +84,8 @@ _OPTION_HINTS = {
     ("generate", "--text"): "the prompt is an argument: trtllm-bls generate 'Once upon a time'",
 }
 
-# Streams that must not make a command wait. The first three serve requests until they are told to
-# stop. The others start a server and print a result, for which they do wait.
+# Streams whose slow reader must not make a command wait. The first three commands serve requests
+# until they are told to stop. The others start a server; they do wait until their result is read.
 _QUEUED: dict[str, tuple[StreamName, ...]] = {
     "dynamo": ("stdout", "stderr"),
     "openai": ("stdout", "stderr"),
@@ -96,10 +96,10 @@ _QUEUED: dict[str, tuple[StreamName, ...]] = {
 
 
 class Commands(click.Group):
-    """Imports a command on first use, and gives each its output.
+    """The commands by name. A command's module is imported when the command is used.
 
-    Our errors, files that cannot be used and output that cannot be written are one line on standard
-    error and exit code 1.
+    Errors of this package, files that cannot be used and output that cannot be written become one
+    line on standard error and exit code 1.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:

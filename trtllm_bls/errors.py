@@ -66,8 +66,11 @@ class CheckpointError(SetupError):
 
 
 class InvalidRequest(TrtllmBlsError):
-    """The request breaks the contract. ``field`` is the tensor's wire name; ``limit``, where one of
-    the deployment's was broken, the parameter that sets it."""
+    """The request breaks the contract.
+
+    ``field``: the tensor's wire name. ``limit``: the parameter whose limit the request exceeds, if
+    it exceeds one.
+    """
 
     status = "INVALID_ARG"
 
@@ -81,7 +84,7 @@ class InvalidRequest(TrtllmBlsError):
 class PromptTooLong(InvalidRequest):
     """The prompt has ``tokens`` tokens, and the model takes ``max_tokens``.
 
-    Both are ``None`` where an engine of others says so in its own words, which are ``problem``.
+    Both are ``None`` if an engine reports it in words of its own, which ``problem`` has.
     """
 
     def __init__(
@@ -106,21 +109,21 @@ class PromptTooLong(InvalidRequest):
         return {"tokens": self.tokens, "max_tokens": self.max_tokens}
 
     def of_field(self, field: str) -> PromptTooLong:
-        """Return the same error of a prompt that came in another field."""
+        """Return the same error for another field, in which the caller sent the prompt."""
         return PromptTooLong(field, self.tokens, self.max_tokens, self.problem)
 
 
 class Unsupported(InvalidRequest):
-    """The request is well formed, but this deployment cannot honour the field; never ignored."""
+    """This deployment cannot honour a field of a well-formed request, so it refuses the request."""
 
     status = "UNSUPPORTED"
 
 
 class Overloaded(TrtllmBlsError):
-    """Admission was refused; no work was started.
+    """The server has no room for the request, and started no work on it.
 
-    ``limit``: the parameter that sets the limit. ``retry_after_s``: when there may be room, where
-    others are being served; ``None`` where nobody is.
+    ``limit``: the parameter that sets the limit. ``retry_after_s``: seconds until there may be
+    room; ``None`` if no request runs that could make room.
     """
 
     status = "UNAVAILABLE"
@@ -134,7 +137,7 @@ class Overloaded(TrtllmBlsError):
 
     @classmethod
     def for_now(cls, problem: str, retry_after_s: int, limit: str | None = None) -> Overloaded:
-        """Return the error of a server that serves others; its message says when to try again."""
+        """Return the error of a server that other requests fill. Its message says when to retry."""
         message = f"{problem}; try again in about {retry_after_s} s"
         return cls(message, limit, retry_after_s)
 
@@ -157,7 +160,7 @@ class Stopped(TrtllmBlsError):
 
 
 class Defect(TrtllmBlsError):
-    """A mistake in the code that answers, ours or that of a pipeline; nobody's request is wrong."""
+    """A mistake in the code of this package or of a pipeline. The request may be correct."""
 
     @property
     def wire_attributes(self) -> dict[str, int]:
@@ -183,9 +186,9 @@ class EngineStalled(EngineError):
 class EngineRefusal(EngineError):
     """The engine, or another model, refused what a pipeline sent it.
 
-    ``refused`` is the refusal; None: nobody knows it. ``callers_mistake``: the same as an error of
-    the pipeline's caller, who sent the value; None: the pipeline chose it. Other processes see a
-    plain ``EngineError``.
+    ``refused``: the error of the engine or model; None: it is not known. ``callers_mistake``: the
+    error for the pipeline's caller, if that sent the value; None: the pipeline chose the value.
+    Other processes see a plain ``EngineError``.
     """
 
     def __init__(
@@ -200,7 +203,7 @@ class EngineRefusal(EngineError):
 
 
 class EngineTimeout(EngineError):
-    """The time for the answer was over before the engine, or another model, had given it."""
+    """The time limit passed before the engine, or another model, had answered."""
 
     @property
     def wire_attributes(self) -> dict[str, int]:
@@ -208,11 +211,11 @@ class EngineTimeout(EngineError):
 
 
 class CallChainTooLong(EngineError):
-    """More pipelines wait for one another than may, as where one calls itself without an end."""
+    """Too many nested calls of pipelines, for example of one that calls itself without an end."""
 
     @classmethod
     def of(cls, models: Sequence[str], limit: int) -> CallChainTooLong:
-        """Return the error of a chain of calls, of which at most ``limit`` may be inner ones."""
+        """Return the error for these nested calls. At most ``limit`` calls may be inner ones."""
         chain = " → ".join(models)
         return cls(f"{chain}: {len(models) - 1} calls inside one another; at most {limit} may be")
 
@@ -222,14 +225,14 @@ class CallChainTooLong(EngineError):
 
 
 class CycleWithoutPlace(EngineUnavailable):
-    """A pipeline was called by a request that holds a place of it, and has no other place.
+    """A request that holds a place of a pipeline called it again, and no other place is free.
 
     If the call waited for a place, both might wait for each other.
     """
 
     @classmethod
     def of(cls, models: Sequence[str], places: int) -> CycleWithoutPlace:
-        """Return the error of a chain of calls; ``places``: of the last model, all taken."""
+        """Return the error for a chain of calls. All ``places`` of its last model are taken."""
         problem = f"all {places} places of {models[-1]} (max_running_requests) are taken by"
         return cls(f"{' → '.join(models)}: {problem} requests that may wait for this one")
 
@@ -258,12 +261,12 @@ class DeadlineExceeded(ClientError):
 
 
 class CancelCause(str, Enum):
-    """The cause of a request's end, as ``Task.cancel`` of the task that runs it gets it."""
+    """The reason why a request is cancelled, as ``Task.cancel`` gives it to the request's task."""
 
-    CALLER_LEFT = "caller_left"  # also where nobody says
-    DEADLINE = "deadline"  # its own time was up; the caller has got what there was by then
+    CALLER_LEFT = "caller_left"  # also if no reason is given
+    DEADLINE = "deadline"  # the request's time limit passed; the caller got the answer so far
     SHUTDOWN = "shutdown"
-    BATCH = "batch"  # another prompt of its batch failed
+    BATCH = "batch"  # another prompt of the request's batch failed
 
 
 _STATUSES = frozenset(
@@ -283,10 +286,10 @@ _MARKED: Mapping[str, type[Defect | EngineError]] = {
     "cycle": CycleWithoutPlace,
 }
 PROMPT_FIELDS = ("text_input", "prompt_ids", "input_ids", "messages")
-# The words of Triton's scheduler and TensorRT-LLM's executor for a full queue, and the executor's
-# for a prompt that is too long. A stream loses their code, so their words are all there is.
+# The words of Triton's scheduler and TensorRT-LLM's executor for a full queue. A stream loses the
+# code of an error, so only its words tell its kind. The same holds for the words below.
 _FULL_QUEUE = ("Maximum queue size of", "Exceeds maximum queue size", "exceeds maximum queue size")
-# The words of Triton's core while it stops, and where a model is not served (yet, or any more).
+# The words of Triton's core while it stops, and for a model that is not served.
 _STOPPING = (
     "scheduler for model has stopped accepting new inference requests",
     "has no available versions",
@@ -346,7 +349,8 @@ def to_wire(error: TrtllmBlsError) -> str:
     """Return the error as one line for a caller: its status first, since streams lose Triton's."""
     message = printable(str(error))
     pairs = [f"{name}={value}" for name, value in error.wire_attributes.items()]
-    # Brackets that end the message itself are told from attributes by empty ones behind them.
+    # If the message itself ends in brackets, a reader would take them for attributes. Empty
+    # brackets behind them prevent that.
     if pairs or _split_attributes(message)[0] != message:
         message += f" [{' '.join(pairs)}]"
     return f"{error.status}: {message}"
@@ -354,7 +358,7 @@ def to_wire(error: TrtllmBlsError) -> str:
 
 @dataclass(frozen=True)
 class WireText:
-    """An error's line in its parts. ``status`` is empty where the text has none of ours."""
+    """An error's line in its parts. ``status`` is empty if the line begins with no status."""
 
     status: str
     message: str
@@ -364,7 +368,7 @@ class WireText:
     def parse(cls, text: str) -> WireText:
         """Read what ``to_wire`` wrote, or any text of another engine.
 
-        Only the first line counts: below it, engines write stack traces and paths of theirs.
+        Only the first line counts: below it, engines write stack traces and paths.
         """
         line = text.strip().partition("\n")[0].rstrip()
         status, separator, message = line.partition(": ")
@@ -379,7 +383,7 @@ def says_too_long(text: str) -> bool:
 
 
 def _split_attributes(message: str) -> tuple[str, dict[str, int]]:
-    """Return ``message`` without the attributes behind it, and those."""
+    """Return the message without the attributes behind it, and the attributes."""
     text, bracket, pairs = message.rpartition(" [")
     if not bracket or not pairs.endswith("]"):
         return message, {}
@@ -407,7 +411,7 @@ def triton_status(text: str) -> str:
 
 
 def from_wire(text: str) -> TrtllmBlsError:
-    """Make an error of an engine's text; one of ours gets the class that it was raised as."""
+    """Make an error of an engine's text. An error of this package gets its class again."""
     wire = WireText.parse(text)
     field, _, problem = wire.message.partition(": ")
     if wire.status == InvalidRequest.status and problem:

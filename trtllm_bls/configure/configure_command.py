@@ -41,7 +41,7 @@ from trtllm_bls.wire.contract import (
     ENGINE,
     ENSEMBLE,
     LLMAPI,
-    MODELS,
+    MODEL_NAMES,
     POSTPROCESSING,
     PREPROCESSING,
 )
@@ -357,7 +357,7 @@ def read_cpp(directory: Path, version: str, names: Mapping[str, str] = {}) -> Up
         new_names[text_model.name] = text_model.name
     _add_fields(upstream, new_names, configs)
     _add_text_parameters(upstream, values, release)
-    converted = {target, draft, *(model.name for model in MODELS)}
+    converted = {target, draft, *MODEL_NAMES}
     for name in sorted(configs.keys() - converted):
         upstream.losses.append(f"{name}: a model that is not converted")
     return upstream

@@ -32,17 +32,23 @@ from trtllm_bls.wire.contract import (
 CPP_BACKEND = "tensorrtllm"
 _RESHAPED_SINCE = Version(0, 12)
 _RESHAPED_LATER = {"request_output_len", "stop", "streaming"}
+
+
+def _rows(file_name: str, key: str) -> dict[str, dict[str, str]]:
+    """Return the rows of a table beside this file, by the value in their column ``key``."""
+    with Path(__file__).with_name(file_name).open(encoding="utf-8") as file:
+        return {row[key]: row for row in csv.DictReader(file)}
+
+
 _LOGITS_TYPED_SINCE = Version(0, 17)  # FP32 before
 _LOGITS = {"draft_logits", "context_logits", "generation_logits"}
 
 # A row per release: the last tritonserver:…-trtllm-python-py3, by Triton's published matrix, and
 # the transformers that TensorRT-LLM's own package was made with. The notes of 0.18 and its
 # requirements name different ones.
-with Path(__file__).with_name("releases.csv").open(encoding="utf-8") as _file:
-    RELEASES = {row["release"]: row for row in csv.DictReader(_file)}
+RELEASES = _rows("releases.csv", "release")
 # A row per tensor that not every release has: the first release with it, or never, and the last.
-with Path(__file__).with_name("tensors.csv").open(encoding="utf-8") as _file:
-    _TENSORS = {row["tensor"]: row for row in csv.DictReader(_file)}
+_TENSORS = _rows("tensors.csv", "tensor")
 
 
 def image_of(version: Version) -> str | None:
@@ -106,7 +112,11 @@ _MODES = (
 )
 EXTERNAL_DRAFTS = "draft_tokens_external"
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
-LOOKAHEAD_SIZES = tuple(f"lookahead_{n}_size" for n in ("window", "ngram", "verification_set"))
+LOOKAHEAD_SIZES = (
+    "lookahead_window_size",
+    "lookahead_ngram_size",
+    "lookahead_verification_set_size",
+)
 # An older release ends every request to an engine for external drafts after one step, also a
 # request without a draft.
 MANY_STEPS_SINCE = Version(0, 19)
@@ -318,9 +328,12 @@ def misfits(
     if engine.max_beam_width and beams.isdecimal() and int(beams) > engine.max_beam_width:
         yield misfit("max_beam_width", f"the engine was built for at most {engine.max_beam_width}")
     # Each instance of the model has a list, as long as the engine has ranks.
-    counts = {ids.count(",") + 1 for ids in parameters.get("gpu_device_ids", "").split(";") if ids}
-    if engine.ranks and not counts <= {engine.ranks}:
-        yield misfit("gpu_device_ids", f"the engine has {engine.ranks} ranks; name as many GPUs")
+    device_lists = list(filter(None, parameters.get("gpu_device_ids", "").split(";")))
+    for device_ids in device_lists:
+        if engine.ranks and device_ids.count(",") + 1 != engine.ranks:
+            problem = f"the engine has {engine.ranks} ranks; name as many GPUs"
+            yield misfit("gpu_device_ids", problem)
+            break
     if parameters.get("encoder_model_path"):
         yield misfit(
             "encoder_model_path", "models with an encoder are not served here; leave it out"

@@ -19,7 +19,7 @@ from trtllm_bls.configure.upgrade import TOKEN, pieces_of
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.model_config import CHAT_REQUEST, model_class, read_config
 from trtllm_bls.settings.model_names import ENGINE_NAME
-from trtllm_bls.wire.contract import NUMPY_TYPES, Model, Tensor
+from trtllm_bls.wire.contract import NUMPY_TYPES, Model, Tensor, by_name
 
 _NEW_NOTE = "# Written by `trtllm-bls new` from 1/model.py: change inputs and outputs there.\n"
 # Such a model needs these parameters of ``tensorrt_llm_bls``; the other ones have defaults.
@@ -69,7 +69,7 @@ def _write_model(name: str, model: Path, inputs: list[Tensor], outputs: list[Ten
         if tensor.name in _RESERVED:
             raise SettingsError(f"input {tensor.name}: {_RESERVED_BY}; choose another name")
     for tensors in (inputs, outputs):
-        if len({tensor.name for tensor in tensors}) < len(tensors):
+        if len(by_name(tensors)) < len(tensors):
             raise SettingsError("two inputs, or two outputs, have one name; give each its own")
     for tensor in (inputs[0], outputs[0]):
         if (tensor.dtype, tensor.dims) != ("STRING", (1,)):
@@ -179,5 +179,5 @@ def _example(tensor: Tensor) -> str:
     """Return an argument of a call, with a value of the tensor's type and shape."""
     value: Any = {"STRING": "Hi", "BOOL": True}.get(tensor.dtype, 1)
     if not tensor.single:
-        value = np.full([abs(size) for size in tensor.dims], value, np.object_).tolist()
+        value = np.full(np.abs(tensor.dims), value, np.object_).tolist()
     return f"{tensor.name}={value!r}".replace("'", '"')

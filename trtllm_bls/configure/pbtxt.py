@@ -144,8 +144,11 @@ def _add_steps(config: Any, ensemble: Model, steps: Sequence[Model]) -> None:
 
 
 def _join(input_map: Any, ensemble: Model, step: Model, skip: Set[str]) -> None:
-    sources = {tensor.key: tensor.name for tensor in ensemble.inputs}
-    sources |= {tensor.name: tensor.name for tensor in ensemble.inputs}
+    sources = {}
+    for tensor in ensemble.inputs:
+        sources[tensor.key] = tensor.name
+    for tensor in ensemble.inputs:
+        sources[tensor.name] = tensor.name
     for tensor in step.inputs:
         source = sources.get(tensor.name.lower()) or sources.get(tensor.key)
         if source and tensor.name not in skip:

@@ -63,8 +63,12 @@ class Preset:
 
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8"))
-FAMILIES = {model_type: Family(**row) for model_type, row in _TABLES["families"].items()}
-PRESETS = {name: Preset(**row) for name, row in _TABLES["presets"].items()}
+FAMILIES: dict[str, Family] = {}  # by the model type of a checkpoint
+for _name, _row in _TABLES["families"].items():
+    FAMILIES[_name] = Family(**_row)
+PRESETS: dict[str, Preset] = {}
+for _name, _row in _TABLES["presets"].items():
+    PRESETS[_name] = Preset(**_row)
 
 
 def _release(text: str) -> Version:

@@ -37,7 +37,16 @@ from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.cpp_backend import Version, check_backend, parse_version
 from trtllm_bls.settings.model_config import dtype_of, read_config, values_of
 from trtllm_bls.settings.parameters import FORMAT_VERSION, WRITTEN_BY, check
-from trtllm_bls.wire.contract import BLS, ENGINE, ENSEMBLE, LLMAPI, MODELS, Model
+from trtllm_bls.wire.contract import (
+    BLS,
+    ENGINE,
+    ENSEMBLE,
+    LLMAPI,
+    MODEL_NAMES,
+    MODELS,
+    Model,
+    by_name,
+)
 
 _ENSEMBLE_STEPS = [model.name for model in STEPS]
 _NEW_SPELLINGS = {  # values that earlier versions wrote, and how they are spelled today
@@ -129,11 +138,11 @@ def command(
 def names_of(texts: tuple[str, ...]) -> dict[str, str]:
     """Read ``NAME=MODEL`` of ``--map``; raises ``SettingsError``."""
     names = {}
-    models = [model.name for model in MODELS]
     for text in texts:
         name, _, model = text.partition("=")
-        if not name or model not in models:
-            raise SettingsError(f"--map {text}: write NAME=MODEL; models: {', '.join(models)}")
+        if not name or model not in MODEL_NAMES:
+            models = ", ".join(MODEL_NAMES)
+            raise SettingsError(f"--map {text}: write NAME=MODEL; models: {models}")
         names[name] = model
     return names
 
@@ -282,7 +291,7 @@ def _keep_program(plan: Upgrade, name: str, code: Path, keep: bool) -> None:
     imports and that are gone.
     """
     gone = list(names_gone(code))
-    has_our_name = name in {model.name for model in MODELS}
+    has_our_name = name in MODEL_NAMES
     if not gone and not has_our_name:
         return
     if has_our_name:
@@ -311,18 +320,21 @@ def _keep_program(plan: Upgrade, name: str, code: Path, keep: bool) -> None:
 def _models(config: Any, has_engines: bool, release: Version | None) -> dict[str, Model]:
     """Return today's tensors by model, without those that an unknown release decides."""
     if not has_engines:
-        return {model.name: model for model in MODELS}
+        return by_name(MODELS)
     if release is None:
         return {BLS.name: BLS}
-    types = {tensor.name: dtype_of(tensor) for tensor in config.output}
-    return cpp.models_for(release, types.get("generation_logits", "FP32"))
+    logits = "FP32"
+    for tensor in config.output:
+        if tensor.name == "generation_logits":
+            logits = dtype_of(tensor)
+    return cpp.models_for(release, logits)
 
 
 def _add_tensors(plan: Upgrade, config: Any, todays: Any) -> None:
     """Bring inputs, outputs and an ensemble's wires to today's form."""
     for side in ("input", "output"):
-        old_tensors = {tensor.name: tensor for tensor in getattr(config, side)}
-        new_tensors = {tensor.name: tensor for tensor in getattr(todays, side)}
+        old_tensors = by_name(getattr(config, side))
+        new_tensors = by_name(getattr(todays, side))
         for name in old_tensors:
             if name not in new_tensors:
                 plan.losses.append(f"{config.name}: {side} {name}")
@@ -429,13 +441,13 @@ def edited(text: str, config: Any) -> str:
     for piece in pieces_of(text):
         part = text_format.Parse(piece, model_config_pb2.ModelConfig(), allow_unknown_field=True)
         elements = dict(_elements(part, counts))
-        if any(missing.get(key) != words for key, words in elements.items()):
-            comments = [token + "\n" for token in TOKEN.findall(piece) if token[0] == "#"]
-            todays = "".join(missing.get(key, "") for key in elements)
-            piece = "".join(comments) + todays.replace("\n", newline)
+        todays = {}
         for key in elements:
-            missing.pop(key, None)
+            todays[key] = missing.pop(key, "")
             last_places[key[0]] = len(pieces)
+        if todays != elements:
+            comments = [token + "\n" for token in TOKEN.findall(piece) if token[0] == "#"]
+            piece = "".join(comments) + "".join(todays.values()).replace("\n", newline)
         pieces.append(piece)
     for (kind, _), words in missing.items():
         place = last_places.get(kind, len(pieces) - 1)

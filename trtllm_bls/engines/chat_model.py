@@ -70,11 +70,15 @@ def chat_request(request: TextRequest) -> bytes:
     if guide is not None:
         name = _GUIDE_NAMES.get(guide.kind, "json_schema")
         options[name] = '{"type":"object"}' if guide.text is None else guide.text
+    sent_options = {}
+    for name, value in options.items():
+        if value not in (None, (), {}):
+            sent_options[name] = value
     caller = request.caller
     body = {
         "messages": split_parts(request.messages)[0],
         "tools": request.chat.tools or [],
-        "options": {name: value for name, value in options.items() if value not in (None, (), {})},
+        "options": sent_options,
         "metadata": caller.metadata,
         "user": caller.user,
         "prompt_cache_key": caller.prompt_cache_key,

@@ -45,7 +45,9 @@ async def examine(
     token = greedy[4]
     pair = greedy[4:6]
     token_place = greedy.index(token)
-    pair_place = next(place for place in range(5) if greedy[place : place + 2] == pair)
+    pair_place = 0
+    while greedy[pair_place : pair_place + 2] != pair:
+        pair_place += 1
     too_long = prompt[:1] * ((capacity.max_sequence_tokens or 10**6) + 1)
     sequences = {"num_return_sequences": 2, "sampling": _SEEDED}
     minimum = {"end_id": token, "sampling": Sampling(min_tokens=_NUM_TOKENS)}

@@ -48,12 +48,15 @@ class FaceCall:
     def message(self, seconds: float | None) -> bytes:
         """Serialise the request for Triton. ``seconds``: until its time limit."""
         text = np.array([self.body, None], np.object_)[:1]
+        outputs: list[str] = []
+        for name, _, _ in self.face.outputs:
+            outputs.append(name)
         context = CallContext(key=self.key, cache_salt=self.cache_salt, seconds=seconds)
         return packed_infer_message(
             self.model,
             self.request_id,
             [(self.face.request, "BYTES", text)],
-            [name for name, _, _ in self.face.outputs],
+            outputs,
             self.traceparent,
             parameters={CONTEXT_PARAMETER: signed_context(self.model, context)},
         )

@@ -112,7 +112,7 @@ class ReplicatedEngine:
         self.resume = resume
         self._affinity = affinity
         self._by_beginning: dict[int, _Replica] = {}  # the engine that last got a beginning
-        self._replicas = [_Replica(engine) for engine in engines]
+        self._replicas = list(map(_Replica, engines))
 
     async def capacity(self) -> EngineCapacity:
         """Return the limits that all reachable engines share.
@@ -136,14 +136,18 @@ class ReplicatedEngine:
                     values.append(value)
             limits[name] = min(values, default=None)
         one_step = None
+        may_be_one_step = False
+        tells_top_log_probs = True
         for capacity in capacities:
             if one_step is None:
                 one_step = capacity.one_step
+            may_be_one_step = may_be_one_step or capacity.may_be_one_step
+            tells_top_log_probs = tells_top_log_probs and capacity.tells_top_log_probs
         return EngineCapacity(
             **limits,
             one_step=one_step,
-            may_be_one_step=any(capacity.may_be_one_step for capacity in capacities),
-            tells_top_log_probs=all(capacity.tells_top_log_probs for capacity in capacities),
+            may_be_one_step=may_be_one_step,
+            tells_top_log_probs=tells_top_log_probs,
             speculates=capacities[0].speculates,
         )
 

@@ -58,8 +58,8 @@ def check_request(request: EngineRequest, capacity: EngineCapacity) -> None:
             tensor.check(values[tensor.key])
     for key, value in vars(sampling).items():
         if value is not None and key not in HONOURED:
-            name = next((tensor.name for tensor in ENGINE.inputs if tensor.key == key), key)
-            raise Unsupported(name, "this engine cannot honour it")
+            names = ENGINE.input_names(key) or [key]
+            raise Unsupported(names[0], "this engine cannot honour it")
     if (sampling.beam_width or 1) > 1:
         # Beams rewrite what was already sent and share one width per batch; samples do neither.
         problem = f"{sampling.beam_width}; this engine has no beam search"

@@ -252,7 +252,7 @@ class SpeculativeRun:
     async def _verify(self, request: EngineRequest, chunks: QueuedChunks) -> None:
         try:
             async with aclosing(await self._admitted(request)) as stream:
-                answer = join_chunks([chunk async for chunk in stream])
+                answer = await _whole_answer(stream)
         except (InvalidRequest, EngineError) as error:
             if request.draft is None or isinstance(error, (EngineUnavailable, EngineStalled)):
                 raise
@@ -313,7 +313,7 @@ class SpeculativeRun:
                 problem = f"the draft knows {draft_size} tokens, the target {target_size}"
                 return DraftFailure("vocabulary", problem)
             async with aclosing(self._draft.generate(request)) as stream:
-                chunk = join_chunks([chunk async for chunk in stream])
+                chunk = await _whole_answer(stream)
             ids = chunk.token_ids
             logits = chunk.generation_logits
             if logits is None or len(logits) < len(ids):
@@ -323,6 +323,11 @@ class SpeculativeRun:
             return DraftFailure("refused", str(error))
         except Exception as error:  # a draft engine may answer anything at all
             return DraftFailure("error", f"{type(error).__name__}: {error}")
+
+
+async def _whole_answer(stream: ChunkStream) -> EngineChunk:
+    """Return a stream's chunks as one, after its end."""
+    return join_chunks([chunk async for chunk in stream])
 
 
 def _put(chunk: EngineChunk, chunks: QueuedChunks) -> None:

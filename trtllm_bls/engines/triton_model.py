@@ -42,6 +42,7 @@ from trtllm_bls.errors import (
     from_wire,
 )
 from trtllm_bls.settings.cpp_backend import GUIDES
+from trtllm_bls.settings.model_config import values_of
 from trtllm_bls.settings.parameters import is_true
 from trtllm_bls.types import (
     ENGINE_METRICS,
@@ -57,7 +58,7 @@ from trtllm_bls.types import (
     TokenIds,
     Wants,
 )
-from trtllm_bls.wire.contract import ENGINE
+from trtllm_bls.wire.contract import ENGINE, by_name
 from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError, StreamEnd, ignore
 from trtllm_bls.wire.kserve import SERVICE, is_final, output_arrays, packed_infer_message
 from trtllm_bls.wire.request_fields import input_arrays
@@ -291,14 +292,14 @@ class DeployedModel:
     @classmethod
     def of(cls, config: Any) -> DeployedModel:
         """Read Triton's ``ModelConfig`` message."""
-        parameters = {key: value.string_value for key, value in config.parameters.items()}
+        parameters = values_of(config)
         inputs = {}
         for tensor in config.input:
             type_name = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
             inputs[tensor.name] = type_name.replace("STRING", "BYTES")
         if is_true(parameters.get("exclude_input_in_output", "")):
             inputs.pop("exclude_input_in_output", None)  # the default makes the input needless
-        outputs = frozenset(tensor.name for tensor in config.output)
+        outputs = frozenset(by_name(config.output))
         return cls(inputs, outputs, parameters, config.model_transaction_policy.decoupled)
 
     @property
@@ -369,7 +370,10 @@ _NO_TYPED_FIELDS = (None, None, None)
 
 def _check_guide(model: DeployedModel) -> None:
     """Raise ``Unsupported`` for a model of the C++ backend that would ignore a guide."""
-    missing = [key for key in GUIDES if not model.parameters.get(key)]
+    missing = []
+    for key in GUIDES:
+        if not model.parameters.get(key):
+            missing.append(key)
     if model.is_cpp_backend and missing:
         problem = f"the engine would ignore it; set its parameter {' and '.join(missing)}"
         raise Unsupported(GUIDE_TEXT_INPUT, problem)
@@ -428,10 +432,12 @@ def request_inputs(
         arrays["embedding_bias"] = dense_bias(request.embedding_bias, vocab_size)[None]
     if draft is not None:
         arrays |= _draft_arrays(draft, data_types)
-    for name in arrays:
+    inputs = []
+    for name, values in arrays.items():
         if name not in data_types:
             raise InvalidRequest(name, _NO_INPUT)
-    return [(name, data_types[name], array) for name, array in arrays.items()]
+        inputs.append((name, data_types[name], values))
+    return inputs
 
 
 def _draft_arrays(draft: Draft, data_types: Mapping[str, str]) -> dict[str, Array]:
@@ -640,10 +646,12 @@ def _place_of_ids(first: bytes, second: bytes, *sizes: int) -> int | None:
     """
     read = service_pb2.ModelInferResponse.InferOutputTensor.FromString
     outputs = [read(first), read(second)]
-    names = [output.name for output in outputs]
+    names: list[str] = []
+    for output in outputs:
+        if output.datatype != "INT32":
+            return None
+        names.append(output.name)
     if sorted(names) != ["output_ids", "sequence_length"]:
-        return None
-    if any(output.datatype != "INT32" for output in outputs):
         return None
     place = names.index("output_ids")
     if [*outputs[place].shape] != [1, 1, sizes[place] / 4]:

@@ -186,7 +186,7 @@ async def _lifespan(
     running.loop = loop
     lifecycle: Lifecycle | None = None
     if status_dir:
-        lifecycle = Lifecycle(running, backend, status_dir, first=False)
+        lifecycle = Lifecycle(running, backend, status_dir, is_first=False)
     sharing = asyncio.create_task(metrics.share())
     try:
         yield

@@ -916,10 +916,12 @@ def command(as_json: bool, **options: Any) -> None:
     with Console(stderr=True).status("looking") as status:
         subject = Subject(**subject_options, tls=tls, progress=status.update)
         findings = list(diagnose(subject))
-    levels = [finding.level for _, finding in findings]
-    count = {level: levels.count(level) for level in get_args(Level)}
+    count: dict[str, int] = dict.fromkeys(get_args(Level), 0)
+    rows = []
+    for name, finding in findings:
+        count[finding.level] += 1
+        rows.append(finding.row(name))
     if as_json:
-        rows = [finding.row(name) for name, finding in findings]
         click.echo(json.dumps({"findings": rows, "count": count}, indent=1, ensure_ascii=False))
     else:
         console = Console(highlight=False)

@@ -26,7 +26,7 @@ from trtllm_bls.settings.command_options import GrpcAddress, ServeSettings, opti
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.settings.model_names import ENSEMBLE_PLATFORM
 from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
-from trtllm_bls.wire.contract import BLS, ENGINE, LLMAPI, MODELS, Model
+from trtllm_bls.wire.contract import BLS, ENGINE, LLMAPI, MODELS, Model, by_name
 
 CPP_BACKEND = "tensorrtllm"
 loaded_tokenizer = cache(load_tokenizer)  # it takes seconds
@@ -184,7 +184,7 @@ class Subject:
             return cpp.models_for(self.release or cpp_backend.LAST, logits)
 
         # The ensemble hands on the tensors of the target's release.
-        ours = {model.name: model for model in MODELS}
+        ours = by_name(MODELS)
         if self.cpp_models:
             ours = of_release(self.target)
         models = {}

@@ -561,8 +561,9 @@ async def _load(
             answers = list(itertools.chain.from_iterable(await asyncio.gather(*runs)))
             duration_s = time.monotonic() - sent_at
             cpu_s = _cpu_of(process) - cpu_s
-            tokens = sum(answer.tokens for _, answer in answers)
+            tokens = 0
             for prompt, answer in answers:
+                tokens += answer.tokens
                 texts[name][prompt] = answer.text
             rate = round(tokens / duration_s, 1)
             row = {"server": name, "streams": streams, "tokens/s": rate}
@@ -574,7 +575,9 @@ async def _load(
     results = [(f"{len(rows)} measurements", "see the table")]
     if second_url:
         own_texts, second_texts = texts.values()
-        equal = sum(own_texts.get(prompt) == text for prompt, text in second_texts.items())
+        equal = 0
+        for prompt, text in second_texts.items():
+            equal += own_texts.get(prompt) == text
         results.append(("texts equal to those beside", f"{equal} of {len(second_texts)}"))
     return results
 

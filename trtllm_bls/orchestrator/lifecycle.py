@@ -53,12 +53,12 @@ class Serving(Protocol):
 class Lifecycle:
     """A thread that writes the process's status file in ``directory`` and obeys its drain file.
 
-    ``first``: this process is the first of its server, so a drain file that is there was left by an
-    earlier server, and is removed. Raises ``OSError`` if the directory cannot be written.
+    ``is_first``: this process is the first of its server, so a drain file that is there was left by
+    an earlier server, and is removed. Raises ``OSError`` if the directory cannot be written.
     """
 
     def __init__(
-        self, server: Serving, sender: BaseDeployment, directory: str, *, first: bool = True
+        self, server: Serving, sender: BaseDeployment, directory: str, *, is_first: bool = True
     ) -> None:
         self._server = server
         self._sender = sender
@@ -71,7 +71,7 @@ class Lifecycle:
         self._has_ended_all = False  # a drain's deadline has ended the running requests
         self._engines: dict[str, str] = {}
         self._closing = threading.Event()
-        if first:
+        if is_first:
             self._files.forget_drain()
         self._write()
         self._thread = threading.Thread(target=self._run, name="lifecycle", daemon=True)

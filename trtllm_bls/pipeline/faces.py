@@ -58,7 +58,8 @@ def face_tensors(model: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     for face in FACES:
         if _has_face(model, face):
             inputs.append(Tensor(face.request, "STRING"))
-            outputs |= {name: Tensor(name, dtype, dims) for name, dtype, dims in face.outputs}
+            for name, dtype, dims in face.outputs:
+                outputs[name] = Tensor(name, dtype, dims)
     part_inputs = list(part_tensors(model.accepts))
     if part_inputs and getattr(model, CHAT.method, None) is None:
         raise SettingsError("accepts: is of conversations; write a method chat")

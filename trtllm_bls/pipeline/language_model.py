@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
 from types import UnionType
@@ -65,7 +65,7 @@ from trtllm_bls.types import (
     Wants,
 )
 from trtllm_bls.wire.contract import BLS, ENGINE
-from trtllm_bls.wire.request_fields import TYPED_INPUTS, typed_fields
+from trtllm_bls.wire.request_fields import TYPED_INPUTS, field_names, typed_fields
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -183,8 +183,8 @@ _HINTS = get_type_hints(Options)
 _STREAMED: dict[str, Any] = {"request_id": "", "stream": True, "return_tokens": True}
 _BOUNDED_INPUTS = {tensor.key: tensor for tensor in BLS.inputs if tensor.bounds is not None}
 _GUIDE_OPTIONS = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}
-_SAMPLING_OPTIONS = frozenset(field.name for field in fields(Sampling))
-_WANTS_OPTIONS = frozenset(field.name for field in fields(Wants))
+_SAMPLING_OPTIONS = frozenset(field_names(Sampling))
+_WANTS_OPTIONS = frozenset(field_names(Wants))
 # The engine's inputs for these options are lists of token ids, and have other names.
 _OPTIONS_OF_WORD_LISTS = {"stop_words_list": "stop_words", "bad_words_list": "bad_words"}
 _ADAPTERS = ("lora_task_id", "lora_name")
@@ -259,17 +259,21 @@ def request_fields(options: Mapping[str, Any], hints: Mapping[str, Any] = _HINTS
     for name in ("token_bias", "embedding_bias"):
         if name in values:
             values[name] = tuple(values[name].items())
-    sampling = {name: values.pop(name) for name in _SAMPLING_OPTIONS & values.keys()}
+    sampling = _pop_options(values, _SAMPLING_OPTIONS)
     _set_temperature(sampling)
-    wants = {name: values.pop(name) for name in _WANTS_OPTIONS & values.keys()}
     return {
         "max_tokens": None,
         "sampling": Sampling(**sampling),
-        "wants": Wants(**wants),
+        "wants": Wants(**_pop_options(values, _WANTS_OPTIONS)),
         "extras": extras,
         **typed_fields(arrays),
         **values,
     }
+
+
+def _pop_options(options: dict[str, Any], names: Set[str]) -> dict[str, Any]:
+    """Remove the options of these names, and return them."""
+    return {name: options.pop(name) for name in names & options.keys()}
 
 
 def _set_temperature(sampling: dict[str, Any]) -> None:
@@ -437,19 +441,23 @@ class Step:
 def joined(steps: Sequence[Step]) -> Step:
     """Join the steps of one sequence. The logits are those of the last step that has some."""
     ids: list[int] = []
+    texts: list[str] = []
+    reasoning: list[str] = []
     calls: list[StepCall] = []
     log_probs: list[float | None] = []
     top_log_probs: list[TopLogProbs] = []
     for step in steps:
         ids += step.ids
+        texts.append(step.text)
+        reasoning.append(step.reasoning)
         calls += step.calls
         log_probs += step.log_probs
         top_log_probs += step.top_log_probs
     return replace(
         steps[-1],
         ids=tuple(ids),
-        text="".join([step.text for step in steps]),
-        reasoning="".join([step.reasoning for step in steps]),
+        text="".join(texts),
+        reasoning="".join(reasoning),
         calls=tuple(calls),
         log_probs=tuple(log_probs),
         top_log_probs=tuple(top_log_probs),
@@ -732,7 +740,7 @@ class LLM:
     def generate(self, ids: Sequence[int], **options: Unpack[Options]) -> Steps:
         """Continue a prompt of token ids. Special tokens are part of ``Step.text``."""
         provenance = Provenance.of(CURRENT_REQUEST.get(), options)
-        prompt = tuple([int(token_id) for token_id in ids])
+        prompt = tuple(map(int, ids))
         with _translated_errors(provenance):
             fields = request_fields({"skip_special_tokens": False, **options})
         request = TextRequest(prompt_ids=prompt, **fields, **_STREAMED)
@@ -773,7 +781,9 @@ class LLM:
             conversation = _conversation(messages, tools or (), fields, form_field)
             self._check_tool_parser(conversation)
             turn = self._turns.turn(conversation)
-        parsers = [turn.parser() for _ in range(fields.get("num_return_sequences", 1))]
+        parsers: list[ChatParser | EventParser] = []
+        for _ in range(fields.get("num_return_sequences", 1)):
+            parsers.append(turn.parser())
         return self._start(turn.request(**fields, **_STREAMED), provenance, parsers)
 
     @property
@@ -792,7 +802,7 @@ class LLM:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        return self._loaded.decode([int(token_id) for token_id in ids], skip_special_tokens)
+        return self._loaded.decode(list(map(int, ids)), skip_special_tokens)
 
     @property
     def _loaded(self) -> Tokenizer:

@@ -204,10 +204,10 @@ class OtherModels:
         """Return the one response of a model that is not decoupled."""
         seconds: float | None = options.get("timeout_s")
 
-        async def attempt(declared: DeclaredModel) -> dict[str, Array]:
-            if declared.decoupled:
+        async def attempt(declaration: DeclaredModel) -> dict[str, Array]:
+            if declaration.decoupled:
                 raise EngineError(f"{model}: it is decoupled; use stream")
-            message = declared.packed(inputs, outputs, origin, **options)
+            message = declaration.packed(inputs, outputs, origin, **options)
             return _outputs(model, await self._unary(model, "ModelInfer", message, seconds))
 
         return await self.as_declared(model, options.get("version", ""), attempt)
@@ -223,8 +223,8 @@ class OtherModels:
     ) -> OtherStream:
         """Return the responses of a decoupled model."""
 
-        def start(declared: DeclaredModel) -> ModelStream:
-            message = declared.packed(inputs, outputs, origin, **options)
+        def start(declaration: DeclaredModel) -> ModelStream:
+            message = declaration.packed(inputs, outputs, origin, **options)
             return ModelStream(model, self.channel, message)
 
         as_declared = partial(self.as_declared, model, options.get("version", ""))
@@ -340,10 +340,10 @@ class OtherStream(AsyncIterator[dict[str, Array]]):
         kind = EngineTimeout if self._is_late else EngineError
         return kind(f"{self.model}: {self._problem}")
 
-    async def _first_response(self, declared: DeclaredModel) -> dict[str, Array]:
+    async def _first_response(self, declaration: DeclaredModel) -> dict[str, Array]:
         if self._problem is not None:
             raise EngineError(self._problem)
-        self._responses = self._start(declared)
+        self._responses = self._start(declaration)
         return await anext(self._responses)
 
     async def aclose(self) -> None:

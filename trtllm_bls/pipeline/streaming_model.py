@@ -69,7 +69,7 @@ from trtllm_bls.pipeline.other_models import CallOptions, Origin, OtherModels, O
 from trtllm_bls.pipeline.sessions import Session, SessionStore
 from trtllm_bls.settings.engine_tls import engine_tls
 from trtllm_bls.settings.faces import PART_INPUTS, Face
-from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST
+from trtllm_bls.settings.model_config import CHAT_EVENTS, CHAT_REQUEST, written_parameters
 from trtllm_bls.settings.model_names import BLS_NAME
 from trtllm_bls.settings.parameters import (
     COMMON_KEYS,
@@ -100,7 +100,7 @@ from trtllm_bls.triton.request_server import Call
 from trtllm_bls.triton.served_model import ServedModel
 from trtllm_bls.types import Array, Backoff
 from trtllm_bls.wire.call_context import CONTEXT_PARAMETER, MAX_CALL_DEPTH, CallContext
-from trtllm_bls.wire.contract import Tensor
+from trtllm_bls.wire.contract import Tensor, by_name
 from trtllm_bls.wire.traceparent import valid_traceparent
 
 if sys.version_info >= (3, 11):
@@ -169,9 +169,9 @@ async def connect(
     (docs/parameters.md), such as ``request_timeout_seconds``. Raises ``SetupError``.
     """
     values = {"engine": engine, "tokenizer_dir": os.path.abspath(tokenizer)} | parameters
-    config = {key: {"string_value": str(value)} for key, value in values.items()}
+    config = {"name": BLS_NAME, "parameters": written_parameters(values)}
     arguments = {
-        "model_config": json.dumps({"name": BLS_NAME, "parameters": config}),
+        "model_config": json.dumps(config),
         "model_repository": str(Path.cwd() / BLS_NAME),
     }
     deployment = PipelineDeployment(Parameters(arguments, {}).read(PipelineParameters))
@@ -310,10 +310,15 @@ class PipelineDeployment(BaseDeployment):
 
     def load(self) -> Load:
         """Count the pipeline's requests. A request without a response is a waiting one."""
-        responses = self.unfinished.copy()
-        waiting = sum(not response.responses for response in responses)
+        running = 0
+        waiting = 0
+        for response in self.unfinished.copy():
+            if response.responses:
+                running += 1
+            else:
+                waiting += 1
         tokens = sum(orchestrator.load().tokens for orchestrator in self._orchestrators)
-        return Load(len(responses) - waiting, waiting, self.admission.queued, tokens)
+        return Load(running, waiting, self.admission.queued, tokens)
 
     @property
     def handed_over(self) -> bool:
@@ -509,7 +514,10 @@ class Request:
     async def close(self) -> None:
         """End the request's calls of models that still run."""
         self._has_ended = True
-        if count := sum(not task.done() for task in self._tasks - {asyncio.current_task()}):
+        count = 0
+        for task in self._tasks - {asyncio.current_task()}:
+            count += not task.done()
+        if count:
             line = "%s: answer left tasks behind: %d; their calls of models are ended"
             log.warning(line, self.id, count)
         for stream in list(self.streams):
@@ -543,8 +551,10 @@ class ChatRequest(Request):
         self.tools: list[dict[str, Any]] = chat["tools"]
         self.options: dict[str, Any] = chat["options"]
         if "token_bias" in self.options:  # JSON's keys are texts
-            bias = self.options["token_bias"]
-            self.options["token_bias"] = {int(key): value for key, value in bias.items()}
+            token_bias = {}
+            for key, bias in self.options["token_bias"].items():
+                token_bias[int(key)] = bias
+            self.options["token_bias"] = token_bias
         self.pipeline_options = options
         self.options |= _pipeline_options(options, chat["further"])
         self.metadata: dict[str, Any] = chat["metadata"]
@@ -815,8 +825,8 @@ class StreamingModel(ServedModel):
         self._faces = Faces(self)
         self._has_rows = rows == 1
         inputs, outputs = self.tensors()
-        self._input_names = [tensor.name for tensor in inputs]
-        self._output_tensors = {tensor.name: tensor for tensor in outputs}
+        self._input_names = list(by_name(inputs))
+        self._output_tensors = by_name(outputs)
         for option, kind in self.options.items():
             if kind not in _JSON_TYPES:
                 remedy = "write bool, int, float, str, list or dict"
@@ -834,8 +844,9 @@ class StreamingModel(ServedModel):
         super().initialize(args, pb_utils)
 
     def make(self, parameters: Any) -> None:
-        parameters_config = self._config.get("parameters", {})
-        texts = {key: str(value["string_value"]) for key, value in parameters_config.items()}
+        texts: dict[str, str] = {}
+        for key, value in self._config.get("parameters", {}).items():
+            texts[key] = str(value["string_value"])
         for problem in undeclared_parameters(texts, self.parameters):
             log.warning("%s", problem)
         self.deployment.parameters = own_parameters(self.deployment.name, texts, self.parameters)
@@ -985,7 +996,9 @@ class StreamingModel(ServedModel):
         admission = self.deployment.admission
         if request.callers and not admission.has_place:
             callers = {*request.callers}
-            all_wait = all(admitted.called & callers for admitted in self._admitted)
+            all_wait = True
+            for admitted in self._admitted:
+                all_wait = all_wait and not callers.isdisjoint(admitted.called)
             if self.deployment.name in callers or all_wait:
                 raise CycleWithoutPlace.of(chain, admission.places)
         async with admission.acquire(1):
@@ -1068,7 +1081,7 @@ def _reported_error(
 
 def _combined(errors: Sequence[BaseException]) -> BaseException:
     """Return one error for several, of the kind that they have in common."""
-    texts = list(dict.fromkeys([str(error) for error in errors]))
+    texts = list(dict.fromkeys(map(str, errors)))
     if len(texts) == 1:
         return errors[0]
     mistakes = [error for error in errors if isinstance(error, InvalidRequest)]

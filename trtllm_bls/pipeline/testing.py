@@ -50,7 +50,7 @@ from trtllm_bls.pipeline.streaming_model import (
     StreamingModel,
     undeclared_parameters,
 )
-from trtllm_bls.settings.model_config import model_class
+from trtllm_bls.settings.model_config import model_class, written_parameters
 from trtllm_bls.text.stopping import StopMatcher
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import Array, Ending, FinishReason, TextChunk, TextRequest, TokenText
@@ -62,6 +62,7 @@ from trtllm_bls.wire.call_context import (
     signed_context,
 )
 from trtllm_bls.wire.contract import Tensor as Declared
+from trtllm_bls.wire.contract import by_name
 from trtllm_bls.wire.grpc_client import GrpcCall, GrpcChannel, GrpcError
 from trtllm_bls.wire.kserve import arrays_of, packed_array
 
@@ -228,10 +229,15 @@ class Ask:
                 raise self._triton.breach("an error without FINAL in the same send")
             self.error = response.error()
             return
-        arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+        arrays = {}
+        wide = []
+        for tensor in response.output_tensors():
+            array = tensor.as_numpy()
+            arrays[tensor.name()] = array
+            if array.shape[0] != 1:
+                wide.append(tensor.name())
         if extra := arrays.keys() - set(self._outputs):
             raise self._triton.breach(f"outputs nobody asked for: {extra}: the stub would crash")
-        wide = [name for name, array in arrays.items() if array.shape[0] != 1]
         if wide and self._triton.batched:
             raise self._triton.breach(f"first dimension of a response is not 1: {wide}")
         self.responses.append(arrays)
@@ -403,10 +409,14 @@ class Double:
             text = Path(self.config).read_text(encoding="utf-8")
             config = text_format.Parse(text, model_config_pb2.ModelConfig())
             return replace(DeclaredModel.of(config), name=name)
-        inputs = {tensor.name: tensor for tensor in self.inputs}
-        outputs = {tensor.name: tensor for tensor in self.outputs}
-        checked = bool(inputs or outputs)
-        return DeclaredModel(name, inputs, outputs, self.rows, bool(self.decoupled), checked)
+        return DeclaredModel(
+            name,
+            by_name(self.inputs),
+            by_name(self.outputs),
+            self.rows,
+            bool(self.decoupled),
+            checked=bool(self.inputs or self.outputs),
+        )
 
 
 @dataclass
@@ -626,13 +636,12 @@ class LoadedModel:
         """Send a request. ``inputs`` are arrays, numbers, texts or bytes by name. See ``Ask``."""
         input_tensors, output_tensors = self.model.tensors()
         model = DeclaredModel(
-            "model",
-            {tensor.name: tensor for tensor in input_tensors},
-            {tensor.name: tensor for tensor in output_tensors},
-            self.triton.batched,
+            "model", by_name(input_tensors), by_name(output_tensors), self.triton.batched
         )
+        arrays = {}
         try:
-            arrays = {name: array for name, _, array in model.arrays(inputs, outputs)}
+            for name, _, array in model.arrays(inputs, outputs):
+                arrays[name] = array
         except TrtllmBlsError as error:
             raise AssertionError(f"Triton would refuse the request: {error}") from error
         ask = self.triton.ask(arrays, *(outputs or model.outputs), id=id)
@@ -760,7 +769,7 @@ def serving(
     config = {
         "name": "model",
         "max_batch_size": int(rows),
-        "parameters": {key: {"string_value": str(value)} for key, value in parameters.items()},
+        "parameters": written_parameters(parameters),
         "model_transaction_policy": {"decoupled": decoupled},
     }
     served = model()

@@ -48,7 +48,8 @@ EMBED = Face(
     "embed_request",
     ((EMBED_VECTORS, "FP32", (-1, -1)), _END_OUTPUT),
 )
-SPEECH_AUDIO, SPEECH_TYPE = "speech_audio", "speech_type"
+SPEECH_AUDIO = "speech_audio"
+SPEECH_TYPE = "speech_type"
 SPEAK = Face(
     "speech",
     "speak",

@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,14 @@ def read_config(path: Path) -> Any:
 def values_of(config: Any) -> dict[str, str]:
     """Return a configuration's parameters, sorted by name."""
     return {key: value.string_value for key, value in sorted(config.parameters.items())}
+
+
+def written_parameters(values: Mapping[str, object]) -> dict[str, dict[str, str]]:
+    """Return parameters in the form that Triton's JSON of a configuration has."""
+    parameters = {}
+    for key, value in values.items():
+        parameters[key] = {"string_value": str(value)}
+    return parameters
 
 
 def dtype_of(tensor: Any) -> str:

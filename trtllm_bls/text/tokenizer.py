@@ -451,8 +451,13 @@ def _probes(backend: Any, added: Collection[Any]) -> Iterator[str]:
     characters of all Unicode, tokens of the table, and a mixture.
     """
     chance = Random(0)
-    special = [token.content for token in added if token.special]
-    names = [token.content for token in added] or [""]
+    names: list[str] = []
+    special: list[str] = []
+    for token in added:
+        names.append(token.content)
+        if token.special:
+            special.append(token.content)
+    names = names or [""]
     yield "".join(text + name + text for name, text in itertools.product(special, _NEIGHBOURS))
     yield "".join(name + chance.choice(_NEIGHBOURS) for name in names)
     points = chance.choices([*range(0xD800), *range(0xE000, 0x3FFFF)], k=_SAMPLE_SIZE)

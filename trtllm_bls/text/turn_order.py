@@ -104,12 +104,17 @@ class TurnOrder:
         return joined
 
     def _with_systems_in_front(self, turns: list[Message]) -> list[Message]:
-        systems = [turn for turn in turns if turn["role"] == "system"]
+        systems: list[Message] = []
+        dialogue: list[Message] = []
+        for turn in turns:
+            if turn["role"] == "system":
+                systems.append(turn)
+            else:
+                dialogue.append(turn)
         if not systems:
             return turns
         is_usual = len(systems) == 1 and turns[0]["role"] == "system"
         if not (self.systems or is_usual):
-            dialogue = [turn for turn in turns if turn["role"] != "system"]
             turns = [*_joined(systems), *dialogue]
         if not self.system:
             turns[0] = {**turns[0], "role": "user"}

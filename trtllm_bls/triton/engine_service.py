@@ -83,7 +83,7 @@ class EngineService:
         """Run all rows, and add the responses of each of their sequences to ``sequences``."""
         for output in ("output_ids", "sequence_length"):
             # Without them a caller could not tell padding from tokens. Upstream refuses, too.
-            if output not in call.wanted:
+            if output not in call.output_names:
                 raise InvalidRequest(output, "must be among the requested outputs")
         capacity = await self.engine.capacity()
         rows = engine_requests(

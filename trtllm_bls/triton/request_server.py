@@ -424,9 +424,9 @@ class Outbox:
 class Call:
     """A Triton request and its answer. ``arrays``: the inputs, once they have been read.
 
-    ``wanted``: the requested outputs, which are all if the caller named none. ``decoupled``: any
-    number of responses may be sent; otherwise exactly one. ``send``, ``fail``, ``finish`` and
-    ``ready`` are called on the event loop. The first three never wait.
+    ``output_names``: the requested outputs, which are all if the caller named none.
+    ``decoupled``: any number of responses may be sent; otherwise exactly one. ``send``, ``fail``,
+    ``finish`` and ``ready`` are called on the event loop. The first three never wait.
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count(1)
@@ -444,7 +444,7 @@ class Call:
         self._sender = request.get_response_sender()
         self._senders = senders
         self.decoupled = decoupled
-        self.wanted: frozenset[str] = frozenset(request.requested_output_names())
+        self.output_names: frozenset[str] = frozenset(request.requested_output_names())
         self.client_id: str = request.request_id()
         # Clients may choose equal ids. This one is unique in the process, for the log.
         name = printable(self.client_id, MAX_ID) if self.client_id else "request"
@@ -611,7 +611,7 @@ class Call:
             else:
                 outputs = []
                 for name, array in response.items():
-                    if name in self.wanted:  # Triton 24.10 crashes on any other output
+                    if name in self.output_names:  # Triton 24.10 crashes on any other output
                         outputs.append(pb.Tensor(name, array))
                 self._sender.send(pb.InferenceResponse(outputs), flags=flags)
         except Exception as raised:  # Triton raises types of its own

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ from trtllm_bls.wire.contract import (
     Model,
     Tensor,
 )
-from trtllm_bls.wire.request_fields import TYPED_INPUTS, typed_fields
+from trtllm_bls.wire.request_fields import TYPED_INPUTS, field_names, typed_fields
 from trtllm_bls.wire.traceparent import valid_traceparent
 from trtllm_bls.wire.words import unpack_words
 
@@ -49,9 +48,9 @@ Fields = dict[str, Any]
 MAX_STRINGS = 1024  # in one row; decoding many more would hold up every other stream
 _MAX_WORD_BYTES = 1024  # limit of an item of a list; a word has at most 256 characters
 
-_SAMPLING_FIELD_NAMES = tuple(field.name for field in fields(Sampling))
-_WANTS_FIELD_NAMES = tuple(field.name for field in fields(Wants))
-_SPECULATION = tuple(field.name for field in fields(SpeculationRequest))
+_SAMPLING_FIELD_NAMES = field_names(Sampling)
+_WANTS_FIELD_NAMES = field_names(Wants)
+_SPECULATION_FIELD_NAMES = field_names(SpeculationRequest)
 # The inputs of fields whose value is not the input's own. Code below makes it.
 _CONVERTED = {
     *("input_ids", "max_tokens", "streaming", "exclude_input_in_output", "embedding_bias"),
@@ -63,7 +62,7 @@ _CONVERTED = {
 def _copied_fields(kind: type[TextRequest] | type[EngineRequest], model: Model) -> tuple[str, ...]:
     """Return the fields of a request that are copied from the input of the same name."""
     inputs = {tensor.key for tensor in model.inputs} - _CONVERTED
-    return tuple([field.name for field in fields(kind) if field.name in inputs])
+    return tuple([name for name in field_names(kind) if name in inputs])
 
 
 _TEXT_REQUEST_FIELDS = _copied_fields(TextRequest, BLS)
@@ -93,7 +92,10 @@ def read_rows(
     become tuples of ``str``. All others stay arrays, without the batch dimension. Sizes are checked
     against ``limits`` before anything is decoded. Raises ``InvalidRequest`` with the tensor's name.
     """
-    inputs = [(tensor, arrays[tensor.name]) for tensor in model.inputs if tensor.name in arrays]
+    inputs: list[tuple[Tensor, Array]] = []
+    for tensor in model.inputs:
+        if tensor.name in arrays:
+            inputs.append((tensor, arrays[tensor.name]))
     if not inputs:
         raise InvalidRequest("inputs", f"none of {model.name}'s inputs was sent")
     first_tensor, first_array = inputs[0]
@@ -184,16 +186,23 @@ def _request_fields(row: Fields, names: Iterable[str]) -> dict[str, Any]:
     common. A ``top_p`` of 0 or less counts as not set. Inputs without a field become ``extras``:
     arrays without a batch dimension.
     """
-    values = {name: row[name] for name in names if name in row}
-    sampling = {name: row[name] for name in _SAMPLING_FIELD_NAMES if name in row}
+    values: dict[str, Any] = {}
+    for name in names:
+        if name in row:
+            values[name] = row[name]
+    sampling: dict[str, Any] = {}
+    for name in _SAMPLING_FIELD_NAMES:
+        if name in row:
+            sampling[name] = row[name]
     if sampling.get("top_p", 1) <= 0:
         del sampling["top_p"]
     if sampling:
         values["sampling"] = Sampling(**sampling)
     if not _WANT_KEYS.isdisjoint(row):
-        values["wants"] = Wants(
-            **{name: row.get(f"return_{name}", False) for name in _WANTS_FIELD_NAMES}
-        )
+        wants: dict[str, Any] = {}
+        for name in _WANTS_FIELD_NAMES:
+            wants[name] = row.get(f"return_{name}", False)
+        values["wants"] = Wants(**wants)
     if not TYPED_INPUTS.isdisjoint(row):
         values |= typed_fields(row)
     if not _EXTRAS.keys().isdisjoint(row):
@@ -237,8 +246,7 @@ def engine_requests(
     for row in rows:
         for required in ("input_ids", "max_tokens"):
             if required not in row:
-                name = next(tensor.name for tensor in ENGINE.inputs if tensor.key == required)
-                raise InvalidRequest(name, "is missing")
+                raise InvalidRequest(ENGINE.input_names(required)[0], "is missing")
         ids = row["input_ids"]
         length = row.get("input_lengths", len(ids))
         if not 0 < length <= len(ids):
@@ -331,7 +339,10 @@ def _text_request(
     if "max_tokens" not in row:
         raise InvalidRequest("max_tokens", "is missing")
     values = _request_fields(row, _TEXT_REQUEST_FIELDS)
-    speculation = {name: row[name] for name in _SPECULATION if name in row}
+    speculation: dict[str, Any] = {}
+    for name in _SPECULATION_FIELD_NAMES:
+        if name in row:
+            speculation[name] = row[name]
     if speculation:
         values["speculation"] = SpeculationRequest(**speculation)
     if "embedding_bias_words" in row or "embedding_bias_weights" in row:
@@ -383,7 +394,7 @@ def with_callers_name(error: InvalidRequest, request: TextRequest) -> InvalidReq
         name = "text_input" if request.messages is None else "messages"
     elif name in ENGINE.input_named:
         key = ENGINE.input_named[name].key
-        names = [tensor.name for tensor in BLS.inputs if tensor.key == key]
+        names = BLS.input_names(key)
         if names and name not in names:
             name = names[0]
     if isinstance(error, PromptTooLong):
@@ -406,10 +417,10 @@ def sequence_ids(
         for length in lengths:
             is_fitting = is_fitting and 0 <= length <= beams.shape[1]
         if not is_fitting:
-            shown = ", ".join([str(length) for length in lengths[:8]])
+            beginning = ", ".join(map(str, lengths[:8]))
             if len(lengths) > 8:
-                shown += ", ..."
-            problem = f"[{shown}] does not fit TOKENS_BATCH of shape {list(beams.shape)}"
+                beginning += ", ..."
+            problem = f"[{beginning}] does not fit TOKENS_BATCH of shape {list(beams.shape)}"
             raise InvalidRequest("SEQUENCE_LENGTH", problem)
         for beam, length in zip(beams, lengths, strict=True):
             ids = tuple(beam[:length].tolist())

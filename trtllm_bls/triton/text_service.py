@@ -115,8 +115,10 @@ class TextService:
             if len(requests) == 1:
                 await self._row(call, requests[0], None)
             else:
-                rows = [self._row(call, request, row) for row, request in enumerate(requests)]
-                await run_rows([asyncio.create_task(row) for row in rows])
+                tasks = []
+                for row, request in enumerate(requests):
+                    tasks.append(asyncio.create_task(self._row(call, request, row)))
+                await run_rows(tasks)
         except asyncio.CancelledError:
             if not call.is_stopped:
                 raise
@@ -166,27 +168,33 @@ class Preprocessor:
         for request in prompt_requests(inputs, self.limits):
             prompts.append(maker.make(request).engine_request)
         lengths = [len(prompt.input_ids) for prompt in prompts]
-        ids = np.full((len(prompts), max(lengths)), self.tokenizer.pad_id or 0, dtype=np.int32)
-        for row, prompt in enumerate(prompts):
-            ids[row, : lengths[row]] = prompt.input_ids
         bias_size = 0
         if any(prompt.embedding_bias for prompt in prompts):
             bias_size = self.tokenizer.model_vocab_size
-        biases = [dense_bias(prompt.embedding_bias, bias_size) for prompt in prompts]
-        end_ids = [-1 if prompt.end_id is None else prompt.end_id for prompt in prompts]
-        pad_ids = _column([prompt.pad_id or 0 for prompt in prompts])
+        ids = np.full((len(prompts), max(lengths)), self.tokenizer.pad_id or 0, dtype=np.int32)
+        biases: list[Array] = []
+        max_tokens: list[int] = []
+        end_ids: list[int] = []
+        pad_ids: list[int] = []
+        for row, prompt in enumerate(prompts):
+            ids[row, : lengths[row]] = prompt.input_ids
+            biases.append(dense_bias(prompt.embedding_bias, bias_size))
+            max_tokens.append(prompt.max_tokens)
+            end_ids.append(-1 if prompt.end_id is None else prompt.end_id)
+            pad_ids.append(prompt.pad_id or 0)
+        pads = _column(pad_ids)
         return {
             "INPUT_ID": ids,
             "REQUEST_INPUT_LEN": _column(lengths),
             "BAD_WORDS_IDS": _word_lists([prompt.bad_sequences for prompt in prompts]),
             "STOP_WORDS_IDS": _word_lists([prompt.stop_sequences for prompt in prompts]),
             "EMBEDDING_BIAS": np.stack(biases),
-            "REQUEST_OUTPUT_LEN": _column([prompt.max_tokens for prompt in prompts]),
+            "REQUEST_OUTPUT_LEN": _column(max_tokens),
             "OUT_END_ID": _column(end_ids),
-            "OUT_PAD_ID": pad_ids,
+            "OUT_PAD_ID": pads,
             # Upstream's values for a request without a text for the decoder.
-            "DECODER_INPUT_ID": pad_ids,
-            "REQUEST_DECODER_INPUT_LEN": np.ones_like(pad_ids),
+            "DECODER_INPUT_ID": pads,
+            "REQUEST_DECODER_INPUT_LEN": np.ones_like(pads),
         }
 
 

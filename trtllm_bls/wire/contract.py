@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -279,12 +279,29 @@ class Model:
     @cached_property
     def input_named(self) -> Mapping[str, Tensor]:
         """Inputs by wire name."""
-        return {tensor.name: tensor for tensor in self.inputs}
+        return by_name(self.inputs)
 
     @cached_property
     def output_named(self) -> Mapping[str, Tensor]:
         """Outputs by wire name."""
-        return {tensor.name: tensor for tensor in self.outputs}
+        return by_name(self.outputs)
+
+    def input_names(self, key: str) -> list[str]:
+        """Return the wire names of the inputs that have this key, the first spelling first."""
+        return [tensor.name for tensor in self.inputs if tensor.key == key]
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_NamedT = TypeVar("_NamedT", bound=_Named)
+
+
+def by_name(items: Iterable[_NamedT]) -> dict[str, _NamedT]:
+    """Return tensors or models by name."""
+    return {item.name: item for item in items}
 
 
 # --- the rows ----------------------------------------------------------------------------------
@@ -301,6 +318,11 @@ _ALTERNATIVES = Bounds(low=0, high=20)
 
 def _alike(dtype: str, *names: str, **options: Any) -> tuple[Tensor, ...]:
     return tuple(Tensor(name, dtype, **options) for name in names)
+
+
+def _changed(tensors: Iterable[Tensor], **fields: Any) -> tuple[Tensor, ...]:
+    """Return copies of the tensors with other values in these fields."""
+    return tuple(replace(tensor, **fields) for tensor in tensors)
 
 
 # The text models' names. A top_p <= 0 means "not set" on the wire, so it has no lower bound.
@@ -353,7 +375,7 @@ _PROMPT_TABLE = (
     Tensor("prompt_embedding_table", "FP16", (-1, -1), ragged=True),
     Tensor("prompt_vocab_size", "INT32", scalar=True),
 )
-_TEXT_PROMPT_TABLE = tuple(replace(row, ragged=False, scalar=False) for row in _PROMPT_TABLE)
+_TEXT_PROMPT_TABLE = _changed(_PROMPT_TABLE, ragged=False, scalar=False)
 
 _RETURN_FLAGS = (
     *("return_log_probs", "return_context_logits", "return_generation_logits"),
@@ -377,13 +399,19 @@ _SCORE_OUTPUTS = (
     Tensor("context_logits", "FP32", (-1, -1)),
     Tensor("generation_logits", "FP32", (-1, -1, -1)),
 )
-_PERF_METRICS = (
-    *_alike("INT32", "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks"),
-    Tensor("kv_cache_alloc_total_blocks", "INT32"),
+_NEW_BLOCKS = Tensor("kv_cache_alloc_new_blocks", "INT32")
+_TOTAL_BLOCKS = Tensor("kv_cache_alloc_total_blocks", "INT32")
+_SPEED_METRICS = (
     *_alike("INT64", "arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns"),
     Tensor("last_token_time_ns", "INT64"),
     Tensor("acceptance_rate", "FP32"),
     *_alike("INT32", "total_accepted_draft_tokens", "total_draft_tokens"),
+)
+_PERF_METRICS = (
+    _NEW_BLOCKS,
+    Tensor("kv_cache_reused_blocks", "INT32"),
+    _TOTAL_BLOCKS,
+    *_SPEED_METRICS,
 )
 _COUNT_OUTPUTS = _alike("INT32", "num_input_tokens", "num_output_tokens")
 _INDICES = _alike("INT32", "batch_index", "sequence_index")
@@ -520,7 +548,7 @@ ENSEMBLE = Model(
     decoupled=True,
     backend=ENSEMBLE_PLATFORM,
     inputs=(
-        *(replace(tensor, required=False) for tensor in _TEXT_INPUTS),  # see REQUEST_OUTPUT_LEN
+        *_changed(_TEXT_INPUTS, required=False),  # see REQUEST_OUTPUT_LEN
         *_alike("BOOL", *_RETURN_FLAGS),
         Tensor("num_return_sequences", "INT32", bounds=_SEQUENCES),
         *_TEXT_PROMPT_TABLE,
@@ -549,7 +577,7 @@ BLS = Model(
         *_TEXT_PROMPT_TABLE,
         Tensor("prompt_table_extra_id", "UINT64", bounds=_UNSIGNED),
         *_LORA,
-        *(replace(tensor, ragged=False) for tensor in (*_GUIDED, *_LLM_API)),
+        *_changed((*_GUIDED, *_LLM_API), ragged=False),
     ),
     outputs=(
         *_TEXT_OUTPUTS,
@@ -565,7 +593,7 @@ BLS = Model(
 # ``configure --from`` writes it with the code of tensorrt_llm_bls. The field of an input is the
 # name of that model's input with the same meaning. No engine of ours reports kv_cache_missed_block
 # and kv_cache_hit_rate.
-_TEXT_TENSORS = {tensor.name: tensor for tensor in (*_TEXT_SAMPLING, *_TEXT_INPUTS)}
+_TEXT_TENSORS = by_name((*_TEXT_SAMPLING, *_TEXT_INPUTS))
 
 
 def _as_sampling_param(name: str) -> Tensor:
@@ -599,7 +627,7 @@ LLMAPI = Model(
         Tensor("return_cumulative_logprob", "BOOL", field="return_log_probs"),
         Tensor("stop", "BOOL"),
         Tensor("lora_id", "UINT64", field="lora_task_id"),
-        *(replace(tensor, ragged=False) for tensor in _LLM_API[:3]),
+        *_changed(_LLM_API[:3], ragged=False),
     ),
     outputs=(
         Tensor("text_output", "STRING", (-1,)),
@@ -610,9 +638,10 @@ LLMAPI = Model(
         # Declared, so that a request may name them; never sent.
         Tensor("kv_cache_missed_block", "INT32", (-1,)),
         Tensor("kv_cache_hit_rate", "FP32", (-1,)),
-        *(replace(tensor, dims=(-1,)) for tensor in _PERF_METRICS if "alloc" in tensor.name),
-        *(tensor for tensor in _PERF_METRICS if "kv_cache" not in tensor.name),
+        *_changed((_NEW_BLOCKS, _TOTAL_BLOCKS), dims=(-1,)),
+        *_SPEED_METRICS,
     ),
 )
 
 MODELS = (PREPROCESSING, ENGINE, POSTPROCESSING, ENSEMBLE, BLS)
+MODEL_NAMES = tuple([model.name for model in MODELS])
