@@ -34,6 +34,11 @@ COLDEST = 1e-5
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 
 
+def field_names(kind: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields, in order."""
+    return tuple([field.name for field in fields(kind)])
+
+
 class FinishReason(str, Enum):
     """The reason of a sequence's end; callers read the value.
 
@@ -274,7 +279,7 @@ class EngineMetrics:
         return replace(self, kv_cache_alloc_new_blocks=None, kv_cache_reused_blocks=None)
 
 
-ENGINE_METRICS = tuple(each.name for each in fields(EngineMetrics))  # as the outputs are called
+ENGINE_METRICS = field_names(EngineMetrics)  # as the outputs are called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,7 +430,7 @@ class TextRequest(BaseRequest):
     ``echo``: the prompt comes in front of the completion, also of a stream.
     ``stop_token_ids`` end a sequence as the model's own end ids do, beside them.
     ``token_bias``: ``(token id, added logit)`` pairs. ``return_tokens`` and ``return_drafted`` ask
-    for ``tokens`` and ``drafted`` of each chunk.
+    for ``tokens`` and ``draft_spans`` of each chunk.
     ``markup``: the markup of a chat's answer; ``None``: as the chat template has it. Stops apply to
     the answer alone, not to the reasoning before it.
     ``prediction``: a text that the answer is expected to resemble, to draft from.
@@ -514,7 +519,7 @@ class TextChunk:
     on every chunk from the first that has them, as TensorRT-LLM sends them.
     ``tokens`` are those whose whole text has left with this chunk, those of an echoed prompt first;
     ``None`` if they were not asked for.
-    ``drafted``: the parts of ``text`` that accepted draft tokens wrote, as ``(begin, end)`` in
+    ``draft_spans``: the parts of ``text`` that accepted draft tokens wrote, as ``(begin, end)`` in
     characters, one for each such token; empty when accumulating or echoing.
     """
 
@@ -526,7 +531,7 @@ class TextChunk:
     context_logits: Array | None = None
     generation_logits: Sequence[Array] | None = None  # one row [vocab] per token
     tokens: tuple[TokenText, ...] | None = None
-    drafted: tuple[tuple[int, int], ...] = ()
+    draft_spans: tuple[tuple[int, int], ...] = ()
     metrics: EngineMetrics | None = None
 
 
@@ -583,11 +588,11 @@ Amount = TypeVar("Amount", int, float)
 
 @dataclass(frozen=True)
 class Backoff(Generic[Amount]):
-    """Pauses between tries, each twice as long as the one before: from ``first`` to ``longest``."""
+    """Pauses between tries, each twice as long as the last: from ``shortest`` to ``longest``."""
 
-    first: Amount
+    shortest: Amount
     longest: Amount
 
     def after(self, pause: Amount) -> Amount:
-        """Return the pause that follows ``pause``; ``first`` follows 0."""
-        return min(max(2 * pause, self.first), self.longest)
+        """Return the pause that follows ``pause``; ``shortest`` follows 0."""
+        return min(max(2 * pause, self.shortest), self.longest)

@@ -179,7 +179,7 @@ def test_a_rest_is_ended_by_a_probe_and_doubles_while_it_fails() -> None:
         one.add_round(PROBE, 0, generated)
     assert rests == [
         EARLY_PAUSE,
-        PAUSE_TOKENS.first,
+        PAUSE_TOKENS.shortest,
         128,
         PAUSE_TOKENS.longest,
         PAUSE_TOKENS.longest,
@@ -193,7 +193,7 @@ def test_the_first_rest_is_short_for_one_request_in_so_many() -> None:
         one = pacer(shared)
         assert one.length(5, 99) == 0
         rests.append(one.paused_until - 5)
-    assert rests == [EARLY_PAUSE, *[PAUSE_TOKENS.first] * (EARLY_INTERVAL - 1), EARLY_PAUSE]
+    assert rests == [EARLY_PAUSE, *[PAUSE_TOKENS.shortest] * (EARLY_INTERVAL - 1), EARLY_PAUSE]
 
 
 @pytest.mark.parametrize("streams", [2, 128])

@@ -379,7 +379,7 @@ def test_text_of_accepted_drafts_is_told_apart() -> None:
         chunk(0, final=True, speculation=counts(4)),
     )
     rules = replace(RULES, return_drafted=True)
-    found = [(piece.text, piece.drafted) for piece in told(rules, *chunks)]
+    found = [(piece.text, piece.draft_spans) for piece in told(rules, *chunks)]
     expected = [
         ("a", ()),
         ("abba", ((0, 2), (2, 3))),
@@ -390,14 +390,14 @@ def test_text_of_accepted_drafts_is_told_apart() -> None:
     assert found == expected
     for stop in ("bx", "bax", "bbax"):
         held = told(replace(rules, stop_words=(stop,)), *chunks)
-        shown = ["".join(p.text[a:b] for a, b in p.drafted) for p in held]
+        shown = ["".join(p.text[a:b] for a, b in p.draft_spans) for p in held]
         assert "".join(shown) == "".join(p[0][a:b] for p in expected for a, b in p[1])
-    assert all(not piece.drafted for piece in told(RULES, *chunks))
+    assert all(not piece.draft_spans for piece in told(RULES, *chunks))
     (at_once,) = told(rules, chunk(2, 1, 0, final=True, speculation=counts(2)))
-    assert at_once.drafted == ((0, 2), (2, 3))
+    assert at_once.draft_spans == ((0, 2), (2, 3))
     # The target's own token has no text, so the draft's text ends with the chunk's.
     to_the_end = told(rules, chunk(2, 5, speculation=counts(1)), chunk(0, final=True))
-    assert [piece.drafted for piece in to_the_end] == [((0, 2),), ()]
+    assert [piece.draft_spans for piece in to_the_end] == [((0, 2),), ()]
 
 
 # --- whether the engine has to be told ------------------------------------------------------

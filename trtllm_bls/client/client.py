@@ -418,7 +418,7 @@ class Stream:
         over_at = math.inf
         if self._deadline_s is not None:
             over_at = self.started_at + self._deadline_s
-        max_pause = RETRY_S.first
+        max_pause = RETRY_S.shortest
         while True:
             remaining_s = None
             if self._deadline_s is not None:

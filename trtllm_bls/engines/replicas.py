@@ -81,13 +81,13 @@ class _Replica:
             self.capacity = capacity
 
     async def _watch(self) -> None:
-        pause = _ASK_AGAIN_S.first
+        pause = _ASK_AGAIN_S.shortest
         while True:
             await asyncio.sleep(pause)
             await asyncio.wait({self.ask()})
             pause = _ASK_AGAIN_S.after(pause)
             if self.capacity is not None:
-                pause = _ASK_AGAIN_S.first
+                pause = _ASK_AGAIN_S.shortest
 
     async def close(self) -> None:
         for pending in (self._asking, self._watching):

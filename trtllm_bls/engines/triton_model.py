@@ -638,14 +638,14 @@ class ResponseReader:
 
 
 @lru_cache(maxsize=256)
-def _place_of_ids(first: bytes, second: bytes, *sizes: int) -> int | None:
+def _place_of_ids(left: bytes, right: bytes, *sizes: int) -> int | None:
     """Return the index of the ids among two packed outputs of ``sizes`` bytes.
 
     ``None`` unless the other output is their number, and both are well formed. Cached, since an
     engine's responses differ in little but their ids.
     """
     read = service_pb2.ModelInferResponse.InferOutputTensor.FromString
-    outputs = [read(first), read(second)]
+    outputs = [read(left), read(right)]
     names: list[str] = []
     for output in outputs:
         if output.datatype != "INT32":

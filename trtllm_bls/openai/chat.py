@@ -138,7 +138,7 @@ class ChatResponse(ChoicesBuilder):
             logprobs = chat_logprobs(self._scores.of(chunk))
         parser = self._parsers[index]
         ending = well_ended(chunk)
-        if parser.plain and not chunk.drafted and logprobs is None:
+        if parser.plain and not chunk.draft_spans and logprobs is None:
             if chunk.text:
                 yield chunk.text
         else:
@@ -157,8 +157,8 @@ class ChatResponse(ChoicesBuilder):
             for event_delta in deltas:
                 fields: dict[str, Any] = {"delta": event_delta, "logprobs": logprobs}
                 fields["finish_reason"] = None
-                if chunk.drafted and chunk.text in event_delta.values():  # the text is whole
-                    fields["drafted"] = chunk.drafted
+                if chunk.draft_spans and chunk.text in event_delta.values():  # the text is whole
+                    fields["drafted"] = chunk.draft_spans
                 yield fields
                 logprobs = None
         if ending is not None:

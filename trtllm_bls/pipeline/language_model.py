@@ -63,9 +63,10 @@ from trtllm_bls.types import (
     TokenIds,
     TopLogProbs,
     Wants,
+    field_names,
 )
 from trtllm_bls.wire.contract import BLS, ENGINE
-from trtllm_bls.wire.request_fields import TYPED_INPUTS, field_names, typed_fields
+from trtllm_bls.wire.request_fields import TYPED_INPUTS, typed_fields
 
 if sys.version_info >= (3, 11):
     from typing import Unpack

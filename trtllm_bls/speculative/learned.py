@@ -262,7 +262,7 @@ class DraftLength:
             return limit
         length = self._fastest_length(limit)
         if length == 0 and self._pause == 0:
-            pause = PAUSE_TOKENS.first
+            pause = PAUSE_TOKENS.shortest
             if self._shared.pauses % EARLY_INTERVAL == 0:
                 pause = EARLY_PAUSE
             self._shared.pauses += 1

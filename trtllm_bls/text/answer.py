@@ -271,7 +271,7 @@ class SequenceText:
         chunk.text = text
         chunk.ending = self.ending
         if self._draft_spans:
-            chunk.drafted = self._spans_in(text)
+            chunk.draft_spans = self._spans_in(text)
         if self._rules.accumulate:
             self._accumulated += text
             chunk.text = self._accumulated

@@ -383,7 +383,7 @@ class Outbox:
     pending: collections.deque[_Response] = field(default_factory=collections.deque)
     state: Sending = Sending.IDLE
     has_begun: bool = False  # a response has been handed over
-    retry_seconds: float = _RETRY_SECONDS.first
+    retry_seconds: float = _RETRY_SECONDS.shortest
 
     def put(self, response: _Response, ends: int) -> Send | Delay | None:
         """Add the last response of ``ends`` sequences, or of none. The call must not have ended."""

@@ -29,6 +29,7 @@ from trtllm_bls.types import (
     TextRequest,
     TokenIds,
     Wants,
+    field_names,
 )
 from trtllm_bls.wire.contract import (
     BLS,
@@ -39,7 +40,7 @@ from trtllm_bls.wire.contract import (
     Model,
     Tensor,
 )
-from trtllm_bls.wire.request_fields import TYPED_INPUTS, field_names, typed_fields
+from trtllm_bls.wire.request_fields import TYPED_INPUTS, typed_fields
 from trtllm_bls.wire.traceparent import valid_traceparent
 from trtllm_bls.wire.words import unpack_words
 

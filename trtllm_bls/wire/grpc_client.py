@@ -300,7 +300,7 @@ class _Http2Connection(asyncio.Protocol):
         self.calls: dict[int, GrpcCall] = {}  # by stream
         # The server has refused streams: none is opened until this timer is due.
         self._pause: asyncio.TimerHandle | None = None
-        self._pause_seconds = _PAUSE_SECONDS.first
+        self._pause_seconds = _PAUSE_SECONDS.shortest
         self._flush_scheduled = False
         self._writing_paused = False
         self._unread_bytes = 0  # written since writing was paused
@@ -431,7 +431,7 @@ class _Http2Connection(asyncio.Protocol):
         received = self.protocol.receive(data)
         for stream_id in received.answered:
             self.calls[stream_id].unanswered = None
-            self._pause_seconds = _PAUSE_SECONDS.first
+            self._pause_seconds = _PAUSE_SECONDS.shortest
         stream_ids = list(received.messages)
         if received.answered:
             # A call's first message goes before other calls' later ones.
@@ -451,7 +451,7 @@ class _Http2Connection(asyncio.Protocol):
             call = self.calls.pop(stream_id, None)
             if call is not None:
                 call.end(error)
-        if received.refused or received.goaway is not None:
+        if received.refusals or received.goaway is not None:
             self._send_again(received)
         if received.failure is not None:
             self._lose(received.failure)
@@ -473,7 +473,7 @@ class _Http2Connection(asyncio.Protocol):
         """
         now = self._loop.time()
         calls = []
-        for stream_id, refusal in received.refused.items():
+        for stream_id, refusal in received.refusals.items():
             call = self.calls.pop(stream_id, None)
             if call is None:
                 continue

@@ -131,19 +131,19 @@ class Received:
 
     ``messages``: those of each stream, in order; they precede the stream's end. ``ended``: the
     status of each stream that has ended (None is OK). ``answered``: the streams whose response has
-    begun. ``refused``: the streams that the server reset without processing them, with the status
+    begun. ``refusals``: the streams that the server reset without processing them, with the status
     for their callers. ``goaway``: the reason why the server accepts no new streams; it did not
     process the ``unprocessed`` ones. ``failure``: the server's breach of the protocol; the events
     before it still count.
     """
 
-    __slots__ = ("answered", "ended", "failure", "goaway", "messages", "refused", "unprocessed")
+    __slots__ = ("answered", "ended", "failure", "goaway", "messages", "refusals", "unprocessed")
 
     def __init__(self) -> None:
         self.messages: dict[int, list[bytes]] = {}
         self.ended: dict[int, GrpcError | None] = {}
         self.answered: list[int] = []
-        self.refused: dict[int, GrpcError] = {}
+        self.refusals: dict[int, GrpcError] = {}
         self.unprocessed: list[int] = []
         self.goaway: str | None = None
         self.failure: str | None = None
@@ -453,7 +453,7 @@ class Http2Client:
             stream = self._streams.get(stream_id)
             if stream is not None and code == REFUSED_STREAM:  # may be sent again (8.7)
                 self._close(stream, None)
-                received.refused[stream_id] = error
+                received.refusals[stream_id] = error
             elif stream is not None:
                 self._end(received, stream, error, None)
         elif kind == GOAWAY:  # the server processes the streams up to an id (6.8)

@@ -6,7 +6,6 @@ The rest of the package has them as typed values. Only this module knows their i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -82,11 +81,6 @@ def required_inputs(request: BaseRequest) -> dict[str, Any]:
     if request.cache_salt is not None and request.cache_salt.required:
         values[_SALT_INPUT] = str(request.cache_salt)
     return {name: value for name, value in values.items() if value is not None}
-
-
-def field_names(kind: type) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields, in order."""
-    return tuple([field.name for field in fields(kind)])
 
 
 def input_arrays(request: BaseRequest, *, salted: bool) -> dict[str, Array]:
