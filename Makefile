@@ -40,6 +40,9 @@ SERVICE := trtllm_bls/engines/trtllm_service
 PERF_ANALYZER := tritonclient==2.51.0
 PERF_DIRECTORY := $(VENV)/perf_analyzer
 
+# Python would not read what pip compiles, since all targets keep compiled files elsewhere.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+
 # Tests start hundreds of processes, and each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
@@ -191,6 +194,6 @@ $(INSTALLED): setup.cfg pyproject.toml $(LOCK)
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo 'error: no $(PYTHON) here: name a Python 3.10 to 3.13 with PYTHON=...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(LOCK)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,server,openai,dev]'
+	$(PIP_INSTALL) --require-hashes -r $(LOCK)
+	$(PIP_INSTALL) -e '.[embedded,server,openai,dev]'
 	@touch $@
