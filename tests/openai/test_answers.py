@@ -27,7 +27,7 @@ from trtllm_bls.orchestrator.orchestrator import Defaults
 from trtllm_bls.orchestrator.status import StatusDirectory
 from trtllm_bls.settings.parameters import STATUS_DIR
 from trtllm_bls.triton.engine_service import publish_longest_sequence
-from trtllm_bls.types import EngineCapacity, EngineChunk, EngineRequest
+from trtllm_bls.types import COLDEST, EngineCapacity, EngineChunk, EngineRequest
 
 JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -352,6 +352,8 @@ def test_what_is_asked_of_the_engine(connect: Connect) -> None:
     assert sampling.seed is not None
     assert asked(temperature=0).sampling.is_greedy
     assert asked(top_p=0).sampling.is_greedy
+    assert asked(extra_body={"top_k": 1}).sampling.temperature is None
+    assert asked(top_p=COLDEST).sampling.temperature == 1.0
     sampling = asked(temperature=0.5, top_p=0.25, seed=-1, frequency_penalty=1.5).sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.25, 2**64 - 1)
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (1.5, None)

@@ -140,10 +140,20 @@ def test_what_may_become_a_call_and_does_not_is_text(connect: Connect) -> None:
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look. <tool_c"
 
 
+def test_a_call_that_a_stop_string_cuts_ends_the_answer_as_text(connect: Connect) -> None:
+    """A caller that reads ``tool_calls`` would run half of it."""
+    _, client = connect(chatting(CALL), tool_parser="hermes")
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, tools=[WEATHER], stop=["}"]
+    )
+    assert answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "stop"
+
+
 def test_one_call_where_parallel_ones_are_not_wanted(connect: Connect) -> None:
     """Further ones are left out."""
     _, client = connect(chatting(CALL + CALL), tool_parser="hermes")
-    for parallel, count in ((True, 2), (False, 1)):
+    for parallel, count in ((True, 2), (None, 2), (False, 1)):
         answer = client.chat.completions.create(
             model=MODEL, messages=HELLO, tools=[WEATHER], parallel_tool_calls=parallel
         )

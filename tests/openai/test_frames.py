@@ -108,6 +108,15 @@ def test_alternatives_are_the_likeliest_in_their_order(weights: list[int], count
     assert found[0] - found[-1] == pytest.approx(count - 1)
 
 
+def test_alternatives_are_no_more_than_the_vocabulary_has() -> None:
+    """A small one may have fewer tokens than a caller asks for."""
+    size = tokenizer().vocab_size
+    chunk = TextChunk("x")
+    chunk.tokens, chunk.generation_logits = (TokenText(1, b"x", -1.0),), [np.zeros(size)]
+    ((_, alternatives),) = TokenScores(tokenizer(), size + 5).of(chunk)
+    assert len(alternatives) == size
+
+
 def test_alternatives_are_spelled_as_in_the_middle_of_a_text() -> None:
     """Where the first token of a text loses its space."""
     other = load_tokenizer(directory("sentencepiece"))

@@ -52,6 +52,14 @@ def test_a_full_server_refuses_before_it_reads_a_request(connect: Connect) -> No
     assert ask(api, COMPLETIONS, b"no JSON")[0] == 400
 
 
+def test_more_sequences_than_may_ever_run_are_a_mistake_and_no_overload(connect: Connect) -> None:
+    """To try again later would not help."""
+    engine = saying(SAYS)
+    api, _ = connect(engine, backend=ScriptedBackend(engine, admission=Admission(1, 1, None)))
+    status, error, _ = ask(api, COMPLETIONS, completion(n=3))
+    assert status == 400, error
+
+
 def test_the_long_work_of_one_request_is_done_beside_the_loop(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -300,6 +300,15 @@ def until_closed(raw: socket.socket, flood: bytes) -> bytes:
     return received
 
 
+def test_a_message_may_have_as_many_frames_as_its_limit() -> None:
+    """The last one ends it, and the next message counts anew."""
+    connection = frames.PacedConnection()
+    for _ in range(2):
+        for left in reversed(range(frames.FRAMES_A_MESSAGE)):
+            fragment = wsproto.TextMessage(data="x", frame_finished=True, message_finished=not left)
+            connection._count(fragment)
+
+
 @pytest.mark.parametrize(
     ("flood", "reason"),
     [

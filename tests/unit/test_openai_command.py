@@ -157,6 +157,21 @@ def test_a_port_that_there_cannot_be_is_refused(port: str, repository: Path) -> 
     assert f"Invalid value for '--port': {port} is not in the range" in result.output
 
 
+@pytest.mark.parametrize("words", [["--expose"], ["--api-keys-file", "keys"]])
+def test_every_machine_may_use_the_api_only_where_that_is_said_or_keys_are_asked_for(
+    words: list[str], repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loopback needs neither."""
+    import_or_skip("uvicorn")
+    monkeypatch.setattr("trtllm_bls.openai.workers.serve", lambda *given, **more: None)
+    monkeypatch.chdir(tmp_path)
+    Path("keys").write_text("0" * 64 + "\n")
+    openly = ["openai", "--model-repository", str(repository), "--host", "0.0.0.0"]
+    result = CliRunner().invoke(main, openly)
+    assert result.exit_code != 0 and "add --api-keys-file, or --expose" in str(result.exception)
+    assert CliRunner().invoke(main, [*openly, *words]).exit_code == 0
+
+
 def test_a_broken_configuration_is_named(repository: Path) -> None:
     """By its file."""
     (repository / "tensorrt_llm_bls" / "config.pbtxt").write_text("parameters {")
