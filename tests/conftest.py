@@ -78,7 +78,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             if group := _shared_server(item):
                 item.add_marker(pytest.mark.xdist_group(group))
     yield
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> tuple[bool, bool]:
+    """Return a sort key: browsers wait most, and a file of their tests lasts longest."""
+    has_browser = "browser" in getattr(item, "fixturenames", ())
+    return not has_browser, item.get_closest_marker("xdist_group") is None
 
 
 def _shared_server(item: pytest.Function) -> str:

@@ -236,7 +236,9 @@ async def test_each_reason_to_rest_is_one_line(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9, seed=7), Sampling(min_tokens=5)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(min_tokens=5), Sampling(top_p=0.9, seed=7)]
+)
 async def test_a_begun_request_goes_on_elsewhere_only_where_that_is_asked_for(
     sampling: Sampling, resume: bool
 ) -> None:
