@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tritonclient.grpc import model_config_pb2
 
 from tests.helpers.waiting import until
 from trtllm_bls.errors import (
@@ -21,7 +22,7 @@ from trtllm_bls.errors import (
     to_wire,
 )
 from trtllm_bls.pipeline import Request, Response, StreamingModel, Tensor
-from trtllm_bls.pipeline.other_models import failure_of
+from trtllm_bls.pipeline.other_models import DeclaredModel, failure_of
 from trtllm_bls.pipeline.testing import Caller, serving
 from trtllm_bls.wire.grpc_client import GrpcError
 
@@ -148,3 +149,10 @@ def test_another_models_error_keeps_its_kind(
         assert str(told) == str(error)
     assert isinstance(told, TrtllmBlsError)
     assert type(from_wire(to_wire(told))) in (kind, Overloaded)
+
+
+@pytest.mark.parametrize(("batch", "has_rows"), [(0, False), (1, True), (8, True)])
+def test_a_model_with_a_batch_size_takes_rows(batch: int, has_rows: bool) -> None:
+    """Also where a batch has one request."""
+    config = model_config_pb2.ModelConfig(name="other", max_batch_size=batch)
+    assert DeclaredModel.of(config).rows == has_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import subprocess
 import sys
 from dataclasses import fields
@@ -69,6 +70,13 @@ def test_every_option_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name}: .* is not "):
         request_fields({name: object()}, hints)
     request_fields({name: None}, hints)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_an_option_is_a_finite_number(value: float) -> None:
+    """JSON has no other, and an engine would take it for something."""
+    with pytest.raises(InvalidRequest, match=rf"^temperature: {value} is no finite number"):
+        request_fields({"temperature": value}, get_type_hints(ConversationOptions))
 
 
 @pytest.mark.parametrize(
