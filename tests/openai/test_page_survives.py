@@ -263,7 +263,7 @@ def setting(scene: Scene) -> None:
 
 
 def importing(scene: Scene) -> None:
-    """The page has read the file; the browser may not yet have kept its conversations."""
+    """The list shows the conversations of the file: from then on they must survive."""
     scene.type("before the import")
     turns = {"a": {"role": "user", "content": "imported question", "parent": None}}
     chats = []
