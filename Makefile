@@ -25,13 +25,13 @@ STREAMS ?= 50000
 MINUTES ?= 60
 SEED ?= 1
 CLIENT_OPTIONS ?= --write
-# Test processes at once: one more than two cores, since tests also wait, for a server's start above
-# all. The tests of one file, or of one server, stay in one process.
-WORKERS ?= 3
-PARALLEL := -n $(WORKERS) --no-loadscope-reorder
-UNIT_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadfile --durations=10 \
+# Test processes at once: two more than two cores, since tests also wait, for a server's start above
+# all. Tests that share a server stay in one process; of the others, who is ready takes from the rest.
+WORKERS ?= 4
+PARALLEL := -n $(WORKERS)
+UNIT_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist worksteal --durations=10 \
 	tests/unit tests/text tests/client tests/properties tests/openai tests/models
-LIVE_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist loadgroup --durations=10 \
+LIVE_TESTS := $(BIN)/pytest -q $(PARALLEL) --no-loadscope-reorder --dist loadgroup --durations=10 \
 	tests/conformance tests/live tests/reliability
 
 SERVICE := trtllm_bls/engines/trtllm_service
@@ -143,7 +143,7 @@ static: $(INSTALLED)
 	$(BIN)/mypy
 
 check: static
-	$(BIN)/pytest -q $(PARALLEL) --dist loadfile tests/unit
+	$(BIN)/pytest -q $(PARALLEL) --dist worksteal tests/unit
 
 generate: $(INSTALLED)
 	@$(BIN)/python -m trtllm_bls.configure.pbtxt

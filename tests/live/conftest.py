@@ -90,7 +90,8 @@ def echo_settings(
         model_repository=echo_repository(scratch, ensemble=ensemble),
         # As before an engine in C++, which the scripted one stands for.
         thread_pool_size=SENDING_THREADS,
-        **more,
+        # Tests cancel calls; Triton 24.10 may keep one for ever that ends just then.
+        **{"exit_timeout": 5, **more},
         overrides=(
             Override("tensorrt_llm", "step_ms", "5"),
             *([Override("tensorrt_llm", "llm_api", release)] if release else []),
