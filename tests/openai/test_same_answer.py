@@ -214,6 +214,20 @@ def test_the_model_s_own_ids_of_calls_reach_clients() -> None:
         assert b'"functions.f:0"' in builder.whole()
 
 
+@pytest.mark.parametrize(("stop", "reason"), [("END", "stop_sequence"), (None, "end_turn")])
+def test_messages_names_a_stop_sequence_only_where_the_engine_does(
+    stop: str | None, reason: str
+) -> None:
+    """Some engines say "stop" of every end that is not a limit's."""
+    ending = Ending(
+        finish_reason=FinishReason.STOP, stop_reason=stop, prompt_tokens=1, completion_tokens=9
+    )
+    *_, builder = builders(False, ChatFormats())
+    builder.add(0, TextChunk("text", 0, ending))
+    answer = json.loads(builder.whole())
+    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, stop)
+
+
 TURNS = [
     {"role": "system", "content": "FIRST"},
     {"role": "system", "content": "SECOND"},

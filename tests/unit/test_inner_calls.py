@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from tritonclient.grpc import model_config_pb2
 
+from tests.helpers.virtual_time import run_skipping_waits
 from tests.helpers.waiting import until
 from trtllm_bls.errors import (
     CallChainTooLong,
@@ -22,7 +23,7 @@ from trtllm_bls.errors import (
     to_wire,
 )
 from trtllm_bls.pipeline import Request, Response, StreamingModel, Tensor
-from trtllm_bls.pipeline.other_models import DeclaredModel, failure_of
+from trtllm_bls.pipeline.other_models import DeclaredModel, OtherStream, failure_of
 from trtllm_bls.pipeline.testing import Caller, serving
 from trtllm_bls.wire.grpc_client import GrpcError
 
@@ -156,3 +157,25 @@ def test_a_model_with_a_batch_size_takes_rows(batch: int, has_rows: bool) -> Non
     """Also where a batch has one request."""
     config = model_config_pb2.ModelConfig(name="other", max_batch_size=batch)
     assert DeclaredModel.of(config).rows == has_rows
+
+
+def test_a_read_that_was_left_keeps_no_time_limit_of_its_own() -> None:
+    """The next read goes on with the call and its limit, and no limit acts after the end."""
+
+    async def reads() -> None:
+        ended = asyncio.Event()
+
+        async def as_declared(attempt: object) -> object:
+            await ended.wait()
+            raise StopAsyncIteration
+
+        stream = OtherStream("other", as_declared, lambda declaration: None, timeout_s=10)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(stream), 1)
+        ended.set()
+        for _ in range(3):
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            await asyncio.sleep(20)
+
+    run_skipping_waits(reads())
