@@ -45,9 +45,11 @@ def open_engine(**sizes: Any) -> EmbeddedEngine:
     return EmbeddedEngine(EngineParameters(model_dir=checkpoint(), **settings | sizes))
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[EmbeddedEngine]:
+@pytest.fixture(scope="module", params=[False, True], ids=["in turns", "beside readers"])
+def engine(request: pytest.FixtureRequest) -> Iterator[EmbeddedEngine]:
+    """Hands tokens over after the step that made them, or beside the next one as on a GPU."""
     with open_engine() as opened:
+        opened._runner.is_async = request.param
         yield opened
 
 

@@ -15,6 +15,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -256,8 +257,11 @@ class Batcher:
         """Queue them; they start in order of arrival, as soon as a slot is free."""
         self._waiting.extend(sequences)
 
-    def step(self) -> None:
-        """Run one forward pass. Never raises for a mistake of a request or of the model."""
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Run one forward pass. Never raises for a mistake of a request or of the model.
+
+        ``meanwhile`` is called once the pass has begun, before its tokens are read.
+        """
         for sequence in [*self._running, *self._waiting]:
             if sequence.owner.cancelled:
                 sequence.finish = FinishReason.CANCELLED
@@ -267,11 +271,13 @@ class Batcher:
         # attention needs no gather.
         plan = sorted(self._plan(), key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
         if not plan:
+            meanwhile()
             return
         segments = [segment for _, segment in plan]
         num_rows = sum(len(segment.tokens) for segment in segments)
         try:
             logits = self._runner.forward(segments)
+            meanwhile()
             # A GPU computes while this thread writes down the rules of the rows.
             rows: list[TokenRow | None] = []
             for sequence, segment in plan:
@@ -488,11 +494,18 @@ class EmbeddedEngine:
                 if self._closing:
                     break
             try:
-                self._batcher.step()
+                if self._runner.is_async:
+                    # Readers and a GPU's step then work at the same time. They share the
+                    # interpreter with this thread, so that it would begin the step after them.
+                    self._batcher.step(meanwhile=self._deliver)
+                else:
+                    self._batcher.step()
             except Exception:  # a mistake of ours; the engine lives on
                 _log.exception("a step failed outside the model")
                 self._batcher.fail_all("the engine's scheduler failed")
-            self._deliver()
+            is_urgent = any(_is_urgent(event) for _, event in self._batcher.events)
+            if is_urgent or not self._runner.is_async:
+                self._deliver()
         self._batcher.fail_all("the engine was closed")
         self._deliver()
         self._runner.close()
@@ -510,6 +523,11 @@ class EmbeddedEngine:
             except RuntimeError:  # the loop is closed: nobody will read
                 for owner, _ in batch:
                     owner.cancelled = True
+
+
+def _is_urgent(event: EngineEvent) -> bool:
+    """True for a sequence's first chunk, for its last one, and for an error."""
+    return not isinstance(event, EngineChunk) or event.final or event.cached_tokens is not None
 
 
 def _put(batch: list[tuple[Submission, EngineEvent]]) -> None:

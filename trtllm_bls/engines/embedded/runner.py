@@ -76,12 +76,16 @@ class TransformersModel:
 
 
 class Runner:
-    """Runs steps on the thread that calls; ``close`` frees the model. ``threads``: torch's pool."""
+    """Runs steps on the thread that calls; ``close`` frees the model. ``threads``: torch's pool.
+
+    ``is_async``: ``forward`` returns before the device has computed the logits, as with a GPU.
+    """
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.slots = Slots(0, 0, device)
         self.vocab_size = 0  # known after the first step
         self.threads = 1
+        self.is_async = device.type == "cuda"
         self._device = device
         self._modules = TransformersModel(model)
         self._llama: Llama | None = None
