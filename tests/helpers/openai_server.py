@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
+import uvicorn.server
 
 from tests.helpers.scripted_text import tokenizer
 from tests.helpers.waiting import join
@@ -27,6 +29,16 @@ from trtllm_bls.orchestrator.reports import RequestLog, RequestMetrics, RequestR
 from trtllm_bls.text.tokenizer import Tokenizer
 
 MODEL = "scripted"
+TICK_S = 0.01
+
+
+async def _tick(seconds: float) -> None:
+    await asyncio.sleep(min(seconds, TICK_S))
+
+
+# uvicorn looks each 0.1 s whether it should end, and sleeps as long twice before it does. Hundreds
+# of tests end a server.
+uvicorn.server.asyncio = SimpleNamespace(**{**vars(asyncio), "sleep": _tick})  # type: ignore[assignment]
 
 
 @dataclass
