@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # A coroutine that waits longer fails where it waits. pytest-timeout shows the event loop alone.
 ASYNC_TEST_S = 240
+_MAX_ID = 60  # characters of a parameter in a test's name
 # Every process that a test starts inherits it, whatever becomes of the processes between them.
 MARK = f"TRTLLM_BLS_TEST_RUN={uuid.uuid4()}"
 
@@ -79,6 +80,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
                 item.add_marker(pytest.mark.xdist_group(group))
     yield
     items.sort(key=_turn)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Shorten the ids of long texts, which nobody could give to ``-k``."""
+    if isinstance(val, (str, bytes)) and len(val) > _MAX_ID:
+        return ascii(val[:_MAX_ID]) + "..."
+    return None
 
 
 def _turn(item: pytest.Item) -> tuple[bool, bool]:
