@@ -134,3 +134,33 @@ def test_keys_during_an_answer_do_not_reach_the_screen(server: Server, tmux: Tmu
     lines = tmux.screen().splitlines()
     assert "begins; answer to 'slowly'" in lines
     assert server.messages() == ["slowly", "next"]
+
+
+def test_a_text_pasted_during_an_answer_is_one_message(server: Server, tmux: Tmux) -> None:
+    """It waits at the next prompt, whatever its length."""
+    pasted = "def f():\n" + "    return 'wide 漢字'\n" * 120
+    tmux.type("slowly")
+    tmux.press("Enter")
+    tmux.shows("begins;")
+    tmux.paste(pasted)
+    server.go_on()
+    tmux.shows("return 'wide")
+    tmux.type("explain")
+    tmux.press("Enter")
+    until(lambda: len(server.messages()) > 1 or None)
+    assert server.messages() == ["slowly", pasted + "explain"]
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/chat.md", "none/chat.md"])
+def test_a_file_that_cannot_be_written_ends_no_conversation(
+    server: Server, tmux: Tmux, name: str
+) -> None:
+    tmux.type("first")
+    tmux.press("Enter")
+    tmux.shows("answer to 'first'")
+    tmux.type(f"/save {name}")
+    tmux.press("Enter")
+    tmux.shows("cannot be written")
+    tmux.type("second")
+    tmux.press("Enter")
+    tmux.shows("answer to 'second'")

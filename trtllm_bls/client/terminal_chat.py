@@ -55,6 +55,7 @@ _SAMPLING_FIELDS = ("top_p", "top_k", "seed", "draft_source")  # sent when given
 # A model's text may not move the cursor, clear the screen or set the title.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _INDENTED = re.compile(r"\n\s").search
+_BRACKETED_PASTE = "\x1b[?2004h"  # readline switches it off with each line that it returns
 _COMMANDS = """/help           this list
 /system [TEXT]  set the system prompt; without a text, take it away
 /stats          figures of the last answer and of the conversation
@@ -214,9 +215,11 @@ class TerminalChat:
                     parts = (f"## {turn['role']}\n\n{turn['content']}\n" for turn in messages)
                     text = "\n".join(parts)
                 try:
-                    Path(argument).expanduser().write_text(text, encoding="utf-8")
+                    Path(argument).expanduser().write_text(text, "utf-8", "replace")
                 except OSError as error:
                     self._say(f"{argument}: cannot be written: {error.strerror}")
+                except (RuntimeError, ValueError) as error:  # no such home, or no such name
+                    self._say(f"{argument}: cannot be written: {error}")
                 else:
                     self._say(f"{len(messages)} messages are in {argument}")
             case "/clear":
@@ -241,7 +244,11 @@ def _edit_lines() -> None:
 
 @contextlib.contextmanager
 def _without_echo() -> Iterator[None]:
-    """Keep keys that are pressed during an answer out of it; the next prompt reads them."""
+    """Keep keys that are pressed during an answer out of it; the next prompt reads them.
+
+    The terminal still marks a paste by brackets, so that its lines stay one message. It hands over
+    each key by itself: a line that it collects would lose what is beyond 4,096 bytes.
+    """
     if not sys.stdin.isatty():
         yield
         return
@@ -250,8 +257,10 @@ def _without_echo() -> Iterator[None]:
     terminal = sys.stdin.fileno()
     attributes = termios.tcgetattr(terminal)
     silent = termios.tcgetattr(terminal)
-    silent[3] &= ~termios.ECHO
+    silent[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(terminal, termios.TCSADRAIN, silent)
+    if "readline" in sys.modules and sys.stdout.isatty():
+        click.echo(_BRACKETED_PASTE, nl=False)
     try:
         yield
     finally:
