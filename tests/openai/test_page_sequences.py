@@ -292,7 +292,8 @@ const kinds = "button, summary, input, select, textarea, [tabindex='0']";
 const scope = document.querySelector("dialog[open]") ?? document;
 const shown = () => [...document.querySelectorAll(kinds)].filter((place) =>
   place.checkVisibility() && !place.disabled && place.type !== "file" && scope.contains(place));
-const nameOf = (place) => place.dataset.focus ?? place.id + place.className + place.textContent;
+const nameOf = (place) =>
+  place.dataset.focus ?? (place.id || place.className + place.textContent);
 const lost = [];
 const all = shown().map(nameOf);
 draw();
