@@ -56,7 +56,7 @@ help:
 	@echo 'make serve    keep a server up until Ctrl-C; options: make serve SERVE_OPTIONS="--http-port 7000"'
 	@echo 'make bench    what orchestration costs, one table; all of it: make bench BENCH_OPTIONS=--full'
 	@echo 'make test     all tests but the slow ones: without a server, then against real servers'
-	@echo 'make test-all the slow ones too; how many run at once: make test-all WORKERS=4'
+	@echo 'make test-all the slow ones too; how many run at once: make test-all WORKERS=8'
 	@echo 'make test-clients  published clients of npm and PyPI, newest versions; writes docs/clients.md: make test-clients CLIENT_OPTIONS=--quick'
 	@echo 'make fuzz     requests of every wrong form, answers of every API whole and streamed: make fuzz CASES=20000 SEED=1'
 	@echo 'make chaos    a faulty engine, resets, callers that leave: make chaos REQUESTS=10000'
