@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,7 +35,7 @@ from tests.helpers.fake_grpc_server import (
 from tests.helpers.openai_server import serving
 from tests.helpers.scripted_text import tokenizer
 from tests.helpers.waiting import until
-from trtllm_bls.client.terminal_chat import main
+from trtllm_bls.client.terminal_chat import CtrlC, main
 
 CHAT = Path(__file__).parents[2] / "client" / "chat.py"
 CTRL_C, CTRL_D = "\x03", "\x04"
@@ -295,3 +297,28 @@ def test_a_url_without_the_apis_path_is_told_by_name(base: str, model: tuple[str
         assert shown.exit_code == 2
         assert shown.stderr.startswith(f"error: --url {url}: ")
         assert shown.stderr.endswith("; an OpenAI API's base usually ends in /v1\n")
+
+
+def test_ctrl_c_drops_a_line_or_stops_an_answer_and_does_nothing_else() -> None:
+    """Also between the two, where a second press would end the process and the conversation."""
+
+    async def presses() -> None:
+        ctrl_c = CtrlC()
+        reading = asyncio.create_task(asyncio.Event().wait())
+        signal.raise_signal(signal.SIGINT)
+        with ctrl_c.stops(reading) as interrupted:
+            for _ in range(3):
+                signal.raise_signal(signal.SIGINT)
+            await asyncio.wait_for(asyncio.wait({reading}), 20)
+            signal.raise_signal(signal.SIGINT)
+            assert reading.cancelled() and interrupted.is_set()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), ctrl_c.drops_line():
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        asyncio.run(presses())
+    finally:
+        signal.signal(signal.SIGINT, before)

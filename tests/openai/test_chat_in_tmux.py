@@ -164,3 +164,24 @@ def test_a_file_that_cannot_be_written_ends_no_conversation(
     tmux.type("second")
     tmux.press("Enter")
     tmux.shows("answer to 'second'")
+
+
+def test_no_ctrl_c_ends_a_conversation(server: Server, tmux: Tmux) -> None:
+    """However often and quickly it is pressed, at the prompt and during an answer."""
+    tmux.type("first")
+    tmux.press("Enter")
+    tmux.shows("answer to 'first'")
+    tmux.do("send-keys", *["C-c"] * 5)
+    tmux.type("slowly")
+    tmux.press("Enter")
+    tmux.shows("begins;")
+    for _ in range(7):  # one by one: the system joins those that come together
+        tmux.press("C-c")
+    tmux.shows("interrupted")
+    tmux.type("second")
+    tmux.press("Enter")
+    tmux.shows("answer to 'second'")
+    kept = [json.loads(inputs_of(r)["messages"][0][0]) for r in server.grpc.asked][-1]
+    assert [turn["content"] for turn in kept] == [
+        *("first", "begins; answer to 'first'", "slowly", "begins; ", "second"),
+    ]

@@ -232,7 +232,10 @@ def assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def interruptible(stream: Stream | asyncio.Task[Any]) -> Iterator[asyncio.Event]:
+def interruptible(
+    stream: Stream | asyncio.Task[Any],
+    signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
+) -> Iterator[asyncio.Event]:
     """Let Ctrl-C and SIGTERM cancel the request on the server, and set the event that is yielded.
 
     They raise nothing here. The second Ctrl-C ends the process at once.
@@ -246,10 +249,10 @@ def interruptible(stream: Stream | asyncio.Task[Any]) -> Iterator[asyncio.Event]
         release()
 
     def release() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in signals:
             loop.remove_signal_handler(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in signals:
         loop.add_signal_handler(number, interrupt)
     try:
         yield interrupted

@@ -12,11 +12,12 @@ import contextlib
 import io
 import json
 import re
+import signal
 import ssl
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,14 +114,16 @@ class TerminalChat:
         self._replies: list[ClientReply] = []
         self._console = Console(highlight=False)
         self._renders = self._console.is_terminal and not options["plain"]
+        self._ctrl_c: CtrlC | None = None  # where a person types
 
     async def talk(self) -> Exit:
         """Talk until the user leaves. Without a terminal, the first failure ends it."""
         tty = sys.stdin.isatty()
         if tty:
+            self._ctrl_c = CtrlC()
             _edit_lines()
             self._say(f"{self._server.model}; /help lists the commands, Ctrl-D leaves")
-        for line in _lines(tty):
+        for line in _lines(self._ctrl_c):
             text = line.strip()
             if text in ("/exit", "/quit"):
                 break
@@ -142,7 +145,7 @@ class TerminalChat:
         try:
             with (
                 _without_echo(),
-                interruptible(reading) as interrupted,
+                self._interruptible(reading) as interrupted,
                 suppress(asyncio.CancelledError),
             ):
                 await reading
@@ -158,6 +161,11 @@ class TerminalChat:
         else:
             self._turns.pop()
         return failure
+
+    def _interruptible(self, reading: asyncio.Task[None]) -> AbstractContextManager[asyncio.Event]:
+        if self._ctrl_c is None:
+            return interruptible(reading)
+        return self._ctrl_c.stops(reading)
 
     async def _read(self, reply: ClientReply) -> None:
         """Fill ``reply`` and show it, until it ends or this task is cancelled."""
@@ -230,6 +238,49 @@ class TerminalChat:
                 self._say(f"{command} is no command; /help lists them")
 
 
+class CtrlC:
+    """Ctrl-C of a person who chats: it drops the line at the prompt, and stops an answer.
+
+    It never ends the process, which holds the conversation: people press it twice.
+    """
+
+    def __init__(self) -> None:
+        self._at_prompt = False
+        self._stop: Callable[[], object] | None = None
+        signal.signal(signal.SIGINT, self._act)
+
+    @contextlib.contextmanager
+    def drops_line(self) -> Iterator[None]:
+        """Let Ctrl-C raise ``KeyboardInterrupt``."""
+        self._at_prompt = True
+        try:
+            yield
+        finally:
+            self._at_prompt = False
+
+    @contextlib.contextmanager
+    def stops(self, reading: asyncio.Task[None]) -> Iterator[asyncio.Event]:
+        """Let Ctrl-C cancel the task that reads an answer, as ``interruptible`` does."""
+        loop = asyncio.get_running_loop()
+        with interruptible(reading, (signal.SIGTERM,)) as interrupted:
+
+            def stop() -> None:
+                interrupted.set()
+                reading.cancel()
+
+            self._stop = lambda: loop.call_soon_threadsafe(stop)
+            try:
+                yield interrupted
+            finally:
+                self._stop = None
+
+    def _act(self, number: int, frame: object) -> None:
+        if self._at_prompt:
+            raise KeyboardInterrupt
+        if self._stop is not None:
+            self._stop()
+
+
 def _edit_lines() -> None:
     """Let ``input`` edit lines, keep a history, and take a pasted text as one message.
 
@@ -267,22 +318,25 @@ def _without_echo() -> Iterator[None]:
         termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
 
 
-def _lines(tty: bool) -> Iterator[str]:
-    """Yield the user's messages; Ctrl-C at the prompt drops the line."""
+def _lines(ctrl_c: CtrlC | None) -> Iterator[str]:
+    """Yield the user's messages; Ctrl-C at the prompt, where there is one, drops the line."""
     if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text are refused as a message
         sys.stdin.reconfigure(errors="surrogateescape")
-    if not tty:
+    if ctrl_c is None:
         for line in sys.stdin:
             yield line.rstrip("\n")
         return
     while True:
         try:
-            yield input("> ")
+            with ctrl_c.drops_line():
+                line = input("> ")
         except EOFError:
             click.echo()
             return
         except KeyboardInterrupt:
             click.echo("\n(Ctrl-D leaves)")
+        else:
+            yield line
 
 
 def _markdown(text: str) -> Markdown:
