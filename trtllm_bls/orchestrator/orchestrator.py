@@ -2,8 +2,8 @@
 
 ``Admission`` limits how many requests run at once and how many wait. ``Orchestrator`` knows engines
 only through ``engines.base``, and nothing of Triton or HTTP. The engine may make tokens with one
-model or by speculative decoding; ``Answer`` makes text of them. ``Orchestrator.run`` prepares,
-drives and ends a request; it has the deadline and every ending.
+model or by speculative decoding; ``Answer`` makes text of them. ``Orchestrator.run`` prepares and
+drives a request, enforces its deadline and sends the last chunk of each sequence.
 """
 
 from __future__ import annotations
@@ -63,12 +63,15 @@ else:
 _DEFAULT_SAMPLING = Sampling()  # as in nearly all requests
 _TOKENS_ALONE = Wants()
 _EWMA_WEIGHT = 0.2  # the weight of the newest request in the average duration
-_DEFAULT_ROOM = 1024  # tokens, if neither the request nor the engine has a limit
+_DEFAULT_ANSWER_TOKENS = 1024  # if neither the request nor the engine has a limit
 
 
 @dataclass(eq=False)
 class Place:
-    """A request's place. ``admitted`` is done once its sequences may run, at ``begun_at``."""
+    """A request's place. ``admitted`` is done once its sequences may run.
+
+    ``begun_at``: seconds of the event loop's clock at that time; ``None`` while the request waits.
+    """
 
     sequences: int
     admitted: asyncio.Future[None]
@@ -165,14 +168,15 @@ class Admission:
         return place
 
     def leave(self, place: Place) -> None:
-        """Give a place back: the request is over, or waits no more. May be called twice."""
+        """Give a place back: the request is over, or waits no more. A second call does nothing."""
         if place in self._waiting:
             self._stop_waiting(place)
         elif place.begun_at is not None:
             seconds = place.admitted.get_loop().time() - place.begun_at
-            if not self._average_s:
+            if self._average_s:
+                self._average_s += _EWMA_WEIGHT * (seconds - self._average_s)
+            else:
                 self._average_s = seconds
-            self._average_s += _EWMA_WEIGHT * (seconds - self._average_s)
             self.running -= place.sequences
             place.begun_at = None
         if self._waiting:
@@ -218,8 +222,9 @@ class Admission:
 class Defaults:
     """A deployment's defaults for requests.
 
-    ``engine_shows_progress``: the engine shows without a response that it works, as one of the same
-    server does by its metrics. Answers in one piece of any other are read token by token.
+    ``engine_shows_progress``: the engine shows that it works without a response, as an engine of
+    the same server does by its metrics. Any other engine streams every answer, also those that the
+    caller gets in one piece, so that its responses show it.
     """
 
     add_special_tokens: bool = True
@@ -445,15 +450,15 @@ class Orchestrator:
 
     async def _make_prompt(self, request: TextRequest, capacity: EngineCapacity) -> Prompt:
         """Tokenise the request. Raises ``InvalidRequest``, also for a prompt that is too long."""
-        limit = capacity.max_prompt_tokens
+        max_tokens = capacity.max_prompt_tokens
         if capacity.max_sequence_tokens is not None:
-            room = capacity.max_sequence_tokens - 1  # at least one new token has to fit
-            if limit is None or room < limit:
-                limit = room
+            longest = capacity.max_sequence_tokens - 1  # at least one new token has to fit
+            if max_tokens is None or longest < max_tokens:
+                max_tokens = longest
         if request.text_ids is None and self.prompts.is_long(request):
             # On the event loop, tokenising a long text would hold up every other stream.
-            return await asyncio.to_thread(self.prompts.make, request, limit, _give_way)
-        return self.prompts.make(request, limit)
+            return await asyncio.to_thread(self.prompts.make, request, max_tokens, _give_way)
+        return self.prompts.make(request, max_tokens)
 
     def _max_tokens(
         self, request: TextRequest, engine_request: EngineRequest, capacity: EngineCapacity
@@ -462,16 +467,16 @@ class Orchestrator:
         max_tokens = request.max_tokens
         if max_tokens is not None and not request.fits_max_tokens:
             return max_tokens
-        room = max_tokens
-        if room is None:
-            room = _DEFAULT_ROOM
+        limit = max_tokens
+        if limit is None:
+            limit = _DEFAULT_ANSWER_TOKENS
         if capacity.max_sequence_tokens is not None:
-            room = capacity.max_sequence_tokens - len(engine_request.input_ids)
+            limit = capacity.max_sequence_tokens - len(engine_request.input_ids)
         if self._defaults.limits.max_output_tokens is not None:
-            room = min(room, self._defaults.limits.max_output_tokens)
+            limit = min(limit, self._defaults.limits.max_output_tokens)
         if max_tokens is not None:
-            room = min(room, max_tokens)
-        return room
+            limit = min(limit, max_tokens)
+        return limit
 
     def _rules(
         self, request: TextRequest, prompt: Prompt, max_tokens: int, capacity: EngineCapacity
@@ -579,8 +584,8 @@ class _RequestRecord(RequestTimes):
     def end_early(self, reason: FinishReason, stream: ChunkStream | None) -> None:
         """Send the last chunks of a request that an error ended, and that may have begun.
 
-        A stream that has begun gets them, and a request whose time was up. Any other gets an error
-        alone.
+        They are for a stream that has begun, and for a request whose time was up. For any other the
+        error is the whole answer.
         """
         timed_out = reason is FinishReason.TIMEOUT
         answer = self.answer
@@ -661,7 +666,7 @@ async def run_rows(rows: Sequence[asyncio.Task[None]]) -> None:
 def has_expired(limit: Timeout) -> bool:
     """Return true if ``limit`` raised the timeout.
 
-    The clock does not tell: timers fire up to its resolution early, which is 1 ms in uvloop.
+    A look at the clock would not do: a timer may fire before its time, in uvloop up to 1 ms.
     """
     # In Python 3.10, ``async_timeout`` has a property in place of the method.
     if sys.version_info >= (3, 11):
@@ -672,15 +677,18 @@ def has_expired(limit: Timeout) -> bool:
 
 def seconds_left(limit: Timeout) -> float | None:
     """Return the seconds until ``limit`` raises the timeout; None: it never does."""
+    when: float | None
     if sys.version_info >= (3, 11):
         when = limit.when()
     else:
         when = limit.deadline
-    return None if when is None else when - asyncio.get_running_loop().time()
+    if when is None:
+        return None
+    return when - asyncio.get_running_loop().time()
 
 
 def _give_way() -> None:
-    """Let the event loop have the interpreter's lock, which without a sleep it seldom gets."""
+    """Sleep for 0.1 ms, so that the event loop gets the interpreter's lock. It seldom would."""
     time.sleep(0.0001)
 
 

@@ -33,9 +33,9 @@ from trtllm_bls.types import (
 )
 
 
-@dataclass(kw_only=True)  # see EngineChunk
+@dataclass(kw_only=True)
 class TextRules:
-    """Additions of prompt, engine and deployment to a request's own fields.
+    """Values that the prompt, the engine and the deployment add to a request.
 
     ``max_tokens``: the limit of each sequence, also if the request names none. ``end_ids``: all ids
     that end a sequence, whether the engine knows them or not. ``stop_sequences``, ``kept_ids`` and
@@ -86,7 +86,7 @@ class Answer:
         for chunk in chunks:
             sequence = self.sequences[chunk.sequence_index]
             if sequence.ending is not None:
-                continue  # it ended by count, and the engine only confirms that
+                continue  # it has ended already, and the engine only confirms that
             sequence.feed(chunk)
             changed[chunk.sequence_index] = sequence
             self.has_begun = True
@@ -110,7 +110,7 @@ class Answer:
         chunks = []
         for sequence in sequences:
             if sequence.ending is not None:
-                self.done = all([sequence.ending is not None for sequence in self.sequences])
+                self.done = all([other.ending is not None for other in self.sequences])
                 self.must_cancel = self.done and self._engine_works_on
             elif not self._request.stream:
                 continue
@@ -156,7 +156,7 @@ class SequenceText:
         self._released = 0  # characters of the completion that may leave
         # These have not been emitted yet.
         self._text: list[str] = []
-        self._new_tokens = 0
+        self._num_new_tokens = 0
         self._has_new_context = False
         self._has_emitted = False
         self._accumulated = ""
@@ -175,7 +175,7 @@ class SequenceText:
         if self.ending is not None:
             return
         stop = None
-        self._new_tokens += len(chunk.token_ids)
+        self._num_new_tokens += len(chunk.token_ids)
         reasoning = self._reasoning
         may_divide = reasoning is not None and reasoning.may_change and len(chunk.token_ids) > 1
         has_scores = chunk.log_probs is not None or chunk.generation_logits is not None
@@ -257,11 +257,11 @@ class SequenceText:
         """
         text = "".join(self._text)
         if self.ending is None:
-            must_wait = self._has_emitted and self._new_tokens < min_new_tokens
+            must_wait = self._has_emitted and self._num_new_tokens < min_new_tokens
             if must_wait or not (text or self._has_new_context):
                 return None
         self._text.clear()
-        self._new_tokens = 0
+        self._num_new_tokens = 0
         self._has_new_context = False
         self._has_emitted = True
         chunk = self._next
@@ -426,7 +426,7 @@ class _Scores:
     """
 
     def __init__(self) -> None:
-        # Characters, log-probability, logits, and the token itself.
+        # The end of the token's text in characters, log-probability, logits, and the token.
         self.waiting: deque[tuple[int, float | None, Array | None, TokenText | None]] = deque()
         self.log_probs = array("d")
         self.cum_log_prob = 0.0
@@ -447,5 +447,5 @@ class _Scores:
 
     def release_all(self) -> None:
         """Let all scores leave, of a sequence whose end cuts nothing off."""
-        last_place = self.waiting[-1][0]
-        self.release(last_place)
+        last_end = self.waiting[-1][0]
+        self.release(last_end)

@@ -1,12 +1,12 @@
 """Token ids to text as they come: exactly the tokenizer's own text, at a cost linear in the ids.
 
-Where a tokenizer's tokens spell bytes, their bytes are looked up in a table, else a window of ids
-is decoded again and again; ``choose_detokenizer`` tells which fits. Knows nothing of any tokenizer
-library; ``trtllm_bls.text.tokenizer`` implements ``Vocabulary`` over one.
+Tokens that spell bytes are looked up in a table. For any other tokenizer, a window of ids is
+decoded again and again. ``choose_detokenizer`` finds out which of the two fits. This module knows
+no tokenizer library; ``trtllm_bls.text.tokenizer`` implements ``Vocabulary`` over one.
 
 The ``tokenizers`` library's ``DecodeStream`` is not used: it cannot flush, so a text's tail is
-lost; after one invalid prefix every further step raises; and a run of U+FFFD costs it more per
-token the longer it gets (455 us over 4,000 tokens).
+lost; after one invalid prefix every further step raises; and a token of a run of U+FFFD costs the
+more, the longer the run is.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Vocabulary(Protocol):
 
 
 class KeepingVocabulary:
-    """A vocabulary of which some special tokens are never left out of the text."""
+    """A vocabulary with special tokens, ``kept_ids``, that always stay in the text."""
 
     def __init__(self, vocabulary: Vocabulary, kept_ids: frozenset[int]) -> None:
         self._vocabulary = vocabulary
@@ -91,8 +91,8 @@ class Detokenizer(Protocol):
 #
 # The one place where the text differs from the tokenizer's own ``decode``: a run of ``<0xNN>``
 # tokens that holds whole characters *and* stray bytes (also one that ends inside a character).
-# ``decode`` then spoils the whole run, one U+FFFD per byte, also characters that have long left; we
-# keep the characters and spoil the stray bytes only, one U+FFFD each.
+# ``decode`` replaces each byte of such a run by U+FFFD, also the bytes of characters that have been
+# sent. Here the characters stay, and each stray byte becomes one U+FFFD.
 
 
 def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
@@ -133,7 +133,8 @@ def byte_level(token: str) -> bytes:
         return token.encode()  # an added token outside the alphabet is its own text
 
 
-def _sentencepiece(space: str, token: str) -> bytes:
+def _sentencepiece_bytes(space: str, token: str) -> bytes:
+    """Return the bytes of a token of SentencePiece, which writes a space as ``space``."""
     byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
     if byte is not None:
         return bytes.fromhex(byte[1])
@@ -145,7 +146,7 @@ class ByteTable(dict[int, bytes]):
 
     It is filled as ids come, and shared by all sequences. ``strip``: the number of leading spaces
     of a text that are dropped. ``byte_fallback``: stray bytes come as ``<0xNN>``, and runs of them
-    may differ from ``decode`` as said above.
+    may differ from ``decode``, as the comment at "by table" says.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ _SAMPLES = (
 def choose_detokenizer(
     vocabulary: Vocabulary, skip_special_tokens: bool
 ) -> Callable[[], Detokenizer]:
-    """Return the function that makes this tokenizer's detokenizers; it takes some milliseconds.
+    """Return the function that makes this tokenizer's detokenizers. The choice takes milliseconds.
 
     On any difference from the tokenizer's own ``decode`` the next safer one is taken, with a
     warning in the log.
@@ -343,7 +344,7 @@ def _table(vocabulary: Vocabulary, skip: bool, decoder: Any) -> ByteTable | None
                 *rest,
             ],
         } if space:
-            to_bytes = partial(_sentencepiece, space)
+            to_bytes = partial(_sentencepiece_bytes, space)
             match rest:
                 case []:
                     return ByteTable(vocabulary, skip, to_bytes, byte_fallback=True)
@@ -362,14 +363,14 @@ def _first_difference(
 
     ``broken_bytes_differ``: text with U+FFFD is not compared, as there the two may differ.
     """
-    chance = random.Random(0)
-    for token_ids in _lists(vocabulary, chance):
+    rng = random.Random(0)
+    for token_ids in _lists(vocabulary, rng):
         expected = vocabulary.decode(token_ids, skip_special_tokens)
         detokenizer = make()
         text = ""
         begin = 0
         while begin < len(token_ids):
-            end = begin + chance.randint(1, 3)
+            end = begin + rng.randint(1, 3)
             text += detokenizer.feed(token_ids[begin:end])
             begin = end
         text += detokenizer.flush()
@@ -378,20 +379,20 @@ def _first_difference(
     return None
 
 
-def _lists(vocabulary: Vocabulary, chance: random.Random) -> Iterator[list[int]]:
+def _lists(vocabulary: Vocabulary, rng: random.Random) -> Iterator[list[int]]:
     """Yield ids of real text, whole and cut at both ends, then random ids with added ones."""
     for sample in _SAMPLES:
         real_ids = list(vocabulary.encode_word(sample))
         yield real_ids
         for _ in range(4):
-            begin = chance.randrange(len(real_ids) + 1)
-            yield real_ids[begin : chance.randint(begin, len(real_ids))]
+            begin = rng.randrange(len(real_ids) + 1)
+            yield real_ids[begin : rng.randint(begin, len(real_ids))]
     table_ids = range(vocabulary.vocab_size)
     if not table_ids:
         return
     added = sorted(vocabulary.added_ids)
     for length in range(1, 1 + _RANDOM_LISTS):
-        token_ids = chance.choices(table_ids, k=1 + length % 16)
+        token_ids = rng.choices(table_ids, k=1 + length % 16)
         if added and length % 4 == 0:
-            token_ids.insert(chance.randrange(len(token_ids) + 1), chance.choice(added))
+            token_ids.insert(rng.randrange(len(token_ids) + 1), rng.choice(added))
         yield token_ids

@@ -2,8 +2,8 @@
 
 A stop string is matched after detokenisation, across any chunk border. The stop that *completes*
 first wins, the longest of those that complete at the same character. Text leaves at once, except a
-suffix that could still grow into a stop, so no part of a stop leaves unless it is asked for. This
-module knows nothing of tokenizers or engines.
+suffix that could still grow into a stop. So no part of a stop leaves, unless ``include`` is set.
+This module knows nothing of tokenizers or engines.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
     return frozenset(beginnings)
 
 
-# Requests with the same stops share them. Those of long stops take megabytes and are not kept.
+# Requests with the same stops share their beginnings. Only short stops do: the beginnings of long
+# ones take megabytes.
 _CACHED_CHARS = 256
 _cached_beginnings = lru_cache(maxsize=32)(_beginnings)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Text that may leave now. ``stop``: the stop that completed, if one did: the text ends."""
+    """Text that may leave now. ``stop``: the stop that completed and ended the text, if one did."""
 
     text: str
     stop: str | None = None
@@ -96,7 +97,7 @@ class StopMatcher:
                 if begin >= 0:
                     spans.append((begin + len(stop), begin))
             if spans:
-                end, begin = min(spans)
+                end, begin = min(spans)  # the earliest end; of those, the longest stop
                 self._held = ""
                 if self._include:
                     return Cut(text[:end], text[begin:end])
@@ -120,8 +121,8 @@ class StoppingCriteria:
     An end id ends the sequence. It is no part of the output and is not counted, unless it is in
     ``kept_ids``. A stop sequence ends the sequence with its last id, which is part of the output.
     Both count only once the output has ``min_tokens`` tokens, the last id of the stop sequence
-    included. Before that, an end id is a token like any other. TensorRT-LLM bars its one end id
-    until then, so only further end ids, which the engine does not know, come early. With
+    included. Before that, an end id is a token like any other. TensorRT-LLM suppresses the one end
+    id that it knows until then, so only end ids that it does not know come early. With
     ``max_tokens`` tokens the sequence ends.
 
     ``generated`` counts the tokens of the output. ``stop_sequence``: the stop sequence that ended
@@ -144,10 +145,11 @@ class StoppingCriteria:
         self._end_ids = frozenset(end_ids)
         self._kept_ids = frozenset(kept_ids)
         self._stops = frozenset(filter(None, stop_sequences))
-        # The lengths of the stop sequences that end with an id, the longest first, by that id.
-        self._lengths: dict[int, dict[int, None]] = {}
+        # The lengths of the stop sequences by their last id. Each length comes once, the longest
+        # first.
+        self._stop_lengths: dict[int, dict[int, None]] = {}
         for stop in sorted(self._stops, key=len, reverse=True):
-            self._lengths.setdefault(stop[-1], {})[len(stop)] = None
+            self._stop_lengths.setdefault(stop[-1], {})[len(stop)] = None
         self._ids: list[int] = []  # the output's ids, if there are stop sequences
 
     @classmethod
@@ -188,15 +190,17 @@ class StoppingCriteria:
             if not self.max_tokens:
                 return (), FinishReason.LENGTH
             if token in self._end_ids and self.may_end:
-                is_kept = token in self._kept_ids
-                self.generated += is_kept
-                return ids[: position + is_kept], FinishReason.END_ID
+                if token not in self._kept_ids:
+                    return ids[:position], FinishReason.END_ID
+                self.generated += 1
+                return ids[: position + 1], FinishReason.END_ID
             self.generated += 1
             if self._stops:
                 self._ids.append(token)
-            for length in self._lengths.get(token, ()):
-                if self.may_end and (ending := tuple(self._ids[-length:])) in self._stops:
-                    self.stop_sequence = ending
+            for length in self._stop_lengths.get(token, ()):
+                last_ids = tuple(self._ids[-length:])
+                if self.may_end and last_ids in self._stops:
+                    self.stop_sequence = last_ids
                     return ids[: position + 1], FinishReason.STOP
             if self.generated >= self.max_tokens:
                 return ids[: position + 1], FinishReason.LENGTH
