@@ -160,6 +160,12 @@ def test_a_conversation_goes_on_through_interruptions_and_errors(
         child.expect("7 messages are in")
     assert json.loads((tmp_path / "talk.json").read_text())[:-1] == said(triton)
     assert "## user\n\nAnd now?" in (tmp_path / "talk.md").read_text()
+    child.sendline(f"/save {tmp_path / 'talk.md'}")
+    child.expect("7 messages are in")
+    (tmp_path / "notes").write_text("of somebody else")
+    child.sendline(f"/save {tmp_path / 'notes'}")
+    child.expect("exists already; give another name")
+    assert (tmp_path / "notes").read_text() == "of somebody else"
     child.sendline("/save /nowhere/at/all")
     child.expect("cannot be written: No such file")
     child.sendline("/system")

@@ -318,3 +318,29 @@ def test_a_redraw_keeps_the_focus_where_it_is(
     page.starts()
     page.script(f"{{ {IN_STATES[state]} }}")
     assert page.script(LOST_BY_A_REDRAW) == []
+
+
+def test_a_file_of_conversations_has_what_was_not_sent(scene: Scene) -> None:
+    """Who is told that the storage is full exports all, and closes the tab."""
+    scene.answered()
+    scene.page.act("Edit", "article.user")
+    scene.page.type(" edited")
+    scene.page.find("#message").send_keys("half a mess")
+    scene.page.script("attach([new File(['text'], 'a.txt')])")
+    scene.page.until(lambda: scene.page.texts("#files button"))
+    export = (
+        "const end = arguments[0]; URL.createObjectURL = (blob) => { blob.text().then(end); };"
+        "exportAll();"
+    )
+    exported = scene.browser.execute_async_script(export)
+    scene.page.script("for (const chat of [...state.chats.values()]) forgetChat(chat)")
+    file = scene.files / "chats.json"
+    file.write_text(exported)
+    scene.browser.refresh()
+    scene.page.starts()
+    scene.page.find("#import-file").send_keys(str(file))
+    scene.page.until(lambda: scene.page.texts("#chats .open"))
+    scene.page.script("openChat([...state.chats.values()][0])")
+    assert message(scene) == "half a mess"
+    assert scene.page.texts("#files button") == ["a.txt"]
+    assert "short edited" in scene.shown()["fields"]

@@ -115,6 +115,7 @@ class TerminalChat:
         self._console = Console(highlight=False)
         self._renders = self._console.is_terminal and not options["plain"]
         self._ctrl_c: CtrlC | None = None  # where a person types
+        self._own_files: set[Path] = set()  # those that this conversation was saved to
 
     async def talk(self) -> Exit:
         """Talk until the user leaves. Without a terminal, the first failure ends it."""
@@ -223,7 +224,15 @@ class TerminalChat:
                     parts = (f"## {turn['role']}\n\n{turn['content']}\n" for turn in messages)
                     text = "\n".join(parts)
                 try:
-                    Path(argument).expanduser().write_text(text, "utf-8", "replace")
+                    file = Path(argument).expanduser()
+                    mode = "x"  # no file of somebody else is overwritten
+                    if file in self._own_files:
+                        mode = "w"
+                    with file.open(mode, encoding="utf-8", errors="replace") as writer:
+                        self._own_files.add(file)
+                        writer.write(text)
+                except FileExistsError:
+                    self._say(f"{argument}: exists already; give another name")
                 except OSError as error:
                     self._say(f"{argument}: cannot be written: {error.strerror}")
                 except (RuntimeError, ValueError) as error:  # no such home, or no such name
