@@ -13,6 +13,10 @@ DEMO = ROOT / "assets" / "demo"
 
 
 def free_ports(**more: Any) -> ServeSettings:
-    """Return settings of a server on ports of its own."""
+    """Return settings of a server on ports of its own.
+
+    One that hangs at its start says which model still loads before the test's own limit ends it.
+    """
     http, grpc, metrics = unused_ports(3)
-    return ServeSettings(**{"http_port": http, "grpc_port": grpc, "metrics_port": metrics} | more)
+    own = {"http_port": http, "grpc_port": grpc, "metrics_port": metrics, "ready_timeout": 200}
+    return ServeSettings(**own | more)

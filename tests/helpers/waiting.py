@@ -15,11 +15,18 @@ T = TypeVar("T")
 _BETWEEN_LOOKS_S = 0.01  # leaves the processor to those who are waited for
 
 
-def until(condition: Callable[[], T], seconds: float = 60) -> T:
-    """What the condition gives as soon as it holds; an assertion fails if that never comes."""
+def until(
+    condition: Callable[[], T], seconds: float = 60, tells: Callable[[], object] | None = None
+) -> T:
+    """What the condition gives as soon as it holds; an assertion fails if that never comes.
+
+    ``tells``: what stands in its message in place of what the condition gave last.
+    """
     end = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < end, f"waited {seconds} s in vain; last seen: {found!r}"
+        if time.monotonic() >= end:
+            seen = found if tells is None else tells()
+            raise AssertionError(f"waited {seconds} s in vain; last seen: {seen!r}")
         time.sleep(_BETWEEN_LOOKS_S)
     return found
 

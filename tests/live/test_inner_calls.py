@@ -291,13 +291,15 @@ def test_many_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
     assert len(finished) == count - leavers
     until(lambda: live_requests(server) == 0)
 
-    def is_idle() -> bool:
-        gauges = ("trtllm_bls_num_requests_running", "trtllm_bls_num_requests_waiting")
+    def busy() -> list[str]:
+        """The lines of gauges that are not 0."""
+        metrics = ("trtllm_bls_num_requests_running", "trtllm_bls_num_requests_waiting")
         lines = httpx.get(server.metrics_url).text.splitlines()
-        values = [line.rpartition(" ")[2] for line in lines if line.startswith(gauges)]
-        return len(values) >= 2 * len(names) and not any(map(float, values))
+        told = [line for line in lines if line.startswith(metrics)]
+        assert len(told) >= 2 * len(names)
+        return [line for line in told if float(line.rpartition(" ")[2])]
 
-    until(is_idle)
+    until(lambda: not busy(), tells=busy)
     assert ended(server, "first") > before["first"] + len(finished)
 
 
