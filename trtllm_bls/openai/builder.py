@@ -34,9 +34,9 @@ from trtllm_bls.text.chat_parser import (
 from trtllm_bls.text.tokenizer import Tokenizer
 from trtllm_bls.types import Array, Ending, FinishReason, TextChunk, TextRequest, TokenText
 
-# Tokens, each with its alternatives as bytes and their log-probabilities.
+# Each token with its likeliest alternatives: their bytes and log-probabilities (natural logarithm).
 Scores: TypeAlias = Sequence[tuple[TokenText, list[tuple[bytes, float]]]]
-Delta: TypeAlias = str | dict[str, Any]  # the news of a choice: fields, or text and nothing else
+Delta: TypeAlias = str | dict[str, Any]  # what an event adds to a choice: text alone, or fields
 Opening: TypeAlias = Content | Reasoning | Refusal | ToolCall  # the first event of a part
 _LOWEST = -9999.0  # JSON has no minus infinity
 _UNFINISHED = (FinishReason.CANCELLED, FinishReason.ERROR)
@@ -73,11 +73,12 @@ class ResponseBuilder(ABC):
         self, request: Generation, model: ChatModel, requests: list[TextRequest], guide_field: str
     ) -> None:
         self.requests = requests
-        self.storage_failed = False  # it should have been stored
-        self.guide_field = guide_field  # the request's field that demands guided decoding, if any
+        self.storage_failed = False  # the client asked to store the response, and storing failed
+        self.guide_field = guide_field  # the request's field that demands guided decoding, or ""
         self.stream = requests[0].stream
         self.prompt_tokens = 0  # the sum over all prompts
-        self.cached_tokens: int | None = None  # the same; ``None`` where the engine does not count
+        # The sum of the prompts' tokens found in the KV cache; ``None`` without the engine's count.
+        self.cached_tokens: int | None = None
         self._head = Head(
             id=self.id_prefix + (request.request_id or uuid.uuid4().hex),
             object=self.object,
@@ -87,11 +88,11 @@ class ResponseBuilder(ABC):
         )
 
     def count_prompt(self, tokens: int) -> None:
-        """Count the tokens of a prompt. Its engine request follows."""
+        """Add the tokens of a prompt to the sum, before its engine request is sent."""
         self.prompt_tokens += tokens
 
     def count_cached(self, ending: Ending) -> None:
-        """Count the prompt's tokens that were in the KV cache, where the engine counts them."""
+        """Add the prompt's tokens that were in the KV cache, if the engine reports them."""
         if ending.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + ending.cached_tokens
 
@@ -101,7 +102,7 @@ class ResponseBuilder(ABC):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """All items up to the end of the response, where the next may follow it."""
+        """The items that a later response continues from; empty where the API has no such thing."""
         return []
 
     @property
@@ -122,16 +123,19 @@ class ResponseBuilder(ABC):
         """Return the last events of a stream that cannot go on."""
 
     def stored(self, status: str = "", error: ApiError | None = None) -> Stored | None:
-        """Return the response to store, if any; ``status``: where it failed or was cancelled."""
+        """Return the response to store, if any. ``status`` is set if it failed or was cancelled."""
         return None
 
     @abstractmethod
     def whole(self) -> bytes:
-        """Return the JSON body of a response without a stream; any thread may call it."""
+        """Return the JSON body of a response that is not streamed; any thread may call it."""
 
 
 def well_ended(chunk: TextChunk) -> Ending | None:
-    """Return the ending of a sequence. After a cancelled or failed one an error follows instead."""
+    """Return the chunk's ending, or None if the sequence goes on, failed or was cancelled.
+
+    The client gets an error for a failed or cancelled sequence.
+    """
     ending = chunk.ending
     if ending is None or ending.finish_reason in _UNFINISHED:
         return None
@@ -139,13 +143,16 @@ def well_ended(chunk: TextChunk) -> Ending | None:
 
 
 class Frames:
-    """The events of one stream; chats have text in ``delta.content``, completions in ``text``."""
+    """The encoder of one stream's events.
+
+    A chat's text is in ``delta.content``, a completion's in ``text``.
+    """
 
     def __init__(self, head: Head, *, usage: bool) -> None:
         self._start = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
         self._end = b"]}\n\n"
         if usage:
-            # With include_usage, every chunk but the last has the field, and it is null.
+            # OpenAI: with include_usage, ``usage`` is null in every chunk but the last.
             self._end = b'],"usage":null}\n\n'
         self._field = b'"text":'
         self._after_text = b',"logprobs":null,"finish_reason":null}' + self._end
@@ -165,16 +172,16 @@ class Frames:
         return b'%b{"index":%d,%b%b%b' % parts
 
     def choice(self, index: int, **fields: object) -> bytes:
-        """Return any other event of one choice."""
+        """Return an event whose choice has these fields."""
         return self._start + msgspec.json.encode({"index": index, **fields}) + self._end
 
     def usage(self, usage: object) -> bytes:
-        """Return the last event, which has no choice."""
+        """Return the stream's last event: the usage, without choices."""
         return b"".join((self._start, b'],"usage":', msgspec.json.encode(usage), b"}\n\n"))
 
 
 class ChoicesBuilder(ResponseBuilder):
-    """A response with choices, which are streamed as chunks."""
+    """A response with choices; a stream sends them as chunks."""
 
     chunk_object: ClassVar[str]
 
@@ -182,7 +189,7 @@ class ChoicesBuilder(ResponseBuilder):
         self, request: Common, model: ChatModel, requests: list[TextRequest], guide_field: str
     ) -> None:
         super().__init__(request, model, requests, guide_field)
-        self._per_prompt = request.n or 1
+        self._choices_per_prompt = request.n or 1
         options = request.stream_options
         if options is not None and not request.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
@@ -190,21 +197,22 @@ class ChoicesBuilder(ResponseBuilder):
         chunk_head = msgspec.structs.replace(self._head, object=self.chunk_object)
         self._frames = Frames(chunk_head, usage=self._wants_usage)
         self._completion_tokens = 0
-        self._prediction_tokens = 0  # drafted from a prediction
-        self._accepted_tokens = 0
-        self._choices: dict[int, TextChunk] = {}  # the one chunk of each choice, without a stream
+        self._prediction_tokens = 0  # draft tokens from the request's predicted output
+        self._accepted_tokens = 0  # draft tokens from it that were accepted
+        self._choices: dict[int, TextChunk] = {}  # without a stream, a choice is one chunk
 
     def add(self, index: int, chunk: TextChunk) -> bytes:
         ending = chunk.ending
         if ending is not None:
             self._completion_tokens += ending.completion_tokens
-            if index % self._per_prompt == 0:  # choices share their prompt
+            if index % self._choices_per_prompt == 0:  # count a prompt once for all of its choices
                 self.count_cached(ending)
             if ending.speculation is not None:
                 self._prediction_tokens += ending.speculation.predicted
                 self._accepted_tokens += ending.speculation.predicted_accepted
         if self.stream:
-            return b"".join([self._frames.event(index, d) for d in self._deltas(index, chunk)])
+            event = self._frames.event
+            return b"".join([event(index, delta) for delta in self._deltas(index, chunk)])
         if well_ended(chunk):
             self._choices[index] = chunk
         return b""
@@ -227,11 +235,11 @@ class ChoicesBuilder(ResponseBuilder):
 
     @abstractmethod
     def _deltas(self, index: int, chunk: TextChunk) -> Iterator[Delta]:
-        """Yield the choice's delta of each event of a stream."""
+        """Yield the choice's deltas for a chunk; a stream sends an event for each."""
 
     @abstractmethod
     def _folded(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Join all deltas of a choice."""
+        """Join all deltas of a choice into the fields of a whole one."""
 
     def _finish(self, index: int, ending: Ending) -> dict[str, Any]:
         """Return ``finish_reason``, and the stop string if one ended the choice."""
@@ -263,13 +271,16 @@ class ChoicesBuilder(ResponseBuilder):
 
 
 def sse(kind: str, **fields: object) -> bytes:
-    """Return a server-sent event, whose type is also in its JSON."""
+    """Return a server-sent event that has its type in ``event:`` and in its JSON."""
     data = msgspec.json.encode({"type": kind, **fields})
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
 class PartsBuilder(ResponseBuilder):
-    """A response of one choice whose parts are opened, grow, and are closed, one after another."""
+    """A response of one choice: a sequence of parts (text, reasoning, tool calls).
+
+    One part is open at a time. It gets deltas until it is closed, then the next one opens.
+    """
 
     def __init__(
         self, request: Generation, model: ChatModel, conversation: Conversation, **fields: Any
@@ -285,7 +296,7 @@ class PartsBuilder(ResponseBuilder):
         self._tokens = TokenSpans()
         self._part_scores: list[Any] = []  # the scores of the open part's tokens
         self.reasoning_tokens = 0
-        # The constant bytes before and after the text of the open part's deltas.
+        # The bytes of a delta event before and after its text; the same while the part is open.
         self._delta_head = b""
         self._delta_tail = b""
         self._is_started = False
@@ -300,10 +311,11 @@ class PartsBuilder(ResponseBuilder):
             if isinstance(event, Annotation):
                 events.append(self._annotated(event.value))
                 continue
-            if isinstance(event, ToolCall) or not (
-                isinstance(event, Arguments) or (self._kind is type(event) and not event.begins)
+            if isinstance(event, ToolCall) or (
+                not isinstance(event, Arguments) and (self._kind is not type(event) or event.begins)
             ):
-                events += self._close(), self._open(event)
+                events.append(self._close())
+                events.append(self._open(event))
                 self._kind = type(event)
                 self._begin = event.span[0] if isinstance(event, Text) else 0
             if not isinstance(event, ToolCall):
@@ -315,7 +327,7 @@ class PartsBuilder(ResponseBuilder):
                 events.append(self._grown(event.text, tokens))
         if ending is not None:
             self.count_cached(ending)
-            self._ending = ending  # for the open part; earlier parts are complete
+            self._ending = ending  # only the open part may be cut short; earlier ones are complete
             events.append(self._close())
         return b"".join(events) if self.stream else b""
 
@@ -334,7 +346,8 @@ class PartsBuilder(ResponseBuilder):
             return b""
         text = "".join(self._texts)
         tokens = self._part_scores
-        if self._kind is not ToolCall:  # tokens whose text was sent before them
+        if self._kind is not ToolCall:
+            # The last tokens may have arrived after their text.
             tokens += self._tokens.take(self._begin, self._begin + len(text))
         if self._kind is Reasoning:
             self.reasoning_tokens += len(tokens)
@@ -345,7 +358,7 @@ class PartsBuilder(ResponseBuilder):
         return events
 
     def ping(self) -> bytes:
-        """Return an event that tells a waiting client that the server works."""
+        """Return a keep-alive event, after the stream's first events if none was sent yet."""
         return self._start_once() + sse("ping")
 
     def whole(self) -> bytes:
@@ -353,56 +366,56 @@ class PartsBuilder(ResponseBuilder):
 
     @abstractmethod
     def _body(self) -> dict[str, Any]:
-        """Return the response as it is now."""
+        """Return the fields of the response as far as it has come."""
 
     @abstractmethod
     def _first_events(self) -> bytes: ...
 
     @abstractmethod
     def _open(self, event: Opening) -> bytes:
-        """Add an item, which starts with ``event``; return its events."""
+        """Append the item that ``event`` begins; return the events that announce it."""
 
     def _grown(self, text: str, tokens: list[Any]) -> bytes:
-        """Return the events for more text of the open part, which came from these tokens."""
+        """Return the events for ``text``, which these tokens add to the open part."""
         return self._delta_head + msgspec.json.encode(text) + self._delta_tail
 
     def _annotated(self, annotation: Mapping[str, Any]) -> bytes:
-        """Add a remark on the open text; return its events."""
+        """Add an annotation to the open part; return its events."""
         return b""
 
     @abstractmethod
     def _closed(self, item: dict[str, Any], text: str, tokens: list[Any]) -> bytes:
-        """Complete the item, which has all of its text now; return its events."""
+        """Complete the item with its whole text and its last tokens; return its events."""
 
 
 class TokenSpans:
-    """The tokens of an answer by the characters of its text; each is taken once."""
+    """A queue of an answer's tokens, each with the span of characters that it adds to the text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._end = 0  # characters of the answer that tokens have so far
-        self._waiting: deque[tuple[int, int, Any]] = deque()
+        self._end = 0  # the end of the last token, in characters of the answer
+        self._queue: deque[tuple[int, int, Any]] = deque()  # (begin, end, score) of each token
 
     def add(self, tokens: Sequence[TokenText], scores: Sequence[Any]) -> None:
         """Add the next tokens, with the score of each."""
         for token, score in zip(tokens, scores, strict=True):
             begin = self._end
             self._end += len(self._decoder.decode(token.data))
-            # A token that ends within a character belongs to that character.
-            self._waiting.append((begin, max(begin + 1, self._end), score))
+            # A token that ends within a character adds none yet. Its span is that character.
+            self._queue.append((begin, max(begin + 1, self._end), score))
 
     def take(self, begin: int, end: int) -> list[Any]:
-        """Take the scores of the tokens of these characters; earlier tokens are dropped."""
+        """Remove the tokens that begin before ``end``; return the scores of those in the span."""
         scores: list[Any] = []
-        while self._waiting and self._waiting[0][0] < end:
-            _, token_end, score = self._waiting.popleft()
+        while self._queue and self._queue[0][0] < end:
+            _, token_end, score = self._queue.popleft()
             if token_end > begin:
                 scores.append(score)
         return scores
 
 
 class ReasoningTokens:
-    """The number of an answer's reasoning tokens, from its tokens and the events of its text."""
+    """A counter of an answer's reasoning tokens, fed with its tokens and its parser's events."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -414,7 +427,7 @@ class ReasoningTokens:
         self._tokens.add(tokens, tokens)
 
     def read(self, event: ChatEvent) -> None:
-        """Read the next event."""
+        """Count the tokens of the next event, if it is reasoning."""
         if not isinstance(event, Reasoning):
             self.close()
             return
@@ -427,14 +440,14 @@ class ReasoningTokens:
         self.count += len(self._tokens.take(begin, end))
 
     def close(self) -> None:
-        """End the part: count the tokens whose text was sent before them."""
+        """End the open part, and count its tokens that arrived after their text."""
         if self._open is not None:
             self.count += len(self._tokens.take(*self._open))
             self._open = None
 
 
 def token_string(data: bytes) -> str:
-    """Return a token as a string; OpenAI writes one with half characters as ``bytes:\\x…``."""
+    """Return a token as a string, or as OpenAI's ``bytes:\\x…`` if it is not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -444,9 +457,9 @@ def token_string(data: bytes) -> str:
 class TokenScores:
     """Log-probabilities of a chunk's tokens, and of their likeliest alternatives.
 
-    The engine gives the log-probability of the chosen token, and some engines give those of the
-    likeliest other tokens. All others, and those of a prompt's tokens, are computed from logits.
-    Logits have one row per token, as wide as the vocabulary, which has to be transferred.
+    The engine returns the log-probability of the chosen token. Some engines also return the
+    likeliest alternatives. The rest, and the values of a prompt's tokens, are computed from logits.
+    Logits are costly to transfer: one row per token, as wide as the vocabulary.
     """
 
     def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
@@ -455,13 +468,17 @@ class TokenScores:
         self._token_bytes: dict[int, bytes] = {}
 
     def of(self, chunk: TextChunk) -> Scores:
-        """Return each token, the prompt's included, with its alternatives, the likeliest first."""
+        """Return each token of the chunk with its alternatives, the likeliest first.
+
+        If the prompt is echoed, its tokens come first.
+        """
         tokens = chunk.tokens or ()
         rows: list[Array | None] = list(chunk.generation_logits or ())
         if rows:
             num_echoed = len(tokens) - len(rows)
         else:
-            num_echoed = sum([token.log_prob is None for token in tokens])
+            # The engine gives no log-probabilities for a prompt's tokens.
+            num_echoed = len([token for token in tokens if token.log_prob is None])
         scores: list[tuple[TokenText, list[tuple[bytes, float]]]] = []
         for index, token in enumerate(tokens):
             row = None
@@ -469,7 +486,7 @@ class TokenScores:
                 if rows:
                     row = rows[index - num_echoed]
             elif index and chunk.context_logits is not None:
-                row = chunk.context_logits[index - 1]
+                row = chunk.context_logits[index - 1]  # the logits at a token predict the next one
                 log_probs = _log_softmax(row)
                 token = token._replace(log_prob=float(log_probs[token.token_id]))
             if row is not None:
@@ -489,7 +506,7 @@ class TokenScores:
         return [(self._bytes(int(token_id)), float(log_probs[token_id])) for token_id in ids]
 
     def _bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the token adds in the middle of a text."""
+        """Return the bytes that the token adds after other text, its leading space included."""
         if token_id not in self._token_bytes:
             detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False)
             detokenizer.feed(self._tokenizer.encode_word("a"))
@@ -498,7 +515,7 @@ class TokenScores:
 
 
 def chat_logprobs(scores: Scores) -> dict[str, Any]:
-    """Return ``logprobs`` of a chat's choice; the bytes, joined, are the text."""
+    """Return the ``logprobs`` of a chat's choice; its tokens' ``bytes``, joined, are its text."""
     content: list[dict[str, Any]] = []
     for token, alternatives in scores:
         entry = _logprob_entry(token.data, token.log_prob)
@@ -512,7 +529,10 @@ def _logprob_entry(data: bytes, log_prob: float | None) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """The ``logprobs`` of a completion's choice; ``text_offset`` goes on from chunk to chunk."""
+    """The ``logprobs`` of a completion's choice, chunk by chunk.
+
+    ``text_offset`` counts characters from the beginning of the choice.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
