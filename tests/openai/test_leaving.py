@@ -278,14 +278,14 @@ async def test_a_write_that_waits_ends_when_its_reply_is_closed() -> None:
     reply.put(b"second")
     waiting = asyncio.create_task(reply.ready())
     await asyncio.sleep(0)
-    assert (reply._blocked is None, waiting.done(), ended.is_set()) == (False, False, False)
+    assert (reply._write_task is None, waiting.done(), ended.is_set()) == (False, False, False)
     await reply.close()
     await waiting
-    assert (begun, reply._blocked is None, ended.is_set()) == ([b"first"], True, True)
+    assert (begun, reply._write_task is None, ended.is_set()) == ([b"first"], True, True)
     await reply.close()
     reply.put(b"third")
     await reply.close()  # before the write has begun
-    assert (begun, reply._blocked is None) == ([b"first"], True)
+    assert (begun, reply._write_task is None) == ([b"first"], True)
 
 
 def test_a_server_that_stops_lets_streams_end(connect: Connect) -> None:

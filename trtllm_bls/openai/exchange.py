@@ -1,8 +1,8 @@
-"""An HTTP exchange: its response, written as the client reads, and its text requests, which end
-when the client disconnects.
+"""An HTTP exchange: the response to a client, and the text requests that produce it.
 
-There is no thread and no queue of tokens. Tokens that a slow client has not read wait in the
-engine's stream, and are sent as one event.
+The text requests end when the client disconnects. No thread and no token queue stands between
+them and the client: while it does not read, tokens wait in the engine's stream, and are later sent
+as one event.
 """
 
 from __future__ import annotations
@@ -42,42 +42,42 @@ Run: TypeAlias = Callable[[TextRequest, TextSink, Callable[[int], None]], Corout
 class Reply:
     """The response to one request: one JSON body, or server-sent events.
 
-    ``json``, ``error`` and ``events`` wait while the client does not read. ``put`` never waits: a
-    task writes the events that cannot be written at once, and ``ready`` waits for it.
+    ``json``, ``error`` and ``events`` wait while the client does not read. ``put`` never waits:
+    events that cannot be written at once are left to a task, and ``ready`` waits for this task.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.request_id = header(scope, b"x-request-id")
         if not _REQUEST_ID.fullmatch(self.request_id):
             self.request_id = uuid.uuid4().hex.encode()
-        self.is_started = False  # the headers are sent
+        self.is_started = False  # True once the headers are sent, or the first events collected
         self.stream_type = _EVENT_STREAM  # the content type of what ``events`` sends
         self.num_puts = 0
         self.path: str = scope["path"]
         self._for_anthropic = self.path.startswith(PATH)
         self._send = send
-        # Removed from the scope, which the writer refers to: the cycle of references would keep
-        # the request alive until a garbage collection.
+        # The writer refers to the scope. Without ``pop`` this reference cycle would keep the
+        # request alive until the garbage collector runs.
         self._writer: ResponseWriter | None = scope.pop(RESPONSE_WRITER, None)
-        # HTTP/1.0 has no chunks, but uvicorn would write them: such a client gets all events at
-        # once, with their length.
+        # HTTP/1.0 has no chunked encoding, but uvicorn would use it all the same. So collect the
+        # events for an HTTP/1.0 client, and send them at the end with a Content-Length.
         self._collected: list[bytes] | None = None
         if scope["http_version"] == "1.0":
             self._collected = []
         self._waiting: list[bytes] = []
-        self._blocked: asyncio.Task[None] | None = None  # writes the waiting events
+        self._write_task: asyncio.Task[None] | None = None  # sends the waiting events
 
     async def json(
         self, body: Any, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()
     ) -> None:
-        """Send one JSON body; bytes are JSON already."""
+        """Send one JSON body. Bytes are sent as they are; any other value is encoded."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         length = (b"content-length", b"%d" % len(data))
         await self._start(status, [*headers, (b"content-type", b"application/json"), length])
         await self._send({"type": "http.response.body", "body": data})
 
     async def error(self, error: ApiError, response: ResponseBuilder | None = None) -> None:
-        """Send the error as the response, or as the last event of a started stream."""
+        """Send the error as the response, or as the last event of ``response``'s started stream."""
         if self.is_started and response is not None:
             await self.events(response.failed(error), end=True)
         elif self._for_anthropic:
@@ -89,7 +89,7 @@ class Reply:
             await self.json(error.body, error.status, error.header_pairs)
 
     async def events(self, data: bytes, end: bool = False) -> None:
-        """Send events, the first ones with the headers."""
+        """Send events, before the first of them the headers. ``end``: the response is complete."""
         if self._collected is not None:
             self.is_started = True
             self._collected.append(data)
@@ -105,14 +105,14 @@ class Reply:
     def put(self, events: bytes) -> None:
         """Write ``events``, or keep them until the client reads."""
         self.num_puts += 1
-        if self._blocked is None and self._write(events):
+        if self._write_task is None and self._write(events):
             return
         self._waiting.append(events)
-        if self._blocked is None:
-            self._blocked = asyncio.create_task(self._send_waiting())
+        if self._write_task is None:
+            self._write_task = asyncio.create_task(self._send_waiting())
 
     def _write(self, events: bytes) -> bool:
-        """Write ``events`` at once; false where the client does not read."""
+        """Write ``events`` at once; return false if only a task can write them."""
         writer = self._writer
         if writer is None or self._collected is not None:
             return False
@@ -120,22 +120,23 @@ class Reply:
             return writer.write(events)
         if not writer.is_ready:
             return False
-        # A task would send the first events one turn of the event loop later, after the events of
-        # every other stream.
+        # Here ``events`` returns without suspending. In a task, the first events would be sent an
+        # iteration of the event loop later, after those of every other stream.
         run_to_end(self.events(events))
         return True
 
     async def ready(self) -> None:
         """Return once all events that were put have been written."""
-        while self._blocked is not None:
-            await asyncio.wait({self._blocked})
+        while self._write_task is not None:
+            await asyncio.wait({self._write_task})
 
     async def close(self) -> None:
-        """Cancel a write that waits, if one does."""
-        if self._blocked is not None:
-            self._blocked.cancel()
-            await asyncio.wait({self._blocked})
-            self._blocked = None  # a task that was cancelled before its first step does not do so
+        """Cancel the task that writes, if there is one."""
+        if self._write_task is not None:
+            self._write_task.cancel()
+            await asyncio.wait({self._write_task})
+            # A task cancelled before its first step never reaches its ``finally``.
+            self._write_task = None
 
     async def _send_waiting(self) -> None:
         try:
@@ -144,7 +145,7 @@ class Reply:
                 self._waiting.clear()
                 await self.events(events)
         finally:
-            self._blocked = None
+            self._write_task = None
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.is_started = True
@@ -155,7 +156,7 @@ class Reply:
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that does not suspend."""
+    """Run a coroutine that does not suspend. Raises ``RuntimeError`` if it does."""
     try:
         work.send(None)
     except StopIteration:
@@ -191,8 +192,9 @@ async def run_all(
 ) -> None:
     """Run the prompts of one HTTP request concurrently until all are answered and written.
 
-    ``run`` runs each prompt, by default the orchestrator's. If one fails, all end. If the client
-    disconnects, as ``receive`` tells, all end and ``ClientGone`` is raised.
+    ``run`` runs each prompt; the default is ``orchestrator.run``. If one prompt fails, the others
+    are cancelled. If ``receive`` reports a disconnect, all are cancelled.
+    Raises ``ClientGone`` after a disconnect.
     """
     await run_for_client(
         _run_prompts(orchestrator, requests, on_chunk, reply, on_prompt, run), reply, receive
@@ -202,9 +204,9 @@ async def run_all(
 async def run_for_client(
     running: Coroutine[Any, Any, None], reply: Reply, receive: Receive
 ) -> None:
-    """Run the work of one HTTP request until it has ended and all is written.
+    """Run the work of one HTTP request until it has ended and its events are written.
 
-    If the client disconnects, as ``receive`` tells, the work ends and ``ClientGone`` is raised.
+    If ``receive`` reports a disconnect, the work is cancelled. Raises ``ClientGone`` then.
     """
     work = asyncio.create_task(running)
     watcher = asyncio.create_task(_cancel_when_client_leaves(receive, work))
@@ -213,7 +215,7 @@ async def run_for_client(
         await reply.ready()
     finally:
         watcher.cancel()
-        # The server cancels this task when it shuts down. Otherwise the work has ended by now.
+        # The work still runs only if this task was cancelled, as the server does at shutdown.
         work.cancel(CancelCause.SHUTDOWN.value)
         await asyncio.wait({watcher, work})
         await reply.close()
@@ -232,13 +234,13 @@ async def _run_prompts(
 ) -> None:
     run_prompt = run or orchestrator.run
     if len(requests) > 1:
-        # On the event loop, tokenising hundreds of prompts would hold up every stream.
+        # Hundreds of prompts take long to tokenise. On the event loop that would stall all streams.
         await asyncio.to_thread(orchestrator.prompts.encode_ahead, requests)
     turn = asyncio.Lock()
 
     async def ready() -> None:
-        # A whole answer takes long to read. Where the answers of all prompts arrive at once, other
-        # streams get a turn of the event loop after each.
+        # An answer that is not streamed takes long to process. When those of all prompts arrive at
+        # once, let other streams run after each.
         async with turn:
             await asyncio.sleep(0)
         await reply.ready()
@@ -263,7 +265,7 @@ async def _cancel_when_client_leaves(receive: Receive, work: asyncio.Task[None])
 
 
 class JsonResponse(Response):
-    """A ``Reply`` of JSON or of an ``ApiError``, for Starlette's routes."""
+    """A Starlette response that sends JSON, or an ``ApiError``, through a ``Reply``."""
 
     def __init__(self, content: object) -> None:
         super().__init__()
@@ -278,14 +280,14 @@ class JsonResponse(Response):
 
 
 def tenant_of(scope: Scope) -> str:
-    """Return the owner of a request's stored responses: a digest of its key, empty without keys."""
+    """Return who owns a request's stored responses: its API key's digest, empty without keys."""
     return scope.get("tenant") or ""
 
 
 class RunningRequests:
-    """The running requests of a process, which ``Lifecycle`` drains: a ``lifecycle.Serving``.
+    """The running requests of a process; implements ``lifecycle.Serving`` for draining.
 
-    While ``refusal`` is set, new requests raise it.
+    While ``refusal`` is set, ``one`` raises it for every new request.
     """
 
     loop: asyncio.AbstractEventLoop  # set when the application starts
@@ -297,12 +299,12 @@ class RunningRequests:
 
     @property
     def running(self) -> list[str]:
-        """The ids of the requests; any thread may read them."""
-        return list(self._running.copy().values())  # atomic under the GIL
+        """The ids of the running requests; any thread may read them."""
+        return list(self._running.copy().values())  # ``copy`` is atomic under the GIL
 
     @contextmanager
     def one(self, request_id: str) -> Iterator[None]:
-        """Count one request while it runs, in the task that answers it. Raises ``refusal``."""
+        """Register a request while the current task answers it. Raises ``refusal`` if it is set."""
         if self.refusal is not None:
             raise self.refusal
         task = asyncio.current_task()
@@ -314,7 +316,7 @@ class RunningRequests:
             del self._running[task]
 
     async def end_all(self) -> None:
-        """End every request, with the error of a shutdown."""
+        """Cancel every request with the error of a shutdown; return once all have ended."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel(CancelCause.SHUTDOWN.value)
