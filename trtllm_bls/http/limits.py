@@ -4,9 +4,9 @@
 ``BodyReader``        one request's body: its type, size, compression and time
 ``BrowserGuard``      middleware against web pages that send requests to a server on this machine
 
-Nothing here knows an API: each program says how its errors are written. After a refusal the
-remainder of the request is still read, and thrown away. Closing at once would make the kernel reset
-the connection, and a client that is still writing would see the reset instead of the answer.
+Nothing here knows an API: each program says how its errors are written. After a refusal, the rest
+of the request is still read and discarded. If the connection were closed at once, the kernel would
+reset it, and a client that is still writing would see the reset instead of the answer.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from trtllm_bls.http.shares import NoShare, Share, Shares, expire, holder_of, ti
 from trtllm_bls.text.json_values import structure_problem
 from trtllm_bls.wire.traceparent import valid_traceparent
 
-RESPONSE_WRITER = "trtllm_bls.writer"  # key of a scope: its ``ResponseWriter``
+RESPONSE_WRITER = "trtllm_bls.writer"  # the key of the ``ResponseWriter`` in an ASGI scope
 
-# Types of bodies.
+# Content types of bodies.
 JSON = b"application/json"
 OCTETS = b"application/octet-stream"
-UNNAMED = b""  # the request names no type
+UNNAMED = b""  # the request has no Content-Type
 RETRY = {"retry-after": "1"}
-# The encodings of bodies: their name in a refusal, and zlib's ``wbits`` for their format.
+# Content encoding: its name in a refusal, and zlib's ``wbits`` for its format.
 _ENCODINGS = {
     b"gzip": ("gzip", 31),
     b"x-gzip": ("gzip", 31),
     b"deflate": ("deflate", 15),  # with zlib's header (RFC 9110), as tritonclient sends it
 }
-_HEADER_BYTES = 32  # counted for each header beside its name and value, as in HTTP/2
+_HEADER_BYTES = 32  # each header counts this much more than its name and value, as in HTTP/2
 _Result = TypeVar("_Result")
-KEPT_DESCRIPTORS = 256  # for connections to the engine, files, and refused connections
-DISCARD_S = 5.0  # a refused client has this long to read its answer
+KEPT_DESCRIPTORS = 256  # reserved for connections to the engine, files, and refused connections
+DISCARD_S = 5.0  # seconds in which a refused client can read its answer
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Refused(Exception):
 
     @property
     def header_pairs(self) -> list[tuple[bytes, bytes]]:
-        """Headers in ASGI's form."""
+        """The headers as ASGI's pairs of bytes."""
         return [(key.encode(), value.encode()) for key, value in self.headers.items()]
 
 
@@ -83,12 +83,12 @@ class ClientGone(Exception):
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """Return the header's value, empty where it was not sent; ``name`` in lower case."""
+    """Return the header's value, empty if it was not sent. ``name`` is in lower case."""
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
 def traceparent(scope: Scope) -> bytes:
-    """Return the caller's trace context (W3C), empty where there is no valid one."""
+    """Return the caller's W3C trace context, empty if it sent none or an invalid one."""
     text = header(scope, b"traceparent").decode("latin-1")
     return (valid_traceparent(text) or "").encode()
 
@@ -97,7 +97,7 @@ def traceparent(scope: Scope) -> bytes:
 
 
 def json_error(status: int, message: str, port: int) -> bytes:
-    """Write ``{"error": message}``; the message needs no escape."""
+    """Return ``{"error": message}``. The message must need no escape in JSON."""
     return b'{"error":"%b"}' % message.encode()
 
 
@@ -105,11 +105,11 @@ def json_error(status: int, message: str, port: int) -> bytes:
 class ConnectionLimits:
     """Limits of one process; times in seconds.
 
-    ``header_bytes`` counts all of a request but its body: the URL, headers, trailers, and the
-    framing of chunks. ``connections``: further ones are answered 503; 0: as many as there are file
-    descriptors, less some for other uses. ``requests``: after so many a connection is closed.
-    ``socket_path``: the path that opens a WebSocket; empty: none does.
-    ``error_body`` writes the JSON of a refusal from its status, its message and the port.
+    ``header_bytes`` limits all of a request but its body: the URL, headers, trailers and chunk
+    framing. Above ``connections``, a connection gets 503; 0 stands for the limit of open files less
+    ``KEPT_DESCRIPTORS``. After ``requests`` requests, a connection is closed. A WebSocket opens at
+    ``socket_path``; empty if there is none.
+    ``error_body`` returns the JSON of a refusal, from its status, its message and the port.
     """
 
     header_s: float = HEADER_S
@@ -124,9 +124,9 @@ class ConnectionLimits:
 
 
 class ResponseWriter:
-    """Writes one response without a task, as long as its client reads.
+    """A writer of one response, which needs no task as long as the client reads.
 
-    While ``is_ready``, ``send`` of the same request returns without suspending.
+    While ``is_ready`` is true, ASGI's ``send`` for this response returns without suspending.
     """
 
     def __init__(self, flow: FlowControl, cycle: RequestResponseCycle) -> None:
@@ -135,13 +135,13 @@ class ResponseWriter:
 
     @property
     def is_ready(self) -> bool:
-        """True while the client reads what is written."""
+        """True while the client reads fast enough, so that uvicorn does not pause writes."""
         return not self._flow.write_paused
 
     def write(self, data: bytes) -> bool:
-        """Write a part of a started response; return false where ``send`` has to be awaited.
+        """Write a part of a started response; return false if ``send`` has to be awaited instead.
 
-        It does what ``cycle.send`` does with a part of a chunked body, in a third of its time.
+        The bytes are those of ``cycle.send`` for a chunked body, in a third of its time.
         """
         cycle = self._cycle
         if self._flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
@@ -151,30 +151,30 @@ class ResponseWriter:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which by itself limits neither headers nor the time that requests take.
+    """uvicorn's protocol with limits on headers and on the time in which a request must arrive.
 
-    It ignores offers of another protocol (``Upgrade: h2c``), where uvicorn would lose the body. A
-    WebSocket at ``socket_path`` is the exception.
+    uvicorn loses the body of a request that offers another protocol (``Upgrade: h2c``). This class
+    ignores such offers, except for a WebSocket at ``socket_path``.
     """
 
     def __init__(self, limits: ConnectionLimits, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
         self._deadline: asyncio.TimerHandle | None = None
-        self._header_bytes = 0  # the current request's headers and trailers
-        self._other_bytes = 0  # all bytes of the current request but its body, in the reads so far
+        self._header_bytes = 0  # the size of the current request's parsed headers and trailers
+        self._other_bytes = 0  # all received bytes of the current request but its body
         self._in_headers = True  # the parser is in a request's headers, or before the next request
         self._num_requests = 0
-        self._discards = False  # whatever the client still sends
-        self._unread = bytearray()  # received, and not parsed yet
-        self._cycles: deque[RequestResponseCycle] = deque()  # not answered yet, the oldest first
+        self._discards = False  # True: read what the client still sends, and do not parse it
+        self._unread = bytearray()  # received bytes that are not parsed yet
+        self._cycles: deque[RequestResponseCycle] = deque()  # unanswered requests, the oldest first
         self._closes_after_body = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if transport.get_extra_info("sslcontext") is None:
-            # With a limit of 0 each write is sent at once. Otherwise it would wait, as the writes
-            # in one turn of the event loop are sent at its end. Over TLS 0 would pause every write.
+            # The loop joins the writes of one iteration and sends them at its end. A limit of 0
+            # makes it send each write at once. Over TLS, 0 would pause every write.
             transport.set_write_buffer_limits(high=0)
         limit = self._limits.connections
         if not limit:
@@ -191,11 +191,13 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self.pipeline.clear()
         for cycle in self._cycles:
-            # uvicorn tells the newest request alone, and that one may wait for another that runs.
+            # uvicorn reports the disconnect to the newest request alone. With pipelining, that one
+            # may still wait in the queue while an older one runs.
             if not cycle.response_complete:
                 cycle.disconnected = True
             cycle.message_event.set()
-            # Otherwise the cycle and this protocol refer to each other until a garbage collection.
+            # Our substitute transport refers to this protocol. Without this line, that reference
+            # cycle would last until the garbage collector runs.
             cycle.transport = self.transport
         self._cycles.clear()
         if self.cycle is not None:
@@ -213,9 +215,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
-        """Parse the received bytes, up to the first request that waits for an earlier one.
+        """Parse the received bytes until a request has to wait for an earlier one's response.
 
-        One read may hold thousands of requests, and parsing them all would hold up every stream.
+        One read may hold thousands of pipelined requests. Parsing all of them would stall streams.
         """
         while self._unread and not (self._discards or self.pipeline or self.parser is None):
             part = bytes(self._unread[:PARSED_AT_ONCE])
@@ -233,12 +235,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._start_timer(self._limits.header_s, self._on_header_timeout)
         try:
             self.parser.feed_data(data)
-            # A header without an end yet, a chunk's frame and blank lines come to no callback.
+            # No callback gets an unfinished header, chunk framing or blank lines. Count them here.
             self._check_size(self._other_bytes)
         except httptools.HttpParserUpgrade as error:
             if self._opens_socket():
                 self._stop_timer()
-                self._unread.clear()  # a client waits for the answer before it sends frames
+                self._unread.clear()  # a WebSocket client sends no frames before the answer
                 self.scope["method"] = "GET"
                 self.handle_websocket_upgrade()
                 self._discards = True
@@ -246,7 +248,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._ignore_upgrade(data[error.args[0] :])
         except (httptools.HttpParserError, Refused) as error:
             refusal = Refused(400, "this is not HTTP/1.1")
-            # The parser wraps what a callback raises.
+            # The parser raises its own error, with the callback's as the context.
             for cause in (error, error.__context__):
                 if isinstance(cause, Refused):
                     refusal = cause
@@ -265,8 +267,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value) + _HEADER_BYTES
-        self._check_size(self._header_bytes)  # before the program sees the request
-        if self._in_headers:  # otherwise it is a trailer, which nobody reads
+        self._check_size(self._header_bytes)  # refuse before the program sees the request
+        if self._in_headers:  # otherwise this is a trailer, which no program reads
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
@@ -284,7 +286,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_requests += 1
         if self._num_requests >= self._limits.requests:
             self.cycle.keep_alive = False
-        # The part of a transport that uvicorn uses to write one response.
+        # Give uvicorn the three methods of a transport with which it writes a response. ``close``
+        # is ours, as the rest of the body must be read first.
         self.cycle.transport = cast(
             asyncio.Transport,
             SimpleNamespace(
@@ -307,7 +310,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close_after_body(self) -> None:
-        """Close the connection, after the remainder of the request's body has been read."""
+        """Close the connection once the rest of the request's body has been read."""
         if self._in_headers:
             self.transport.close()
         self._closes_after_body = True
@@ -320,13 +323,13 @@ class GuardedProtocol(HttpToolsProtocol):
         return path == self._limits.socket_path and self._should_upgrade()
 
     def _ignore_upgrade(self, data: bytes) -> None:
-        """Read the request as if it offered no other protocol; ``data`` follows its headers."""
+        """Parse the request again without its offer; ``data`` are the bytes after its headers."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse(400, "this is no proxy")
             return
         lines = [method + b" " + self.url + b" HTTP/1.1"]
-        for name, value in self.headers:  # ``Connection`` may stay: without ``Upgrade`` it is void
+        for name, value in self.headers:  # without ``Upgrade``, ``Connection`` has no effect
             if name not in (b"upgrade", b"http2-settings"):
                 lines.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)
@@ -334,16 +337,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread[:0] = b"\r\n".join(lines) + b"\r\n\r\n" + data
 
     def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
-        """Answer in the program's place, and close the connection."""
+        """Send an error in the program's place, then close the connection."""
         cycle = self.cycle
         is_running = cycle is not None and not cycle.response_complete
         if self.pipeline or (is_running and (cycle.response_started or self._in_headers)):
-            self.transport.close()  # in the middle of the answer to an earlier request
+            # An earlier request's response is not complete, so no other can be written.
+            self.transport.close()
             return
         self._discards = True
         self._start_timer(DISCARD_S, self.transport.close)
-        if not self._in_headers:  # the program waits for more of this request, or has answered
-            if not is_running:
+        if not self._in_headers:  # the program already has the request
+            if not is_running:  # it has answered
                 return
             cycle.disconnected = True
             cycle.message_event.set()
@@ -364,7 +368,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _on_body_timeout(self) -> None:
-        if self.pipeline:  # uvicorn does not read this body before it has answered earlier requests
+        if self.pipeline:  # the body waits until uvicorn has answered earlier requests
             self._start_timer(self._limits.body_s, self._on_body_timeout)
         else:
             self.transport.close()
@@ -383,11 +387,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class BodyReader:
-    """Reader of bodies of up to ``max_bytes``, also when unpacked, each in ``seconds``.
+    """A reader of request bodies.
 
-    ``max_held_bytes``: the limit of all bodies together that are being received or used, which
-    clients share (``shares``). ``set_by``: the option that sets ``max_bytes``; empty where none
-    does.
+    A body has at most ``max_bytes``, packed and unpacked, and must arrive within ``seconds``.
+    ``max_held_bytes`` limits the sum of the bodies that are being received or used; clients share
+    it (see ``shares``). ``set_by`` is the option that sets ``max_bytes``, empty if there is none.
     """
 
     def __init__(
@@ -404,10 +408,10 @@ class BodyReader:
         self._turn = asyncio.Semaphore(1)
 
     async def in_turn(self, size: int, work: Callable[..., _Result], *values: Any) -> _Result:
-        """Return ``work(*values)`` for a body of ``size`` bytes; a long one runs in a thread.
+        """Return ``work(*values)``, where ``work`` reads a body of ``size`` bytes.
 
-        So it does not hold up streams. Reading a body holds the GIL, so two at once would take no
-        less time and more memory.
+        A long body is read in a thread, so that streams go on, and one at a time: reading holds the
+        GIL, so two at once would save no time and take more memory.
         """
         if size <= LONG_JSON_BYTES:
             return work(*values)
@@ -418,10 +422,10 @@ class BodyReader:
     async def read(
         self, scope: Scope, receive: Receive, kinds: Collection[bytes] = (JSON,)
     ) -> AsyncIterator[bytes]:
-        """Receive a body and hold its share while it is used. ``kinds``: the types it may have.
+        """Receive a body, and hold its share of memory until the context ends.
 
-        Where JSON is the only one, ``check_json`` has passed the body, and it has no byte order
-        mark.
+        ``kinds`` are the content types allowed. If JSON is the only one, the body has passed
+        ``check_json`` and has no byte order mark.
         Raises ``Refused``, ``ClientGone``.
         """
         encoding = self._checked_encoding(scope, kinds)
@@ -443,7 +447,7 @@ class BodyReader:
             share.release()
 
     def _checked_encoding(self, scope: Scope, kinds: Collection[bytes]) -> bytes:
-        """Return the body's content encoding. Raises ``Refused``, also for a type not allowed."""
+        """Return the body's content encoding. Raises ``Refused`` for one or a type not allowed."""
         kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
         if kind not in kinds:
             content_type = kind[:80].decode("latin-1") or "of no type"
@@ -459,7 +463,7 @@ class BodyReader:
         return encoding
 
     async def _received(self, scope: Scope, receive: Receive, share: Share) -> bytes:
-        """Receive the body as it was sent. Until it is whole, another client may take its share."""
+        """Receive the body, still packed. Another client may take its share until it is whole."""
         parts: list[bytes] = []
         is_revoked = False
 
@@ -529,7 +533,7 @@ def _too_many_bytes() -> Refused:
 
 
 def check_json(text: bytes) -> None:
-    """Raise ``Refused`` for JSON that is not UTF-8, or that would take too long to read."""
+    """Raise ``Refused`` for JSON that is not UTF-8, or whose structure is too costly to parse."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -543,7 +547,10 @@ def check_json(text: bytes) -> None:
 
 @dataclass(frozen=True)
 class BrowserGuard:
-    """Middleware of a server on this machine alone; ``browser_problem`` has the rule."""
+    """Middleware against requests that web pages send to a server on their user's machine.
+
+    ``browser_problem`` decides which requests are refused.
+    """
 
     app: ASGIApp
     hosts: tuple[str, ...]
