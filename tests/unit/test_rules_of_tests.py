@@ -278,7 +278,6 @@ SOUND = {
         "a deadline that is over, nearly over or a minute away"
     ),
     "helpers/waiting.py::eventually": "the limit of a wait",
-    "helpers/waiting.py::until": "the limit of a wait",
     "live/test_launcher_guard.py::test_processes_of_a_dead_launcher_end_with_the_server": (
         "a lower bound of a wait"
     ),
