@@ -55,13 +55,12 @@ _HEADER_LIST = 0x6
 MAX_HEADERS_BYTES = 1 << 16  # limit of a header block, packed or not
 MAX_MESSAGE_BYTES = 1 << 30  # limit of a message, which stays in memory until it is complete
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DEFAULT_FRAME_SIZE = 1 << 14  # HTTP/2's default, which the server keeps since we do not raise it
+_DEFAULT_FRAME_SIZE = 1 << 14  # HTTP/2's default: we do not raise the server's limit
 _DEFAULT_WINDOW = (1 << 16) - 1
 _MAX_31_BITS = (1 << 31) - 1  # the largest window, and the largest id of a stream
-# After this number of bytes the window is opened again by as much: the connection's, a stream's.
-_UPDATE_BYTES = 1 << 24
+_UPDATE_BYTES = 1 << 24  # received bytes after which the connection's window is opened again
 _STREAM_WINDOW = 1 << 22
-_STREAM_UPDATE_BYTES = 1 << 21
+_STREAM_UPDATE_BYTES = 1 << 21  # received bytes after which a stream's window is opened again
 _TURN_BYTES = 1 << 18  # a stream's data before the other streams have a turn
 
 FRAME_HEADER = struct.Struct(">HBBBI")  # length (upper 16 bits, lower 8), type, flags, stream
@@ -129,7 +128,7 @@ class ProtocolError(Exception):
 class Received:
     """The events in the bytes of one read, by stream. All bytes are parsed before any callback.
 
-    ``messages``: those of each stream, in order; they precede the stream's end. ``ended``: the
+    ``messages``: each stream's messages, in order; they precede its end. ``ended``: the
     status of each stream that has ended (None is OK). ``answered``: the streams whose response has
     begun. ``refusals``: the streams that the server reset without processing them, with the status
     for their callers. ``goaway``: the reason why the server accepts no new streams; it did not
@@ -154,7 +153,7 @@ class _Stream:
     """The unsent part of one request, and the part of a message that has arrived."""
 
     id: int
-    window: int = 0  # bytes that the server accepts, beside the initial window of all streams
+    window: int = 0  # bytes that the server accepts beyond `_initial_window`; may be negative
     outbox: deque[bytes | memoryview] = field(default_factory=deque)
     half_closed: bool = False
     end_sent: bool = False
@@ -202,7 +201,7 @@ class _Stream:
 
 
 class State(Enum):
-    """The state of a connection. Each state follows the one before it, or ENDED any of them."""
+    """The state of a connection. It only moves down this list, and may skip states."""
 
     WAITING = "waiting"  # for the server's first SETTINGS
     OPEN = "open"
@@ -282,7 +281,7 @@ class Http2Client:
             self._close(stream, CANCEL)
 
     def hold(self, stream_id: int) -> None:
-        """Let the server fill the stream's window, and send no more until ``release``."""
+        """Stop opening the stream's window until ``release``. The server may still fill it."""
         stream = self._streams.get(stream_id)
         if stream is not None:
             stream.held = True
@@ -401,7 +400,7 @@ class Http2Client:
             self.output.append(number_frame(UPDATE, 0, self._received))
             self._received = 0
         stream = self._streams.get(stream_id)
-        if stream is None:  # we have cancelled it, and the server did not know yet (5.1)
+        if stream is None:  # cancelled by us; the server did not know yet (5.1)
             return
         stream.received += size
         if stream.received >= _STREAM_UPDATE_BYTES and not stream.held:
@@ -490,7 +489,7 @@ class Http2Client:
             window = self._initial_window + stream.window
             if window > 0 and stream_id in self._blocked:
                 self.unsent[stream_id] = self._blocked.pop(stream_id)
-        else:  # we have cancelled it, and the server did not know yet
+        else:  # cancelled by us; the server did not know yet
             return
         if not increment or window > _MAX_31_BITS:  # (6.9, 6.9.1)
             raise ProtocolError(f"a WINDOW_UPDATE by {increment} to {window}")
@@ -595,7 +594,7 @@ def not_grpc(headers: Mapping[bytes, bytes]) -> GrpcError | None:
     http_status = headers.get(b":status", b"200")
     if http_status != b"200":
         details = f"HTTP status {http_status.decode('latin-1')}"
-        # gRPC's document "HTTP to gRPC Status Code Mapping" has these as UNAVAILABLE.
+        # gRPC's document "HTTP to gRPC Status Code Mapping" maps these to UNAVAILABLE.
         if http_status in (b"429", b"502", b"503", b"504"):
             return GrpcError("UNAVAILABLE", details)
         return GrpcError("UNKNOWN", details)
