@@ -1,4 +1,4 @@
-"""What the package brings: the model repository and the demo's checkpoints.
+"""Files that the package brings: the model repository and the demo's checkpoints.
 
 In a checkout the two are links to its own ``models`` and ``assets``, in a wheel the files
 themselves. So relative paths such as ``../assets`` mean the same in both.

@@ -1,6 +1,4 @@
-"""What the command-line clients share: options, exit codes, Ctrl-C, how errors are shown, and the
-figures of an answer.
-"""
+"""Options, exit codes, Ctrl-C, errors and figures of an answer for all command-line clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What port 8000 answers: one table, from which docs/security.md and the tests are made.
+"""The requests that port 8000 answers: a table, of which docs/security.md and tests are made.
 
 A path is matched as the client sent it, byte by byte, and the matched bytes are forwarded. So no
 spelling of a path means one thing here and another in Triton. Triton decodes no percent sign in a

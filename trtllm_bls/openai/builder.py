@@ -211,8 +211,8 @@ class ChoicesBuilder(ResponseBuilder):
                 self._prediction_tokens += ending.speculation.predicted
                 self._accepted_tokens += ending.speculation.predicted_accepted
         if self.stream:
-            event = self._frames.event
-            return b"".join([event(index, delta) for delta in self._deltas(index, chunk)])
+            deltas = self._deltas(index, chunk)
+            return b"".join([self._frames.event(index, delta) for delta in deltas])
         if well_ended(chunk):
             self._choices[index] = chunk
         return b""

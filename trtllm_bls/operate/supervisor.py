@@ -1,8 +1,8 @@
 """Child processes: started, ready, ended, and started again when they fail.
 
 ``Child`` is a process: its output line by line, its readiness, its end within a limit.
-``keep_running`` starts again, with back-off, what was ready once: ``serve`` its server with all
-that belongs to it, ``HttpProcess`` the HTTP program in front of the server.
+``keep_running`` starts again, with back-off, whatever fails once it was ready. ``serve`` keeps its
+server and all that belongs to it running so, ``HttpProcess`` the HTTP program before the server.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from trtllm_bls.types import Backoff
 GRACE_MARGIN = 10.0
 
 _POLL_S = 0.05
-# Pauses before a process is started again, and how long a run lasts after which they begin anew.
+# Seconds before a process is started again. After a run of ``_GOOD_RUN_S`` the pauses begin anew.
 _RESTART_S = Backoff(1.0, 30.0)
 _GOOD_RUN_S = 60.0
 
 
 class ProcessStopped(SetupError):
-    """It was asked to stop before it was ready."""
+    """The process was asked to stop before it was ready."""
 
 
 # --- one process ----------------------------------------------------------------------------
@@ -37,9 +37,9 @@ class ProcessStopped(SetupError):
 class Child(subprocess.Popen[bytes]):
     """A process called ``title``, and a thread that calls ``on_line`` with each line of its output.
 
-    The output is the one of ``streams`` that is a pipe. The process is in a session of its own, for
-    Ctrl-C is the launcher's to pass on. Only its owner reads its files, through which prompts and
-    answers pass.
+    One of ``streams`` is a pipe, which is the output. The process has a session of its own, so that
+    Ctrl-C reaches only the launcher, which passes it on. Only its owner may read the files that it
+    makes, through which prompts and answers pass.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class Child(subprocess.Popen[bytes]):
                     self._on_line(line.decode("utf-8", "replace").rstrip("\n"))
 
     def read_to_end(self, limit_s: float) -> None:
-        """Wait until all output has been handed on, which a process that was left may hold open."""
+        """Wait until all output has been handed on, at most ``limit_s`` seconds.
+
+        A process that outlives the child may hold the output open.
+        """
         self._reader.join(limit_s)
 
     def wait_until(
@@ -122,29 +125,32 @@ class Restartable(Protocol[Result]):
     """A process, or several that run together, which ``keep_running`` starts again."""
 
     def start(self) -> None:
-        """Return when it is ready. Raises ``SetupError``; ``ProcessStopped`` if it is to stop."""
+        """Start the process, and return when it is ready.
+
+        Raises ``SetupError``, as ``ProcessStopped`` if the process is to stop.
+        """
 
     def wait(self) -> Result:
-        """Return when it has ended as requested. Raises ``SetupError`` if it failed."""
+        """Return when the process has ended as requested. Raises ``SetupError`` if it failed."""
 
     def discard(self) -> None:
-        """End it at once, in whatever state it is."""
+        """End the process at once, in whatever state it is."""
 
     def is_stopping(self) -> bool:
-        """True once it is to stop, and not to be started again."""
+        """Return true once the process is to stop and not to be started again."""
 
     def on_failure(self, error: SetupError, pause_s: float) -> None:
-        """It has failed, and starts again after a pause."""
+        """Note that the process has failed, and starts again after a pause."""
 
     def on_recovery(self, away_s: float) -> None:
-        """It is ready again, so many seconds after its failure."""
+        """Note that the process is ready again, ``away_s`` seconds after its failure."""
 
 
 def keep_running(process: Restartable[Result], restarts: bool) -> Result:
-    """Return when ``process``, which is ready, has ended as requested.
+    """Start ``process``, which is ready now, again whenever it fails, with back-off.
 
-    Until then start it again, with back-off, whenever it fails. Raises ``SetupError`` if it is not
-    to be started again, and ``ProcessStopped`` if it is to stop before it is ready again.
+    Return when it has ended as requested. Raises ``SetupError`` if it failed and ``restarts`` is
+    false, and ``ProcessStopped`` if it is to stop before it is ready again.
     """
     ready_at = time.monotonic()
     pause_s = 0.0
@@ -168,7 +174,7 @@ def keep_running(process: Restartable[Result], restarts: bool) -> Result:
 
 
 def _start_after(process: Restartable[Any], pause_s: float) -> SetupError | None:
-    """Start it after a pause; return why it is not ready then."""
+    """Start the process after a pause; return the reason if it does not get ready."""
     resumes_at = time.monotonic() + pause_s
     while time.monotonic() < resumes_at:
         if process.is_stopping():

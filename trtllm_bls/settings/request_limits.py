@@ -1,4 +1,4 @@
-"""How large a request may be: ``RequestLimits``.
+"""Limits on the size of a request: ``RequestLimits``.
 
 The wire checks the size of what has arrived; the orchestrator and the engine's service check what
 is asked for. Each refusal names the field, its value, the limit and the parameter that sets it
