@@ -26,7 +26,7 @@ MINUTES ?= 60
 SEED ?= 1
 CLIENT_OPTIONS ?= --write
 # Test processes at once: two more than two cores, since tests also wait, for a server's start above
-# all. Tests that share a server stay in one process; of the others, who is ready takes from the rest.
+# all. Tests that share a server stay in one process; any other goes to a process that is free.
 WORKERS ?= 4
 PARALLEL := -n $(WORKERS)
 UNIT_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist worksteal --durations=10 \

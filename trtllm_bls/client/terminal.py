@@ -236,7 +236,8 @@ def interruptible(
 ) -> Iterator[asyncio.Event]:
     """Let Ctrl-C and SIGTERM cancel the request on the server, and set the event that is yielded.
 
-    They raise nothing here. The second Ctrl-C ends the process at once.
+    They raise nothing here. The second Ctrl-C ends the process at once. ``signals``: the signals
+    that do so, for a caller that handles the other one itself.
     """
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()

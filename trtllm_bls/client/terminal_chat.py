@@ -250,7 +250,7 @@ class TerminalChat:
 class CtrlC:
     """Ctrl-C of a person who chats: it drops the line at the prompt, and stops an answer.
 
-    It never ends the process, which holds the conversation: people press it twice.
+    It never ends the process, which holds the conversation, since people press it twice.
     """
 
     def __init__(self) -> None:

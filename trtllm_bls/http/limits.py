@@ -447,7 +447,7 @@ class BodyReader:
             share.release()
 
     def _checked_encoding(self, scope: Scope, kinds: Collection[bytes]) -> bytes:
-        """Return the body's content encoding. Raises ``Refused`` for one or a type not allowed."""
+        """Return the content encoding. Raises ``Refused`` if it or the type is not allowed."""
         kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
         if kind not in kinds:
             content_type = kind[:80].decode("latin-1") or "of no type"
