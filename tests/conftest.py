@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import inspect
 import logging
 import os
@@ -80,6 +81,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
                 item.add_marker(pytest.mark.xdist_group(group))
     yield
     items.sort(key=_turn)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is there before the first test out of all later garbage collections.
+
+    Modules and thousands of tests are a million objects that stay.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

@@ -1,6 +1,6 @@
 """Both command-line clients as processes: what they print, and what they tell their caller.
 
-All of them run at once, each against a server of its own; the tests then read what came of it.
+Each runs against a server of its own; the tests then read what came of it.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.command_scenes import DEMO, ROOT, Outcome, play, scenes
 from tests.helpers.fake_grpc_server import FakeGrpcServer, tokens
+from tests.helpers.waiting import run_async
+
+
+class Outcomes(dict[str, Outcome]):
+    """By a scene's name; a scene is played when somebody first asks what came of it."""
+
+    def __init__(self, files: Path) -> None:
+        super().__init__()
+        self._scenes = scenes(files)
+
+    def __missing__(self, name: str) -> Outcome:
+        outcome = run_async(play(self._scenes[name]))
+        assert "Traceback" not in outcome.err, outcome.err  # expected failures are told in words
+        self[name] = outcome
+        return outcome
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
-    """What came of every scene."""
-
-    async def play_all() -> Mapping[str, Outcome]:
-        played = scenes(tmp_path_factory.mktemp("ids"))
-        found = await asyncio.gather(*map(play, played.values()))
-        return dict(zip(played, found, strict=True))
-
-    return asyncio.run(play_all())
-
-
-def test_no_scene_ends_in_a_traceback(outcomes: Mapping[str, Outcome]) -> None:
-    """Expected failures are told in words."""
-    assert [name for name, outcome in outcomes.items() if "Traceback" in outcome.err] == []
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory.mktemp("ids"))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_no_scene_ends_in_a_traceback(outcomes: Mapping[str, Outcome]) -> None:
     ],
 )
 def test_text_goes_to_stdout_alone_and_the_rest_to_stderr(
-    outcomes: Mapping[str, Outcome], name: str, code: int, out: str, words: str
+    outcomes: Outcomes, name: str, code: int, out: str, words: str
 ) -> None:
     """What is piped on is the text that came, whatever cut it short; counts and the reason are for
     the reader. To stop, even at once, is no failure."""
@@ -57,7 +59,7 @@ def test_text_goes_to_stdout_alone_and_the_rest_to_stderr(
     assert outcome.err.endswith("error: broken\n") == (name == "error in mid-stream")
 
 
-def test_only_what_was_said_is_sent(outcomes: Mapping[str, Outcome]) -> None:
+def test_only_what_was_said_is_sent(outcomes: Outcomes) -> None:
     """No sampling value is made up; counts are asked for, for the summary."""
     assert outcomes["text"].inputs == [
         {
@@ -70,7 +72,7 @@ def test_only_what_was_said_is_sent(outcomes: Mapping[str, Outcome]) -> None:
     ]
 
 
-def test_json_is_one_object_per_event_and_a_summary(outcomes: Mapping[str, Outcome]) -> None:
+def test_json_is_one_object_per_event_and_a_summary(outcomes: Outcomes) -> None:
     """The prompt may come from a pipe, its line end included."""
     outcome = outcomes["json from stdin"]
     lines = [json.loads(line) for line in outcome.out.splitlines()]
@@ -83,7 +85,7 @@ def test_json_is_one_object_per_event_and_a_summary(outcomes: Mapping[str, Outco
     assert outcome.inputs[0]["top_k"] == [[3]]
 
 
-def test_chat_sends_messages_and_stop_words_stay_whole(outcomes: Mapping[str, Outcome]) -> None:
+def test_chat_sends_messages_and_stop_words_stay_whole(outcomes: Outcomes) -> None:
     """Commas and newlines inside a stop word are part of it."""
     (inputs,) = outcomes["chat"].inputs
     assert "text_input" not in inputs
@@ -103,26 +105,26 @@ def test_chat_sends_messages_and_stop_words_stay_whole(outcomes: Mapping[str, Ou
     ],
 )
 def test_every_kind_of_failure_has_its_exit_code(
-    outcomes: Mapping[str, Outcome], name: str, code: int, words: str
+    outcomes: Outcomes, name: str, code: int, words: str
 ) -> None:
     """A script can tell what went wrong without reading the words."""
     assert (outcomes[name].code, words in outcomes[name].err) == (code, True)
 
 
-def test_a_server_that_is_not_there_is_all_that_is_told(outcomes: Mapping[str, Outcome]) -> None:
+def test_a_server_that_is_not_there_is_all_that_is_told(outcomes: Outcomes) -> None:
     """No figures of an answer that never began, and what to do."""
     for name in ("nobody there", "ids, nobody there"):
         (line,) = outcomes[name].err.splitlines()
         assert line.endswith("; nothing listens there: `trtllm-bls serve` starts a server")
 
 
-def test_a_full_server_is_asked_again_if_wished(outcomes: Mapping[str, Outcome]) -> None:
+def test_a_full_server_is_asked_again_if_wished(outcomes: Outcomes) -> None:
     """As often as ``--retries`` says."""
     outcome = outcomes["retries"]
     assert (outcome.code, outcome.out, len(outcome.inputs)) == (0, "Hello\n", 2)
 
 
-def test_an_http_port_is_told_by_name(outcomes: Mapping[str, Outcome]) -> None:
+def test_an_http_port_is_told_by_name(outcomes: Outcomes) -> None:
     """It answers gRPC with a closed connection, which says nothing to who mixed up two ports."""
     outcome = outcomes["http port"]
     assert outcome.code == 3
@@ -130,14 +132,14 @@ def test_an_http_port_is_told_by_name(outcomes: Mapping[str, Outcome]) -> None:
     assert "; this is an HTTP port: give --url the gRPC port, which is --grpc-port of serve" in line
 
 
-def test_ctrl_c_cancels_on_the_server(outcomes: Mapping[str, Outcome]) -> None:
+def test_ctrl_c_cancels_on_the_server(outcomes: Outcomes) -> None:
     """The summary still comes, and the exit code is the shell's for an interrupt."""
     outcome = outcomes["interrupted"]
     assert (outcome.code, outcome.cancels) == (130, 1)
     assert json.loads(outcome.out.splitlines()[-1])["ended"] == "interrupted"
 
 
-def test_streamed_ids_are_joined_after_the_prompt(outcomes: Mapping[str, Outcome]) -> None:
+def test_streamed_ids_are_joined_after_the_prompt(outcomes: Outcomes) -> None:
     """One list per response that brings ids; an empty one shows nothing. An answer of the length
     that was asked for is none that ran on."""
     outcome = outcomes["tokens"]
@@ -151,13 +153,13 @@ def test_streamed_ids_are_joined_after_the_prompt(outcomes: Mapping[str, Outcome
     ]
 
 
-def test_unexpected_ids_fail_the_check(outcomes: Mapping[str, Outcome]) -> None:
+def test_unexpected_ids_fail_the_check(outcomes: Outcomes) -> None:
     """``--check-output`` compares whole sequences."""
     outcome = outcomes["other tokens"]
     assert (outcome.code, outcome.out.splitlines()[-1]) == (1, "FAIL!")
 
 
-def test_the_token_client_always_sends_these(outcomes: Mapping[str, Outcome]) -> None:
+def test_the_token_client_always_sends_these(outcomes: Outcomes) -> None:
     """The ten inputs users of the engine model expect, and none that was not asked for; with the
     ids their number, also where only the ids are asked for."""
     outcome = outcomes["whole"]
@@ -182,7 +184,7 @@ def test_the_token_client_always_sends_these(outcomes: Mapping[str, Outcome]) ->
     ]
 
 
-def test_a_tokenizer_says_which_ids_end_and_pad(outcomes: Mapping[str, Outcome]) -> None:
+def test_a_tokenizer_says_which_ids_end_and_pad(outcomes: Outcomes) -> None:
     """Instead of the options."""
     (inputs,) = outcomes["tokenizer"].inputs
     tokens = json.loads((DEMO / "target" / "tokenizer.json").read_text())["added_tokens"]
@@ -192,7 +194,7 @@ def test_a_tokenizer_says_which_ids_end_and_pad(outcomes: Mapping[str, Outcome])
     assert len(inputs["input_ids"][0]) == inputs["input_lengths"][0][0]
 
 
-def test_all_other_inputs_come_from_flags_and_files(outcomes: Mapping[str, Outcome]) -> None:
+def test_all_other_inputs_come_from_flags_and_files(outcomes: Outcomes) -> None:
     """Adapters and tables from numpy files, look-ahead and drafts; results by sequence."""
     outcome = outcomes["everything"]
     (inputs,) = outcome.inputs
@@ -218,14 +220,14 @@ def test_all_other_inputs_come_from_flags_and_files(outcomes: Mapping[str, Outco
 
 
 def test_a_request_that_should_have_stopped_and_did_not_fails(
-    outcomes: Mapping[str, Outcome],
+    outcomes: Outcomes,
 ) -> None:
     """Under a stop flag, the full length is a failure."""
     outcome = outcomes["ran on"]
     assert (outcome.code, "ran to its full length" in outcome.err) == (1, True)
 
 
-def test_a_stop_request_ends_the_request_with_what_it_has(outcomes: Mapping[str, Outcome]) -> None:
+def test_a_stop_request_ends_the_request_with_what_it_has(outcomes: Outcomes) -> None:
     """The engine is asked by request id; nothing is cancelled."""
     outcome = outcomes["stop request"]
     assert (outcome.code, outcome.cancels) == (0, 0)
@@ -233,14 +235,14 @@ def test_a_stop_request_ends_the_request_with_what_it_has(outcomes: Mapping[str,
     assert outcome.out.splitlines()[-1] == "Output sequence: [1, 2, 3, 5, 6]"
 
 
-def test_a_request_can_be_cancelled_instead(outcomes: Mapping[str, Outcome]) -> None:
+def test_a_request_can_be_cancelled_instead(outcomes: Outcomes) -> None:
     """With the flag no stop request is sent."""
     outcome = outcomes["cancellation"]
     assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "Request is cancelled")
     assert not any("stop" in inputs for inputs in outcome.inputs)
 
 
-def test_characters_the_terminal_lacks_are_escaped(outcomes: Mapping[str, Outcome]) -> None:
+def test_characters_the_terminal_lacks_are_escaped(outcomes: Outcomes) -> None:
     """Nothing of the answer is lost, and JSON stays JSON."""
     escaped = r"\u0928\u092e\u0938\u094d\u0924\u0947 \U0001f600"
     assert (outcomes["latin-1"].code, outcomes["latin-1"].out) == (0, escaped + "\n")
@@ -255,9 +257,7 @@ def test_characters_the_terminal_lacks_are_escaped(outcomes: Mapping[str, Outcom
         ("unreadable stdin", "The prompt cannot be read: Bad file descriptor."),
     ],
 )
-def test_what_cannot_be_read_is_wrong_usage(
-    outcomes: Mapping[str, Outcome], name: str, words: str
-) -> None:
+def test_what_cannot_be_read_is_wrong_usage(outcomes: Outcomes, name: str, words: str) -> None:
     """Nothing is sent; the line says which argument or input it is."""
     outcome = outcomes[name]
     assert (outcome.code, words in outcome.err, outcome.inputs) == (2, True, []), outcome.err
@@ -267,7 +267,7 @@ def test_what_cannot_be_read_is_wrong_usage(
     ("name", "field"), [("latin-1 argument", "text_input"), ("latin-1 stop word", "stop_words")]
 )
 def test_an_argument_that_is_not_utf_8_is_refused(
-    outcomes: Mapping[str, Outcome], name: str, field: str
+    outcomes: Outcomes, name: str, field: str
 ) -> None:
     """By the name of its input; nothing is sent."""
     outcome = outcomes[name]
@@ -279,7 +279,7 @@ def test_an_argument_that_is_not_utf_8_is_refused(
     ("name", "cancels"), [("disk full", 1), ("disk full, json", 1), ("disk full, ids", 0)]
 )
 def test_output_that_cannot_be_written_ends_the_request(
-    outcomes: Mapping[str, Outcome], name: str, cancels: int
+    outcomes: Outcomes, name: str, cancels: int
 ) -> None:
     """The server is told to stop, and the user why; the ids of the prompt are shown first."""
     outcome = outcomes[name]
@@ -287,7 +287,7 @@ def test_output_that_cannot_be_written_ends_the_request(
     assert (outcome.code, outcome.cancels, len(outcome.inputs)) == (1, cancels, cancels)
 
 
-def test_a_byte_order_mark_is_not_part_of_the_prompt(outcomes: Mapping[str, Outcome]) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_prompt(outcomes: Outcomes) -> None:
     """Editors and shells of some systems put one at the start of every file."""
     for name in ("byte order mark", "byte order mark, file"):
         assert outcomes[name].inputs[0]["text_input"] == [["Hi"]]

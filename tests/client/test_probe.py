@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.helpers.fake_grpc_server import Abort, Fail, FakeGrpcServer, Hold, Step, Until, text
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, run_async
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.operate.health import Probe, ServerProcesses, look
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -55,7 +55,7 @@ def test_what_became_of_a_canary(script: list[Step], outcome: str) -> None:
         async with FakeGrpcServer(script) as server, Probe(server.url) as probe:
             return (await probe.canary(timeout=1.0)).outcome
 
-    assert asyncio.run(ask()) == outcome
+    assert run_async(ask()) == outcome
 
 
 async def test_models_that_are_not_ready_are_named() -> None:
@@ -79,10 +79,10 @@ def test_one_look_tells_whether_a_token_comes_out() -> None:
         async with FakeGrpcServer(script) as server:
             return (await look(server.url, ("a",), 1.0, canary=True)).reasons
 
-    assert asyncio.run(ask(TOKEN)) == ()
-    assert asyncio.run(ask(BUSY)) == ()  # else Kubernetes would restart a server for its load
-    assert asyncio.run(ask(Fail("INTERNAL: no")))[0] == "a request for one token fails: no"
-    assert "no complete answer within 1 s" in asyncio.run(ask(Hold()))[0]
+    assert run_async(ask(TOKEN)) == ()
+    assert run_async(ask(BUSY)) == ()  # else Kubernetes would restart a server for its load
+    assert run_async(ask(Fail("INTERNAL: no")))[0] == "a request for one token fails: no"
+    assert "no complete answer within 1 s" in run_async(ask(Hold()))[0]
 
 
 # --- the watch ------------------------------------------------------------------------------

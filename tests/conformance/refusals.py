@@ -9,7 +9,6 @@ last release declares in its configuration.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import sys
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from doubles.scripted_tokens import hashed
 from tests.conformance.engines import LLM_API
 from tests.helpers.scripted_services import EOS, reaching
 from tests.helpers.server_settings import DEMO
+from tests.helpers.waiting import run_async
 from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.configure.engine_dir import models_for, parse_version
 from trtllm_bls.engines.base import Engine
@@ -178,7 +178,7 @@ def refusals(told: dict[str, list[str]]) -> Iterator[str]:
 
 def tables() -> tuple[str, str]:
     """Both tables."""
-    told = asyncio.run(ask_all())
+    told = run_async(ask_all())
     return "\n".join(honoured(told)) + "\n", "\n".join(refusals(told)) + "\n"
 
 

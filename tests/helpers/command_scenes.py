@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -32,6 +32,8 @@ from tests.helpers.fake_grpc_server import (
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "assets" / "demo"
+SCENE_S = 100  # a client lasts below a second, on a busy machine some
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -208,13 +210,20 @@ async def play(scene: Scene) -> Outcome:
             assert process.stdout is not None
             first = b""
             if scene.interrupted:
-                first = await process.stdout.readline()
+                first = await _within("the first line", process.stdout.readline())
                 process.send_signal(signal.SIGINT)
-            out, err = await process.communicate(scene.stdin.encode())
+            out, err = await _within("the end", process.communicate(scene.stdin.encode()))
             if scene.interrupted or (scene.redirected == DISK_FULL and server.asked):
-                await server.cancelled.wait()
+                await _within("the cancellation", server.cancelled.wait())
             inputs = [inputs_of(request) for request in server.asked]
             outputs = [[output.name for output in request.outputs] for request in server.asked]
     code = process.returncode
     assert code is not None
     return Outcome(code, (first + out).decode(), err.decode(), inputs, outputs, server.cancels)
+
+
+async def _within(what: str, awaited: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await asyncio.wait_for(awaited, SCENE_S)
+    except asyncio.TimeoutError as late:
+        raise AssertionError(f"waited {SCENE_S} s for {what} of the client") from late

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.waiting import run_async
 from trtllm_bls.engines.base import Engine, QueuedChunks
 from trtllm_bls.engines.embedded.batching import Batcher, Sequence, Submission
 from trtllm_bls.engines.embedded.model import load
@@ -119,7 +120,7 @@ def answers(engine: Engine, *requests: EngineRequest) -> list[list[EngineChunk]]
     async def all_of() -> list[list[EngineChunk]]:
         return await asyncio.gather(*map(chunks, requests))
 
-    return asyncio.run(all_of())
+    return run_async(all_of())
 
 
 @functools.cache

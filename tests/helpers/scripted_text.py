@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
 from tests.helpers.small_tokenizers import directory
+from tests.helpers.waiting import run_async
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.orchestrator.orchestrator import Defaults, Orchestrator
@@ -131,7 +131,7 @@ async def read(engine: Engine, request: TextRequest, **more: Any) -> list[TextCh
 
 
 def ask(engine: Engine, request: TextRequest | None = None, **more: Any) -> list[TextChunk]:
-    return asyncio.run(read(engine, request or asking(), **more))
+    return run_async(read(engine, request or asking(), **more))
 
 
 def text_of(chunks: list[TextChunk], index: int = 0) -> str:

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from tests.helpers.waiting import run_async
 from trtllm_bls.client import Client, Event, Result
 
 
@@ -62,7 +63,7 @@ def ask_all(url: str, requests: list[dict[str, Any]], model: str = "tensorrt_llm
                 *(client.generate(model, **fields) for fields in requests), return_exceptions=True
             )
 
-    results = asyncio.run(run())
+    results = run_async(run())
     if len(requests) == 1 and isinstance(results[0], BaseException):
         raise results[0]
     return results

@@ -6,8 +6,8 @@ import asyncio
 import os
 import select
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import psutil
 
@@ -50,6 +50,11 @@ async def eventually(condition: Callable[[], T | Awaitable[T]], seconds: float =
             return found
         assert time.monotonic() < end, f"waited {seconds} s in vain; last seen: {found!r}"
         await asyncio.sleep(_BETWEEN_LOOKS_S)
+
+
+def run_async(work: Coroutine[Any, Any, T], seconds: float = 240) -> T:
+    """``asyncio.run`` with a limit; the traceback of work that is late shows where it waited."""
+    return asyncio.run(asyncio.wait_for(work, seconds))
 
 
 class Joinable(Protocol):

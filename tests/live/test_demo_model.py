@@ -18,7 +18,7 @@ from tests.helpers.server_requests import (
     metric,
     post,
 )
-from tests.helpers.waiting import in_pieces, until
+from tests.helpers.waiting import in_pieces, run_async, until
 from tests.live.conftest import DEMO
 from tests.reliability.processes import named
 from trtllm_bls.client import Client
@@ -182,7 +182,7 @@ def test_32_speculative_streams_with_cancels_finish_right(server: TritonServer) 
         async with Client(server.grpc_url) as client:
             return await asyncio.gather(*(one(client, number) for number in range(32)))
 
-    results = [result for result in asyncio.run(run()) if result is not None]
+    results = [result for result in run_async(run()) if result is not None]
     assert len(results) >= 21
     assert all(text == plain[question] for question, text in results)
 

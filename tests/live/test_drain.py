@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
-from tests.helpers.waiting import join
+from tests.helpers.waiting import join, run_async
 from trtllm_bls.cli import main
 from trtllm_bls.client import Client
 from trtllm_bls.errors import Overloaded, TrtllmBlsError
@@ -114,7 +114,7 @@ def test_a_speculating_stream_is_whole_when_the_server_stops(
                 over = [task.done() for task in asked]
                 return expected, list(await asyncio.gather(*asked)), over
 
-    expected, answers, over = asyncio.run(ask())
+    expected, answers, over = run_async(ask())
     assert answers == [expected] * 4
     assert over == [False] * 4  # when Triton was told to stop
     assert server.wait() is False
@@ -139,4 +139,4 @@ def test_a_drain_can_be_asked_for_from_outside(server: TritonServer) -> None:
                 await running
             return drained.output
 
-    assert "handed over, requests running: 1" in asyncio.run(ask())
+    assert "handed over, requests running: 1" in run_async(ask())

@@ -16,6 +16,7 @@ import pytest
 import tritonclient.grpc.aio as grpcaio
 
 from tests.helpers.server_settings import free_ports
+from tests.helpers.waiting import run_async
 from tests.helpers.watched import watched
 from trtllm_bls.client import Client
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -85,9 +86,9 @@ def test_errors_as_grpc_status_leave_the_server_up(
 ) -> None:
     """Each caller gets its status, and the next request an answer of the same process."""
     process = slow.process
-    codes = asyncio.run(attack(slow.grpc_url, model, attacks))
+    codes = run_async(attack(slow.grpc_url, model, attacks))
     assert codes == [grpc.StatusCode.INVALID_ARGUMENT] * attacks
-    assert asyncio.run(ask(slow.grpc_url))
+    assert run_async(ask(slow.grpc_url))
     assert slow.process == process
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.waiting import run_async
 from tests.live.conftest import echo_settings
 from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -34,4 +35,4 @@ def test_an_engines_server_ends_in_order_while_callers_keep_calls(tmp_path: Path
         return forced
 
     with TritonServer(echo_settings(tmp_path)) as server:
-        assert not asyncio.run(ask_and_stay(server))
+        assert not run_async(ask_and_stay(server))

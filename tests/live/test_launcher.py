@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import socket
@@ -18,6 +17,7 @@ from rich.console import Console
 
 from tests.helpers.server_settings import ROOT, free_ports
 from tests.helpers.ticking_models import BROKEN, TICKER, left_over, stream, write_model
+from tests.helpers.waiting import run_async
 from trtllm_bls.errors import SetupError
 from trtllm_bls.operate.serve import ask
 from trtllm_bls.operate.tritonserver import Listener, ServerFailed, TritonServer
@@ -146,7 +146,7 @@ def test_the_demo_streams_an_answer_to_every_prompt(server: TritonServer) -> Non
     """What is shown holds the prompts, the answers and a line of figures for each."""
     shown = io.StringIO()
     asked = ("Once upon a time", "Tell me a story")
-    answers = asyncio.run(ask(server.grpc_url, asked, 12, Console(file=shown)))
+    answers = run_async(ask(server.grpc_url, asked, 12, Console(file=shown)))
     for prompt, answer in zip(asked, answers, strict=True):
         assert answer.text.strip()
         assert f"{prompt}\n{answer.text}" in shown.getvalue()

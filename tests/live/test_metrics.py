@@ -18,7 +18,7 @@ from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served
 from tests.helpers.server_requests import ask_all, generate, generate_stream
 from tests.helpers.server_settings import DEMO
-from tests.helpers.waiting import until
+from tests.helpers.waiting import run_async, until
 from tests.helpers.watched import RecentLines, watched
 from tests.live.conftest import echo_settings
 from trtllm_bls.client import Client
@@ -213,7 +213,7 @@ def test_requests_in_the_engines_queue_are_waiting_on_one_port() -> None:
     served = Served(None, *more, "--set", "tensorrt_llm.max_batch=2")
     try:
         for ask in (through_triton, through_openai):
-            asyncio.run(forty(served, ask))
+            run_async(forty(served, ask))
             until(lambda: not any(load_of(served).values()))
     finally:
         served.process.terminate()

@@ -30,7 +30,7 @@ from tests.helpers.children import Child
 from tests.helpers.ports import unused_ports
 from tests.helpers.server_requests import generate, generate_stream
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
-from tests.helpers.waiting import in_pieces, until
+from tests.helpers.waiting import in_pieces, run_async, until
 from tests.helpers.watched import watched
 from trtllm_bls.client import Client
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -195,7 +195,7 @@ BAD: dict[str, dict[str, Any]] = {
 def test_the_header_that_ends_the_server_is_taken_away(proxy: Proxy, model: str) -> None:
     """Sent to the server itself, a few of these requests are enough, whichever model is asked."""
     process = proxy.server.process
-    assert asyncio.run(attack(proxy.grpc_url, model)) == ATTACKS
+    assert run_async(attack(proxy.grpc_url, model)) == ATTACKS
     assert generate(proxy.http_url, **BODY)["text_output"]
     assert proxy.server.process == process
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import resource
 import socket
@@ -17,6 +16,7 @@ import pytest
 
 from tests.helpers.served import Served, good
 from tests.helpers.server_settings import ROOT
+from tests.helpers.waiting import run_async
 from tests.live.conftest import echo_settings
 from trtllm_bls.client import Client
 from trtllm_bls.errors import ClientError
@@ -77,7 +77,7 @@ def test_without_descriptors_what_runs_goes_on_and_later_all_is_well(tmp_path: P
     with TritonServer(echo_settings(tmp_path)) as server:
         assert server.process is not None
         pids = {child.pid for child in server.process.children()}
-        asyncio.run(run(server))
+        run_async(run(server))
         assert {child.pid for child in server.process.children()} == pids
         assert server.process.is_running()
 

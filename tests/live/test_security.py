@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import ssl
@@ -23,7 +22,7 @@ from tests.helpers.ports import unused_ports
 from tests.helpers.served import Served, good
 from tests.helpers.server_requests import metric
 from tests.helpers.server_settings import DEMO
-from tests.helpers.waiting import in_pieces, until
+from tests.helpers.waiting import in_pieces, run_async, until
 from tests.helpers.watched import watched
 from tests.live.conftest import echo_repository, echo_settings
 from trtllm_bls.cli import main
@@ -116,7 +115,7 @@ def ask(url: str, tls: Tls | None) -> str:
         async with Client(url.replace("127.0.0.1", "localhost"), tls=tls) as client:
             return (await client.generate(text_input="Once", max_tokens=4)).text
 
-    return asyncio.run(run())
+    return run_async(run())
 
 
 def test_who_shows_a_certificate_is_served(guarded: TritonServer, files: dict[str, Files]) -> None:
@@ -144,7 +143,7 @@ def test_the_server_is_watched_over_tls(guarded: TritonServer, files: dict[str, 
                 (await probe.canary(30)).outcome,
             )
 
-    assert asyncio.run(ask()) == ((), "answered")
+    assert run_async(ask()) == ((), "answered")
     url, own = guarded.grpc_url.replace("127.0.0.1", "localhost"), files["client"]
     words = ["health", "--url", url, "--timeout", "30"]
     assert CliRunner().invoke(main, [*words[:-1], "2"]).exit_code == 1

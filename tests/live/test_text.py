@@ -21,7 +21,7 @@ from tests.helpers.server_requests import (
     metric,
     post,
 )
-from tests.helpers.waiting import in_pieces, until
+from tests.helpers.waiting import in_pieces, run_async, until
 from trtllm_bls.client import Client, Event
 from trtllm_bls.client.client import infer_request
 from trtllm_bls.errors import EngineError, InvalidRequest
@@ -146,7 +146,7 @@ def test_a_caller_that_leaves_ends_the_engines_work(echo: TritonServer) -> None:
             await asyncio.gather(*(stream.aclose() for stream in streams))
 
     until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)
-    for leaves in (lambda: asyncio.run(leave()), lambda: break_off(echo.http_url, **asked)):
+    for leaves in (lambda: run_async(leave()), lambda: break_off(echo.http_url, **asked)):
         before = metric(echo.metrics_url, "echo_tokens")
         leaves()
         until(lambda: metric(echo.metrics_url, "echo_live_requests") == 0)

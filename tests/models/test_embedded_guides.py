@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from openai.types import Batch, Completion, FileObject, Image, Model, Moderation
 from tests.helpers.embedded_steps import answers, checkpoint
 from tests.helpers.tiers import budget
 from tests.helpers.tools import ping_and_set_tree
+from tests.helpers.waiting import run_async
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.engines.embedded import EmbeddedEngine, guides
 from trtllm_bls.engines.embedded.guides import Guides
@@ -183,7 +183,7 @@ def test_every_answer_validates(
 
 def written(guides: Guides, tokenizer: Tokenizer, schema: str, seed: int) -> str | None:
     """A text of random tokens that the guide allows, up to where it may end; or what never ends."""
-    guide = asyncio.run(guides.of(guided("json_schema", schema)))
+    guide = run_async(guides.of(guided("json_schema", schema)))
     assert guide is not None
     draws, ids = np.random.default_rng(seed), list[int]()
     closing = [tokenizer.encode_word(mark)[-1] for mark in ('"', "}", "]")]
@@ -210,7 +210,7 @@ def allows(tokenizer: Tokenizer) -> Iterator[Allows]:
     guides = Guides(DEMO, tokenizer.model_vocab_size)
 
     def allowed(kind: str, guide: str, text: str) -> bool:
-        matcher = asyncio.run(guides.of(guided(kind, guide)))
+        matcher = run_async(guides.of(guided(kind, guide)))
         assert matcher is not None
         for token in (*tokenizer.encode_word(text), 2):
             if not matcher.allowed[token]:
@@ -259,7 +259,7 @@ async def test_the_grammars_that_were_used_last_are_kept(
 def test_only_the_requests_end_tokens_end_a_text(tokenizer: Tokenizer) -> None:
     """The library takes another token of the vocabulary for one."""
     guides = Guides(DEMO, tokenizer.model_vocab_size)
-    matcher = asyncio.run(guides.of(guided("regex", "a+")))
+    matcher = run_async(guides.of(guided("regex", "a+")))
     guides.close()
     assert matcher is not None
     (letter,) = tokenizer.encode_word("a")
@@ -586,5 +586,5 @@ def test_an_llguidance_that_is_too_old_is_named(
     monkeypatch.setattr(guides, "version", {"llguidance": "0.7.29"}.get)
     old = Guides(DEMO, tokenizer.vocab_size)
     with pytest.raises(Unsupported, match=r"needs llguidance 1\.6; 0\.7\.29 is here"):
-        asyncio.run(old.of(guided("json_schema", "{}")))
+        run_async(old.of(guided("json_schema", "{}")))
     old.close()

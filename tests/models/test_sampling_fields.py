@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.embedded_steps import VOCAB, checkpoint
+from tests.helpers.waiting import run_async
 from tests.helpers.wire_tensors import LAST_FORM
 from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.engines.embedded.sampling import TokenRules, choose
@@ -92,7 +92,7 @@ def by_llm_api(sampling: Sampling) -> Any:
         with pytest.raises(InvalidRequest, match="enough"):
             await stream.wait()
 
-    asyncio.run(run())
+    run_async(run())
     return given
 
 
@@ -105,7 +105,7 @@ def by_embedded(sampling: Sampling) -> Any:
         ) as engine:
             assert [chunk async for chunk in engine.generate(request(sampling))]
 
-    asyncio.run(run())
+    run_async(run())
     with recording() as (seen, kind):
         asked = kind(**vars(sampling))
         rules = TokenRules(request(asked), 0, VOCAB)

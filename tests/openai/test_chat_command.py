@@ -34,7 +34,7 @@ from tests.helpers.fake_grpc_server import (
 )
 from tests.helpers.openai_server import serving
 from tests.helpers.scripted_text import tokenizer
-from tests.helpers.waiting import until
+from tests.helpers.waiting import run_async, until
 from trtllm_bls.client.terminal_chat import CtrlC, main
 
 CHAT = Path(__file__).parents[2] / "client" / "chat.py"
@@ -325,6 +325,6 @@ def test_ctrl_c_drops_a_line_or_stops_an_answer_and_does_nothing_else() -> None:
 
     before = signal.getsignal(signal.SIGINT)
     try:
-        asyncio.run(presses())
+        run_async(presses())
     finally:
         signal.signal(signal.SIGINT, before)

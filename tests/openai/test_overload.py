@@ -16,7 +16,7 @@ import pytest
 from doubles.scripted import Fault
 from tests.helpers.openai_server import MODEL, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, saying
-from tests.helpers.waiting import until
+from tests.helpers.waiting import run_async, until
 from tests.openai.conftest import SAYS, Connect
 from tests.openai.test_refusals import ask, completion
 from trtllm_bls.openai.completions import CompletionResponse
@@ -124,6 +124,6 @@ def test_other_streams_have_a_turn_between_answers_that_arrive_together() -> Non
         await backend.close()
         return at
 
-    at = asyncio.run(run())
+    at = run_async(run())
     assert len(at) == 16
     assert max(map(at.count, at)) <= 2  # the choices of one prompt

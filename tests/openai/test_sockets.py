@@ -19,7 +19,7 @@ from doubles.speaking import SpeakingEngine
 from tests.helpers.openai_server import ScriptedBackend, serving
 from tests.helpers.packages import import_or_skip
 from tests.helpers.scripted_text import tokenizer_with_tools
-from tests.helpers.waiting import until
+from tests.helpers.waiting import run_async, until
 from tests.openai.test_agents import Speaking, events
 from trtllm_bls.openai import sockets
 
@@ -411,7 +411,7 @@ def test_one_client_leaves_sockets_for_others() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    asyncio.run(run())
+    run_async(run())
 
 
 async def turns() -> None:

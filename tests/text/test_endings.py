@@ -24,6 +24,7 @@ from tests.helpers.scripted_text import (
     tokenizer,
 )
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
+from tests.helpers.waiting import run_async
 from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.orchestrator.orchestrator import Defaults
@@ -42,7 +43,7 @@ def test_a_stream_that_fails_has_its_ending_before_the_error() -> None:
     ):
         sink = Collected()
         with pytest.raises(EngineUnavailable):
-            asyncio.run(orchestrator(engine).run(request, sink))
+            run_async(orchestrator(engine).run(request, sink))
         assert [ending([chunk]) for chunk in sink.chunks if chunk.ending] == told
 
 
@@ -74,7 +75,7 @@ def test_an_answer_that_ended_by_count_is_whole_though_the_engine_is_lost(stream
     """It had only to say that it has ended, too; the request counts as answered."""
     engine, sink = LostAtItsEnd("one two three"), Collected()
     request = asking(stream=stream, max_tokens=len(engine.ids))
-    asyncio.run(orchestrator(engine).run(request, sink))
+    run_async(orchestrator(engine).run(request, sink))
     assert text_of(sink.chunks) == "one two three"
     assert ending(sink.chunks) == (FinishReason.LENGTH, None, len(engine.ids))
 
@@ -101,7 +102,7 @@ async def test_a_stream_that_is_cancelled_has_its_ending_too() -> None:
 def test_an_answer_ends_with_what_there_is_when_its_time_is_up(stream: bool, said: int) -> None:
     """Also before the first token; text held back for a stop string is text after all."""
     engine = saying("one two three")
-    limited = asyncio.run(read(saying("one two three"), asking(max_tokens=max(1, said))))
+    limited = run_async(read(saying("one two three"), asking(max_tokens=max(1, said))))
     whole = text_of(limited) if said else ""
     engine.fault = Fault(after_tokens=said)
     request = asking(stream=stream, timeout_s=5, stop_words=(whole + "!",))
@@ -237,7 +238,7 @@ def test_a_timeout_that_is_not_the_requests_own_is_an_error(timeout_s: float | N
     engine = saying("one two three")
     engine.fault = Fault(error=TimeoutError("the socket's"), after_tokens=2)
     with pytest.raises(TimeoutError, match="the socket's"):
-        asyncio.run(read(engine, asking(timeout_s=timeout_s)))
+        run_async(read(engine, asking(timeout_s=timeout_s)))
 
 
 def test_a_timer_that_fires_early_ends_by_the_timeout() -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.helpers.random_cases import cut_anywhere, run_cases
 from tests.helpers.scripted_text import Collected, asking, orchestrator, tokenizer
 from tests.helpers.virtual_time import run_skipping_waits
+from tests.helpers.waiting import run_async
 from trtllm_bls.engines.base import ChunkStream, QueuedChunks, TaskChunks
 from trtllm_bls.orchestrator.orchestrator import Defaults
 from trtllm_bls.types import (
@@ -199,7 +200,7 @@ def test_the_answer_is_the_same_however_its_chunks_are_grouped() -> None:
         seen["scored"] += any(found["rows"] for found in expected)
 
     def case(chance: random.Random) -> None:
-        asyncio.run(compare(chance))
+        run_async(compare(chance))
 
     run_cases(case, 1000)
     assert all(seen[reason] > 50 for reason in REASONS if reason) and seen["scored"] > 100
@@ -228,7 +229,7 @@ def test_a_slow_sink_has_no_more_chunks_than_turns() -> None:
         groups = [[chunk] for chunk in interleaved(chance, parts)]
         await answer(Delivers(groups, ahead=True), request, False, Turns(chance))
 
-    run_cases(lambda chance: asyncio.run(compare(chance)), 100)
+    run_cases(lambda chance: run_async(compare(chance)), 100)
 
 
 def test_a_sink_that_fails_where_chunks_arrive_fails_its_request() -> None:

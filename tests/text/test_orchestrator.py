@@ -27,6 +27,7 @@ from tests.helpers.scripted_text import (
     tokenizer,
     tokenizer_of_two_ends,
 )
+from tests.helpers.waiting import run_async
 from trtllm_bls.engines.base import ChunkStream
 from trtllm_bls.errors import EngineError, EngineUnavailable
 from trtllm_bls.orchestrator.orchestrator import Defaults
@@ -312,7 +313,7 @@ def test_a_reader_that_leaves_after_any_chunk_ends_the_engines_work() -> None:
         assert engine.live == 0
         return len(sink.chunks)
 
-    assert [asyncio.run(leave(count)) for count in range(20)][-1] < 19
+    assert [run_async(leave(count)) for count in range(20)][-1] < 19
 
 
 def test_a_cancelled_reader_ends_the_engines_work() -> None:
@@ -330,7 +331,7 @@ def test_a_cancelled_reader_ends_the_engines_work() -> None:
         await asyncio.wait({reader})
         assert engine.live == 0 and len(engine.cancelled) == 1
 
-    asyncio.run(run())
+    run_async(run())
 
 
 def test_an_engines_error_comes_after_the_text_it_had_said() -> None:
@@ -339,7 +340,7 @@ def test_an_engines_error_comes_after_the_text_it_had_said() -> None:
     engine.fault = Fault(error=EngineUnavailable("gone"), after_tokens=2)
     sink = Collected()
     with pytest.raises(EngineUnavailable, match="gone"):
-        asyncio.run(orchestrator(engine).run(asking(stream=True), sink))
+        run_async(orchestrator(engine).run(asking(stream=True), sink))
     said = text_of(sink.chunks)
     assert said and "one two three".startswith(said)
     assert engine.live == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.helpers.scripted_text import (
     tokenizer,
 )
 from tests.helpers.small_tokenizers import MAKERS, directory
+from tests.helpers.waiting import run_async
 from trtllm_bls.errors import InvalidRequest, PromptTooLong, Unsupported
 from trtllm_bls.orchestrator.orchestrator import Defaults
 from trtllm_bls.settings.request_limits import RequestLimits
@@ -79,7 +79,7 @@ def test_bytes_of_the_tokens_are_the_text(kind: str, stream: bool) -> None:
     engine = ScriptedEngine(rule, Script(vocab_size=other.vocab_size))
     sink = Collected()
     request = asking(stream=stream, return_tokens=True)
-    asyncio.run(orchestrator(engine, other=other).run(request, sink))
+    run_async(orchestrator(engine, other=other).run(request, sink))
     tokens = tokens_of(sink.chunks)
     assert [token.token_id for token in tokens] == list(ids)
     assert b"".join(token.data for token in tokens).decode() == text_of(sink.chunks)

@@ -5,7 +5,6 @@ Allocated bytes are counted, not time. ``LEAST`` is what any request costs, howe
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import tracemalloc
@@ -18,6 +17,7 @@ import pytest
 
 from tests.helpers.scripted_text import Collected, orchestrator, saying, tokenizer
 from tests.helpers.tiers import sample
+from tests.helpers.waiting import run_async
 from trtllm_bls.errors import TrtllmBlsError
 from trtllm_bls.orchestrator.orchestrator import Defaults
 from trtllm_bls.settings.request_limits import RequestLimits
@@ -72,7 +72,7 @@ def ask_text(arrays: dict[str, Any]) -> None:
         for request in text_requests(arrays, "r", LIMITS):
             await orchestrator(engine, Defaults(limits=LIMITS)).run(request, Collected())
 
-    asyncio.run(run())
+    run_async(run())
 
 
 def ask_engine(arrays: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from tests.helpers.fake_metrics import Registry
 from tests.helpers.scripted_services import playing
 from tests.helpers.scripted_text import Collected, padded_model, tokenizer
 from tests.helpers.small_tokenizers import directory
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, run_async
 from trtllm_bls import __version__
 from trtllm_bls.errors import EngineUnavailable, SettingsError, SetupError
 from trtllm_bls.orchestrator.deployment import Deployment
@@ -51,7 +51,7 @@ def deployed(**more: Any) -> Deployment:
         await made.close()
         return made
 
-    return asyncio.run(make())
+    return run_async(make())
 
 
 @pytest.mark.parametrize(

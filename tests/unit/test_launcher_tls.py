@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from tests.helpers.fake_grpc_server import FakeGrpcServer, text
 from tests.helpers.ports import unused_ports
+from tests.helpers.waiting import run_async
 from trtllm_bls.cli import main
 from trtllm_bls.client import Tls
 from trtllm_bls.errors import SettingsError, SetupError
@@ -57,10 +58,10 @@ def test_the_server_is_known_by_its_certificate(tmp_path: Path, name: str) -> No
         ):
             return (await probe.canary(5.0)).outcome
 
-    assert asyncio.run(ask(tls)) == "answered"
+    assert run_async(ask(tls)) == "answered"
     (tmp_path / "other").mkdir()
     other, _ = issued(tmp_path / "other", trustme.CA(), name)
-    assert asyncio.run(ask(Tls(root_certificates=other, server_name=name))) == "late"
+    assert run_async(ask(Tls(root_certificates=other, server_name=name))) == "late"
 
 
 def test_a_certificate_of_the_older_form_has_its_name_in_the_subject(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_server_that_asks_for_certificates_is_shown_that_of_its_models(tmp_pat
         ):
             return (await probe.canary(SECONDS)).outcome
 
-    assert asyncio.run(ask()) == "answered"
+    assert run_async(ask()) == "answered"
     elsewhere = ServeSettings(
         tls_cert=cert,
         tls_key=key,
@@ -151,7 +152,7 @@ def test_the_command_asks_over_tls(tmp_path: Path) -> None:
             told = await asyncio.to_thread(CliRunner().invoke, main, words)
             return plain.ready, told.exit_code == 0
 
-    assert asyncio.run(ask()) == (False, True)
+    assert run_async(ask()) == (False, True)
 
 
 def test_of_a_file_the_first_certificate_alone_is_trusted(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.scripted_text import Collected, asking, saying, tokenizer
 from tests.helpers.virtual_time import Clock, run_by_the_clock, settle
+from tests.helpers.waiting import run_async
 from trtllm_bls.errors import InvalidRequest, Overloaded
 from trtllm_bls.orchestrator.orchestrator import Admission, Defaults, Orchestrator
 from trtllm_bls.settings.parameters import BlsParameters
@@ -98,7 +99,7 @@ def run(request: TextRequest, **more: Any) -> None:
     engine = saying("one two three")
     orchestrator = Orchestrator(tokenizer(), engine, Defaults(**more))
     try:
-        asyncio.run(orchestrator.run(request, Collected()))
+        run_async(orchestrator.run(request, Collected()))
     finally:
         assert not engine.requests, "the engine was asked"
 
@@ -203,7 +204,7 @@ def test_an_operator_may_have_reused_blocks_told(exposed: bool) -> None:
     engine = saying("one two three", cached_tokens=2)
     defaults = Defaults(expose_kv_cache_metrics=exposed)
     request = asking(stream=True, wants=Wants(perf_metrics=True))
-    asyncio.run(Orchestrator(tokenizer(), engine, defaults).run(request, sink))
+    run_async(Orchestrator(tokenizer(), engine, defaults).run(request, sink))
     told = sink.chunks[-1].metrics
     assert told is not None
     assert (told.kv_cache_reused_blocks is not None) == exposed

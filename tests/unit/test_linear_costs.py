@@ -23,6 +23,7 @@ from tests.helpers.growth import MOST, growth
 from tests.helpers.hostile_text import MARKS, SIZE, modules
 from tests.helpers.scripted_text import tokenizer
 from tests.helpers.tiers import budget, pairs
+from tests.helpers.waiting import run_async
 from tests.text.test_chat_parsing import TEXTS
 from tests.unit.test_grpc_protocol import connected, exchange, headers
 from trtllm_bls.errors import InvalidRequest, SetupError
@@ -295,7 +296,7 @@ def waiters(last_first: bool, size: int) -> Callable[[], object]:
             await asyncio.sleep(0)
         await asyncio.wait(tasks)
 
-    return lambda: asyncio.run(run())
+    return lambda: run_async(run())
 
 
 def many_calls(size: int) -> Callable[[], object]:

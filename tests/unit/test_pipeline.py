@@ -24,7 +24,7 @@ from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.virtual_time import Clock
-from tests.helpers.waiting import eventually, until
+from tests.helpers.waiting import eventually, run_async, until
 from trtllm_bls.configure.new import command as new
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.errors import EngineError, EngineUnavailable, Overloaded, SettingsError
@@ -1073,7 +1073,7 @@ def test_a_warm_up_is_tried_again_until_it_succeeds(way: Any, error: BaseExcepti
         until(lambda: any("warm_up failed" in line for _, line in model.triton.lines))
         refused = model.ask(prompt="x").wait().error
         assert refused is not None and refused.message().startswith("UNAVAILABLE: model: its warm_")
-        problems = asyncio.run(model.model.deployment.engine_problems())
+        problems = run_async(model.model.deployment.engine_problems())
         assert problems["model"].startswith("model: its warm_up")
         works.set()
         until(lambda: model.ask(prompt="x").wait().error is None)

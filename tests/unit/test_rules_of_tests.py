@@ -190,6 +190,28 @@ def test_no_program_or_connection_of_a_test_is_waited_for_without_a_limit() -> N
     assert endless == []
 
 
+# Programs, and loops with limits of their own.
+OWN_LOOPS = {
+    "helpers/fake_engine_server.py": "has a limit of its own",
+    "helpers/waiting.py": "`run_async` itself",
+    "live/full_shared_memory.py": "a program, a `Child` of its test",
+    "reliability/chaos.py": "a program",
+    "reliability/engine_floods.py": "a program",
+    "reliability/slow_readers.py": "a program",
+    "reliability/soak.py": "a program",
+}
+
+
+def test_no_coroutine_of_a_test_is_waited_for_without_a_limit() -> None:
+    """The end of an event loop by pytest-timeout shows the loop, not the coroutine that waits."""
+    own = re.compile(r"asyncio\.(?:run|Runner)")
+    found = set()
+    for file, tree in trees().items():
+        if not file.startswith("clients/") and [*calls(tree, own)]:
+            found.add(file)
+    assert found == OWN_LOOPS.keys()
+
+
 # --- skips ------------------------------------------------------------------------------------
 
 SKIPS = re.compile(r"pytest\.(?:mark\.)?(?:skip|skipif|importorskip)")

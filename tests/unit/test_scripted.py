@@ -11,6 +11,7 @@ import pytest
 
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import agreeing, hashed, reciting, table
+from tests.helpers.waiting import run_async
 from trtllm_bls.errors import EngineError, EngineUnavailable, InvalidRequest, Unsupported
 from trtllm_bls.types import (
     Draft,
@@ -38,7 +39,7 @@ async def read(engine: ScriptedEngine, request: EngineRequest) -> list[EngineChu
 
 
 def ask(engine: ScriptedEngine, request: EngineRequest = ASK) -> list[EngineChunk]:
-    return asyncio.run(read(engine, request))
+    return run_async(read(engine, request))
 
 
 def ids(chunks: list[EngineChunk]) -> list[int]:
@@ -251,16 +252,16 @@ async def test_leaving_a_stream_ends_its_work() -> None:
 def test_limits_are_told_unless_their_fault_is_on() -> None:
     """The fault of the limits is its own switch."""
     engine = saying(3, max_draft_tokens=4)
-    assert asyncio.run(engine.capacity()).max_draft_tokens == 4
+    assert run_async(engine.capacity()).max_draft_tokens == 4
     engine.fault = Fault(error=EngineUnavailable("gone"), capacity=True)
     with pytest.raises(EngineUnavailable):
-        asyncio.run(engine.capacity())
+        run_async(engine.capacity())
 
 
 def test_a_closed_engine_answers_no_more() -> None:
     """Neither new requests nor running ones."""
     engine = saying(3)
-    asyncio.run(engine.close())
+    run_async(engine.close())
     with pytest.raises(EngineUnavailable):
         ask(engine)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.request_servers import ONE, Gate, number, opened
 from tests.helpers.virtual_time import settle
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, run_async
 from trtllm_bls.pipeline.testing import SECONDS, FakeTriton
 from trtllm_bls.triton.request_server import MAX_QUEUED, Call, SenderThreads
 
@@ -75,7 +75,7 @@ def test_turns_come_in_the_order_of_asking_and_none_is_lost() -> None:
         await senders.close()
         return order
 
-    assert asyncio.run(wait_and_leave()) == [number for number in range(MANY) if number % 3]
+    assert run_async(wait_and_leave()) == [number for number in range(MANY) if number % 3]
 
 
 def test_first_responses_are_sent_before_others() -> None:
@@ -105,7 +105,7 @@ def test_first_responses_are_sent_before_others() -> None:
         await senders.close()
         return sent
 
-    assert asyncio.run(send_and_look()) == ["first", "later 1", "later 2"]
+    assert run_async(send_and_look()) == ["first", "later 1", "later 2"]
 
 
 def test_requests_that_come_just_before_the_end_are_told() -> None:

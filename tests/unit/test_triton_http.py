@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from tritonclient.grpc import service_pb2
 
+from tests.helpers.waiting import run_async
 from trtllm_bls.errors import Overloaded, defects
 from trtllm_bls.http import generate as triton
 from trtllm_bls.http.generate import TritonHttp, _Exchange
@@ -57,7 +58,7 @@ def test_a_response_that_cannot_be_written_is_an_error() -> None:
 
     for stream in (False, True):
         sent.clear()
-        asyncio.run(run(stream))
+        run_async(run(stream))
         assert sent[0]["status"] == 500
         body = b"".join(each.get("body", b"") for each in sent).removeprefix(b"data: ")
         assert "cannot be written as JSON" in json.loads(body)["error"]
@@ -91,7 +92,7 @@ def test_requests_that_come_at_once_ask_for_the_models_inputs_once() -> None:
         first.cancel()
         assert [list(inputs) for inputs in await asyncio.gather(*others)] == [["text"]] * 7
 
-    asyncio.run(run())
+    run_async(run())
     assert len(asked) == 2
 
 
@@ -114,7 +115,7 @@ def test_a_caller_that_does_not_read_is_given_up() -> None:
     async def ignored(message: Any) -> None:
         pass
 
-    asyncio.run(run())
+    run_async(run())
 
 
 def test_a_version_is_asked_for_in_one_spelling() -> None:
@@ -140,7 +141,7 @@ def test_a_version_is_asked_for_in_one_spelling() -> None:
         scope = {"type": "http", "method": "POST", "raw_path": path, "headers": headers}
         await program(scope, receive, send)
 
-    asyncio.run(run())
+    run_async(run())
     assert asked == ["1"]
 
 
@@ -158,7 +159,7 @@ def test_what_triton_refuses_before_a_model_sees_it_is_no_event() -> None:
             cast(GrpcChannel, channel), b"", asyncio.Event().wait, send, True, None
         )
 
-    asyncio.run(run())
+    run_async(run())
     assert sent[0]["status"] == 400
     assert dict(sent[0]["headers"])[b"content-type"] == b"application/json"
     assert json.loads(sent[1]["body"])["error"].endswith("no x")
@@ -244,7 +245,7 @@ def test_a_request_without_a_place_is_refused_before_triton_sees_it() -> None:
         assert "(parameter max_queued_requests); try again in" in str(callers.refused[2])
         assert len(callers.opened) == 2
 
-    asyncio.run(run())
+    run_async(run())
 
 
 def test_a_place_is_free_once_the_models_work_ends() -> None:
@@ -270,7 +271,7 @@ def test_a_place_is_free_once_the_models_work_ends() -> None:
         await callers.come(ASKS, ASKS, ASKS)
         assert (len(callers.opened), len(callers.refused)) == (6, 2)
 
-    asyncio.run(run())
+    run_async(run())
 
 
 def test_one_client_leaves_places_for_others() -> None:
@@ -298,7 +299,7 @@ def test_one_client_leaves_places_for_others() -> None:
         await callers.come(ASKS)
         assert len(callers.opened) == 7
 
-    asyncio.run(run())
+    run_async(run())
 
 
 JSON = (b"content-type", b"application/json")
@@ -372,7 +373,7 @@ def test_a_body_that_is_forwarded_has_limits(
 ) -> None:
     """Told before it is read where its length says so; also of a body that Triton would ignore."""
     monkeypatch.setattr(triton, "TENSOR_BYTES", 90)
-    told = asyncio.run(Triton().ask("POST", INFER, list(headers.items()), *parts))
+    told = run_async(Triton().ask("POST", INFER, list(headers.items()), *parts))
     assert told.get("status") == status
     if status is not None:
         assert list(json.loads(told["body"])) == ["error"]
@@ -385,7 +386,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nserver: x\r\n\r\n{}"
 def test_a_body_where_none_belongs_is_refused(length: tuple[bytes, bytes]) -> None:
     """Triton is not asked, whichever header announces the body."""
     program = Triton()
-    answer = asyncio.run(program.ask("GET", b"/v2/health/ready", [length], b"{}"))
+    answer = run_async(program.ask("GET", b"/v2/health/ready", [length], b"{}"))
     assert (answer["status"], program.sent) == (400, b"")
     assert "takes no body" in json.loads(answer["body"])["error"]
 
@@ -424,13 +425,13 @@ def test_triton_sees_nothing_that_this_program_did_not_write() -> None:
         }
         assert json.loads(body[:size]) == json.loads(BINARY) and body[size:] == b"\0\1\2"
 
-    asyncio.run(run())
+    run_async(run())
 
 
 def test_an_invalid_trace_is_left_out() -> None:
     """As W3C's text asks for; Triton would give its bytes to a model."""
     server = Triton(ANSWER)
-    asyncio.run(server.ask("POST", INFER, [(b"traceparent", b"\xff")], BODY))
+    run_async(server.ask("POST", INFER, [(b"traceparent", b"\xff")], BODY))
     assert b"traceparent" not in server.sent
 
 
@@ -470,13 +471,13 @@ def test_an_error_is_told_by_its_kind(text: str, status: int) -> None:
             channel = cast(GrpcChannel, Channel(reply))
             await _Exchange().run(channel, b"", asyncio.Event().wait, send, stream, None)
 
-        asyncio.run(run())
+        run_async(run())
         assert told[0]["status"] == status
         assert (b"retry-after" in dict(told[0]["headers"])) == (status in (429, 503))
     body = json.dumps({"error": text}).encode()
     size = len(body)
     answer = b"HTTP/1.1 400 Bad\r\ncontent-length: %d\r\n\r\n%b" % (size, body)
-    head = asyncio.run(Triton(answer).ask("POST", INFER, [JSON], BODY))
+    head = run_async(Triton(answer).ask("POST", INFER, [JSON], BODY))
     # Triton's own port says itself what is not found.
     assert head["status"] == (400 if status == 404 else status)
     assert json.loads(head["body"])["error"] == text
@@ -490,7 +491,7 @@ def test_an_error_is_told_by_its_kind(text: str, status: int) -> None:
 def test_a_status_of_tritons_port_is_one_of_ours(status: int, body: bytes, told: int) -> None:
     """500 is a defect of this package alone; a server that stops says when to try again."""
     answer = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
-    head = asyncio.run(Triton(answer).ask("POST", INFER, [JSON], BODY))
+    head = run_async(Triton(answer).ask("POST", INFER, [JSON], BODY))
     assert head["status"] == told
     assert (b"retry-after" in dict(head["headers"])) == (told == 503)
 
@@ -505,13 +506,13 @@ def test_generate_without_grpc_is_forwarded() -> None:
         assert head["status"] == 200
         assert json.loads(server.sent.partition(b"\r\n\r\n")[2]) == {"text_input": "a"}
 
-    asyncio.run(run())
+    run_async(run())
 
 
 def test_infer_is_answered_unless_it_is_closed() -> None:
     """Triton sees nothing of it then."""
     server = Triton(ANSWER)
-    head = asyncio.run(server.ask("POST", INFER, [JSON], BODY, opens_infer=False))
+    head = run_async(server.ask("POST", INFER, [JSON], BODY, opens_infer=False))
     assert head["status"] == 403 and server.sent == b""
 
 
@@ -521,7 +522,7 @@ def test_a_defect_is_told_as_500_and_counted(
     """Without its text, which the log has."""
     monkeypatch.setattr(triton, "match_route", lambda *given: 1 / 0)
     defects.clear()
-    told = asyncio.run(Triton().ask("GET", b"/v2", []))
+    told = run_async(Triton().ask("GET", b"/v2", []))
     assert told["status"] == 500 and b"unexpected ZeroDivisionError" in told["body"]
     assert list(defects) == ["ZeroDivisionError"] and "division by zero" in caplog.text
     defects.clear()
