@@ -26,10 +26,15 @@ from tests.helpers import children
 with suppress(ImportError):
     from hypothesis import HealthCheck, settings
 
-    # How fast cases are made says how busy the machine is, and nothing about the code.
-    busy = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-    settings.register_profile("busy machines", **busy)
-    settings.load_profile("busy machines")
+    settings.register_profile(
+        "ours",
+        # How fast cases are made says how busy the machine is, and nothing about the code.
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        # `make test` has the same cases each time; `make test-all` looks for new ones.
+        derandomize="TRTLLM_BLS_FULL" not in os.environ,
+    )
+    settings.load_profile("ours")
 
 if TYPE_CHECKING:
     from trtllm_bls.operate.tritonserver import TritonServer
@@ -39,6 +44,8 @@ ASYNC_TEST_S = 240
 _MAX_ID = 60  # characters of a parameter in a test's name
 # Every process that a test starts inherits it, whatever becomes of the processes between them.
 MARK = f"TRTLLM_BLS_TEST_RUN={uuid.uuid4()}"
+
+DEFAULT_PORTS = (8000, 8001, 8002, 8003, 9000)  # of `serve` and `openai`
 
 LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance", "reliability"))
 # Fixtures of the session that start a server: tests that share one run in the same worker.
@@ -54,8 +61,17 @@ def pytest_configure(config: pytest.Config) -> None:
         with suppress(ImportError):
             # Before any tokenizer, which would hide it from transformers for good.
             import torch  # noqa: F401
+    sys.addaudithook(_refuse_default_ports)
     name, _, value = MARK.partition("=")
     os.environ[name] = value
+
+
+def _refuse_default_ports(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: other programs of the machine use these ports, and other tests."""
+    if event == "socket.bind":
+        address = arguments[1]
+        if isinstance(address, tuple) and address[1] in DEFAULT_PORTS:
+            raise RuntimeError(f"a test binds port {address[1]}; `ports.ANY_PORTS` are others")
 
 
 def _computes(config: pytest.Config) -> bool:

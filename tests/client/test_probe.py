@@ -22,6 +22,7 @@ from tests.helpers.fake_grpc_server import Abort, Fail, FakeGrpcServer, Hold, St
 from tests.helpers.waiting import eventually, run_async
 from trtllm_bls.errors import ConnectionFailed
 from trtllm_bls.operate.health import Probe, ServerProcesses, look
+from trtllm_bls.operate.serve import processes
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.operate.watch import HttpDoor, Pace, Watch
 from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory, start_of
@@ -100,11 +101,12 @@ def watch(
     pace: Pace = QUICK,
     said: list[str] | None = None,
     http: HttpDoor | None = None,
+    kind: type[SimpleNamespace] = SimpleNamespace,
     **more: Any,
 ) -> Watch:
     """Over a server whose processes are this one."""
     me = psutil.Process()
-    server = SimpleNamespace(
+    server = kind(
         probe=lambda: Probe(url, "canary", local=True),
         status_dir=status,
         metrics_url=metrics_url,
@@ -134,6 +136,25 @@ async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path
         await eventually(lambda: watching.verdict.ready)
         await asyncio.to_thread(watching.close)
         assert failed == []
+
+
+class Ending(SimpleNamespace):
+    """A server whose process has ended when somebody asks a second time."""
+
+    @property
+    def process(self) -> psutil.Process | None:
+        is_first = not self.looks
+        self.looks += 1
+        return psutil.Process() if is_first else None
+
+
+def test_a_server_may_end_while_its_processes_are_listed(tmp_path: Path) -> None:
+    """`serve` then starts it again; an exception would end `serve`."""
+    (line,) = processes(cast(TritonServer, Ending(looks=0)), None)
+    assert line == f"process  {os.getpid()} tritonserver"
+    watching = watch("127.0.0.1:1", tmp_path, 60.0, [], kind=Ending, looks=0)
+    assert [*watching.processes] == ["tritonserver"]
+    watching.close()
 
 
 class Metrics(BaseHTTPRequestHandler):

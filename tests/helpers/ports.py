@@ -70,6 +70,14 @@ def unused_ports(count: int) -> list[int]:
     return _pool.take(count)
 
 
+# Options for a `serve` that ends before it serves. It looks first whether its ports are free, and
+# another test, or another program, may use those of the defaults.
+ANY_PORTS = [
+    *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"),
+    *("--health-port", "0", "--openai-port", "0"),
+]
+
+
 def serve_ports() -> list[str]:
     """Return the options of ``trtllm-bls serve`` for ports of its own, all but the OpenAI API's."""
     words: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from tests.helpers.ports import ANY_PORTS
 from tests.helpers.served import Served, good
 from tests.helpers.server_settings import ROOT
 from tests.helpers.ticking_models import left_over, stream
@@ -184,9 +186,9 @@ def test_a_stub_that_dies_or_stops_ends_every_request(served: Served, number: in
 
 def test_a_limit_of_files_that_is_too_low_is_one_line(repository: Path) -> None:
     """A server without descriptors answers nobody; it is not started."""
-    words = f"ulimit -n 300; exec {sys.executable} -m trtllm_bls.cli serve --model-repository"
+    words = f"ulimit -n 300; exec {sys.executable} -m trtllm_bls.cli serve {shlex.join(ANY_PORTS)}"
     ran = subprocess.run(
-        ["sh", "-c", f"{words} {repository}"],
+        ["sh", "-c", f"{words} --model-repository {repository}"],
         capture_output=True,
         text=True,
         check=False,

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from rich.console import Console
 
+from tests.helpers.ports import ANY_PORTS
 from tests.helpers.waiting import until
 from trtllm_bls import __version__
 from trtllm_bls.cli import main, show_error
@@ -35,8 +36,13 @@ def command(name: str) -> click.Command:
     return found
 
 
+def invoke(name: str, *words: str) -> Result:
+    ports = ANY_PORTS if name == "serve" else []  # of an option given twice the last counts
+    return CliRunner().invoke(main, [name, *ports, *words])
+
+
 def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(main, words)
+    result = invoke(*words)
     return result.exit_code, result.output
 
 
@@ -256,8 +262,7 @@ def test_instances_are_read() -> None:
 
 def test_our_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
     """What to do, on standard error, with exit code 1."""
-    words = ["serve", "--server", str(tmp_path), "--openai-port", "0"]
-    result = CliRunner().invoke(main, words)
+    result = invoke("serve", "--server", str(tmp_path))
     assert result.exit_code == 1
     assert result.stdout == ""
     assert result.stderr.startswith(f"error: --server {tmp_path}: no tritonserver there")

@@ -27,7 +27,7 @@ from click.testing import CliRunner
 
 from tests.helpers.children import Child
 from tests.helpers.fake_tritonserver import HANGS, LOCKED, installation, starts
-from tests.helpers.ports import serve_ports, unused_ports
+from tests.helpers.ports import ANY_PORTS, serve_ports, unused_ports
 from tests.helpers.served import Served, good
 from tests.helpers.server_settings import DEMO, free_ports
 from tests.helpers.tiers import pairs
@@ -382,10 +382,7 @@ def test_a_server_that_never_was_ready_is_not_started_again(
 ) -> None:
     """Nothing would change."""
     root = installation(tmp_path / "triton", "print('no such device', flush=True)\nsys.exit(3)")
-    words = ["serve", "--server", str(root), "--model-repository", str(repository)]
-    words += [
-        w for n in ("http", "grpc", "metrics", "health", "openai") for w in (f"--{n}-port", "0")
-    ]
+    words = ["serve", "--server", str(root), "--model-repository", str(repository), *ANY_PORTS]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 1
     assert "error: the server did not start (exit code 3)" in result.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.helpers.ports import ANY_PORTS, unused_ports
 from tests.helpers.server_settings import DEMO
 from trtllm_bls.cli import main
 
@@ -51,8 +52,8 @@ MISTAKES = {
     # ports, addresses and keys
     "serve --http-port 70000": "70000 is not in the range",
     "serve --http-port x": "not a valid integer",
-    "serve --http-port 18888 --grpc-port 18888": "--http-port has it; choose another",
-    "serve --openai-port 18888 --health-port 18888": "choose another",
+    "serve --http-port PORT --grpc-port PORT": "--http-port has it; choose another",
+    "serve --openai-port PORT --health-port PORT": "choose another",
     "serve --host 0.0.0.0": "--expose",
     "serve --host nowhere.invalid --expose": "",
     "serve --api-keys-file NOWHERE": "no such file",
@@ -99,9 +100,6 @@ MISTAKES = {
 }
 
 
-PORTS = ("http", "grpc", "metrics", "health", "openai")
-
-
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_ends_in_one_line_with_the_mend(words: str, tmp_path: Path) -> None:
     """No traceback, an exit code that is not 0, and what was written named."""
@@ -109,9 +107,9 @@ def test_a_mistake_ends_in_one_line_with_the_mend(words: str, tmp_path: Path) ->
     places["FILE"].write_text("# nothing\n")
     places["EMPTY"].mkdir()
     places["DEMO"] = DEMO / "target"
-    asked = words
-    if words.startswith("serve ") and "-port" not in words:  # other tests may use them
-        asked += "".join(f" --{port}-port 0" for port in PORTS)
+    asked = words.replace("serve ", f"serve {shlex.join(ANY_PORTS)} ")
+    asked = asked.replace("openai ", "openai --port 0 ")
+    asked = asked.replace("PORT", str(unused_ports(1)[0]))
     for name, path in places.items():
         asked = asked.replace(name, shlex.quote(str(path)))
     done = CliRunner().invoke(main, shlex.split(asked))

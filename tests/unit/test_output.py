@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shlex
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ports import ANY_PORTS
 from tests.helpers.waiting import join, until
 from trtllm_bls.orchestrator.output import (
     QueuedStream,
@@ -198,7 +200,7 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     """For instance a link that leads to itself."""
     link = tmp_path / "loop"
     link.symlink_to(link)
-    code, errors = run(f"serve --model {link}", "")
+    code, errors = run(f"serve {shlex.join(ANY_PORTS)} --model {link}", "")
     assert (code, errors.count("\n")) == (1, 1)
     assert errors.startswith(f"error: --model {link}: ")
 

@@ -346,8 +346,9 @@ def as_log_line(text: str, severity: str, now: time.struct_time | None = None) -
 def processes(server: TritonServer, http: HttpProcess | None) -> list[str]:
     """Return a line for each process, with its pid."""
     names = {}
-    if server.process is not None:
-        names = ServerProcesses(server.process).pids
+    running = server.process  # it may end between two looks
+    if running is not None:
+        names = ServerProcesses(running).pids
     if http is not None:
         names[http.pid] = "HTTP"
     return [f"process  {pid} {name}" for pid, name in names.items()]

@@ -156,14 +156,16 @@ class TritonServer:
     @property
     def process(self) -> psutil.Process | None:
         """tritonserver's own process; ``None`` when it has ended."""
-        if self._process is None:
+        process = self._process  # another thread may discard it between two looks
+        if process is None:
             return None
-        return self._process.server
+        return process.server
 
     @property
     def running(self) -> bool:
         """True if it has been started and has not ended. Any thread may ask."""
-        return self._process is not None and self._process.running
+        process = self._process
+        return process is not None and process.running
 
     @property
     def stop_requested(self) -> bool:
@@ -233,13 +235,15 @@ class TritonServer:
 
     def wake_guard(self) -> None:
         """Continue a guard that was stopped (SIGSTOP), which passes on the server's output."""
-        if self._process is not None:
-            self._process.wake()
+        process = self._process
+        if process is not None:
+            process.wake()
 
     def end_unloading(self) -> None:
         """Kill a server that is stopping and has no requests left; ``wait`` then returns."""
-        if self._process is not None:
-            self._process.kill()
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def wait(self) -> bool:
         """Return when the server has ended as requested; True if requests were cut off.

@@ -132,8 +132,9 @@ class Watch:
         self._pace = pace or Pace.within(self._stall_s)
         self._problems = ProblemLog(warn)
         self._processes: ServerProcesses | None = None
-        if server.process is not None:
-            self._processes = ServerProcesses(server.process)
+        running = server.process  # it may end between two looks
+        if running is not None:
+            self._processes = ServerProcesses(running)
         self._files = StatusDirectory(server.status_dir)
         self._probe = server.probe()
         self._observed = Observed(
