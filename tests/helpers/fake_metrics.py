@@ -48,7 +48,7 @@ class _Family:
 
     def Metric(
         self, labels: Mapping[str, str], buckets: Sequence[float] | None = None
-    ) -> _Histogram | _Number:
+    ) -> _Histogram | Number:
         assert all(isinstance(value, str) for value in labels.values())
         key = (self._name, tuple(sorted(labels.items())))
         if self._kind == "histogram":
@@ -57,10 +57,10 @@ class _Family:
             return _Histogram(self.registry, key)
         assert buckets is None
         self.registry.values.setdefault(key, 0)
-        return _Number(self.registry, key, self._kind)
+        return Number(self.registry, key, self._kind)
 
 
-class _Number:
+class Number:
     def __init__(self, registry: Registry, key: Any, kind: str) -> None:
         self._registry, self._key, self._kind = registry, key, kind
 

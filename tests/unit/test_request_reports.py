@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import fake_metrics
 from tests.helpers.fake_metrics import Registry
 from tests.helpers.waiting import eventually
 from trtllm_bls.errors import printable
@@ -110,6 +111,51 @@ def test_processes_of_a_model_add_up() -> None:
         metrics.publish()
     assert registry.of(RUNNING.name, model=MODEL) == 5
     assert registry.of(RESPONSES.name, model=MODEL) == 12
+
+
+def test_a_change_that_triton_does_not_take_is_shown_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gauge that missed one would be wrong from then on; the others do not wait for it."""
+    registry = Registry()
+    metrics = TritonMetrics(registry, MODEL)
+    take = fake_metrics.Number.increment
+
+    def refuse(number: fake_metrics.Number, value: float) -> None:
+        if value == 2:
+            raise RuntimeError("no shared memory")
+        take(number, value)
+
+    metrics.record(RUNNING, (), 2)
+    metrics.record(WAITING, (), 3)
+    with monkeypatch.context() as full:
+        full.setattr(fake_metrics.Number, "increment", refuse)
+        with pytest.raises(RuntimeError, match="no shared memory"):
+            metrics.publish()
+    assert registry.numbers(RUNNING.name) == {}
+    assert registry.of(WAITING.name, model=MODEL) == 3
+    metrics.publish()
+    metrics.publish()
+    assert registry.of(RUNNING.name, model=MODEL) == 2
+
+
+async def test_late_metrics_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Four tries a second would fill the log."""
+
+    class Late(RequestMetrics):
+        calls = 0
+
+        def publish(self) -> None:
+            self.calls += 1
+            if self.calls < 4:
+                raise RuntimeError("no shared memory")
+
+    metrics = Late()
+    reports = RequestReports(metrics)
+    reports.start(asyncio.get_running_loop(), lambda: (0, 0))
+    await eventually(lambda: metrics.calls > 4)
+    reports.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "metrics are late; Triton did not take them"
+    ]
 
 
 def test_a_triton_without_histograms_has_the_other_metrics() -> None:

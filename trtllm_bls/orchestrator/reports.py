@@ -282,11 +282,22 @@ class TritonMetrics(RequestMetrics):
             self._series_of(metric, labels).observe(value)
 
     def publish(self) -> None:
-        """Show the changes of counters and gauges."""
-        while self.numbers:
-            key, value = self.numbers.popitem()
-            if value:
-                self._series_of(*key).increment(value)
+        """Show the changes of counters and gauges.
+
+        Raises what Triton raised last. What it did not take is shown by a later call: a gauge that
+        missed a change would be wrong from then on.
+        """
+        failure: Exception | None = None
+        for key, value in list(self.numbers.items()):
+            try:
+                if value:
+                    self._series_of(*key).increment(value)
+            except Exception as error:
+                failure = error
+            else:
+                del self.numbers[key]
+        if failure is not None:
+            raise failure
 
     def _series_of(self, metric: Metric, labels: Labels) -> Any:
         series = self._series.get((metric, labels))
@@ -336,6 +347,7 @@ class RequestReports:
         self.add: Callable[[RequestStats], None] = self._queue.append
         self.add_speculation: Callable[[SpeculationStats], None] = self._queue.append
         self._published_load = {RUNNING: 0, WAITING: 0}
+        self._is_late = False  # Triton did not take all metrics
         self._canary = _canary()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -384,7 +396,17 @@ class RequestReports:
             if change:
                 self.metrics.record(metric, (), change)
                 self._published_load[metric] = value
-        self._do(self.metrics.publish)
+        self._publish()
+
+    def _publish(self) -> None:
+        was_late = self._is_late
+        self._is_late = True
+        try:
+            self.metrics.publish()
+            self._is_late = False
+        except Exception:
+            if not was_late:  # the next turn tries again, a quarter of a second later
+                log.exception("metrics are late; Triton did not take them")
 
     def _do(self, work: Callable[[], object]) -> None:
         try:
