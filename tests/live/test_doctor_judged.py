@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import socketserver
 import tarfile
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -24,10 +27,11 @@ from tests.models.doctored import container, findings, only
 from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.operate import checks, preparation
 from trtllm_bls.operate.findings import Finding, Subject
-from trtllm_bls.operate.judge import STUBS, judge
-from trtllm_bls.operate.ports import choose
+from trtllm_bls.operate.judge import STUBS, ServerJudgement, judge
+from trtllm_bls.operate.ports import Ports, choose
 from trtllm_bls.operate.preparation import Scratch
 from trtllm_bls.operate.tritonserver import GuardedProcess, ServerFailed, TritonServer
+from trtllm_bls.settings.command_options import ServeSettings
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -242,6 +246,39 @@ def test_models_that_are_not_judged_in_time_are_named(tmp_path: Path) -> None:
     subject = Subject(repository=repository, ports={})
     verdict = judge(repository, subject.configs, checks.find_server(None), seconds=0)
     assert verdict.unsettled == ["mine"] and verdict.reasons == {}
+
+
+class Http2(socketserver.BaseRequestHandler):
+    """The first frame of a gRPC server's, whatever it is asked."""
+
+    def handle(self) -> None:
+        self.request.recv(2**16)
+        self.request.sendall(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+
+
+def test_a_port_that_another_program_took_is_no_fault_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the choice of a free port and Triton's start; the server is started again."""
+    version = write(tmp_path, "mine")
+    repository = version.parents[1]
+    subject = Subject(repository=repository, ports={})
+    chosen: list[Ports] = []
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Http2) as other:
+        Thread(target=other.serve_forever, args=[0.05], daemon=True).start()
+
+        def choose_a_taken_one_first(settings: ServeSettings) -> Ports:
+            ports = choose(settings)
+            if not chosen:
+                ports = replace(ports, http=other.server_address[1])
+            chosen.append(ports)
+            return ports
+
+        monkeypatch.setattr("trtllm_bls.operate.judge.choose", choose_a_taken_one_first)
+        verdict = judge(repository, subject.configs, checks.find_server(None), seconds=60)
+        other.shutdown()
+    assert len(chosen) == 2
+    assert verdict == ServerJudgement()
 
 
 # --- serve ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ model.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -79,6 +80,9 @@ def judge(
         progress(f"Triton judges {len(group)} of {len(names)} models")
         with _Run(repository, _with_steps(group, configs), configs, server) as run:
             crash = run.wait(deadline)
+        if crash is not None and run.lost_a_port:
+            waiting.insert(0, group)
+            continue
         if crash is not None and not run.is_triton:
             raise SetupError(f"{server.binary} does not start: {crash}")
         loaded = run.loaded
@@ -269,9 +273,14 @@ class _Run:
         try:
             with opener.open(request, timeout=_VERDICT_S) as answer:
                 rows = json.load(answer)
-        except OSError:
-            return None
+        except (OSError, http.client.HTTPException, ValueError):
+            return None  # the last two: another program took the port before Triton did
         return {row["name"]: row for row in rows}
+
+    @property
+    def lost_a_port(self) -> bool:
+        """True where another program took one of the free ports before Triton did."""
+        return self._book.port_taken is not None
 
     @property
     def hangs(self) -> bool:
