@@ -219,9 +219,7 @@ def test_all_other_inputs_come_from_flags_and_files(outcomes: Outcomes) -> None:
     )
 
 
-def test_a_request_that_should_have_stopped_and_did_not_fails(
-    outcomes: Outcomes,
-) -> None:
+def test_a_request_that_should_have_stopped_and_did_not_fails(outcomes: Outcomes) -> None:
     """Under a stop flag, the full length is a failure."""
     outcome = outcomes["ran on"]
     assert (outcome.code, "ran to its full length" in outcome.err) == (1, True)

@@ -48,13 +48,13 @@ class _Family:
 
     def Metric(
         self, labels: Mapping[str, str], buckets: Sequence[float] | None = None
-    ) -> _Histogram | Number:
+    ) -> Histogram | Number:
         assert all(isinstance(value, str) for value in labels.values())
         key = (self._name, tuple(sorted(labels.items())))
         if self._kind == "histogram":
             assert buckets and list(buckets) == sorted(buckets)
             self.registry.values.setdefault(key, [])
-            return _Histogram(self.registry, key)
+            return Histogram(self.registry, key)
         assert buckets is None
         self.registry.values.setdefault(key, 0)
         return Number(self.registry, key, self._kind)
@@ -69,7 +69,7 @@ class Number:
         self._registry.values[self._key] += value
 
 
-class _Histogram:
+class Histogram:
     def __init__(self, registry: Registry, key: Any) -> None:
         self._registry, self._key = registry, key
 

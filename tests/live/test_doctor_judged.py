@@ -248,23 +248,34 @@ def test_models_that_are_not_judged_in_time_are_named(tmp_path: Path) -> None:
     assert verdict.unsettled == ["mine"] and verdict.reasons == {}
 
 
-class Http2(socketserver.BaseRequestHandler):
-    """The first frame of a gRPC server's, whatever it is asked."""
-
-    def handle(self) -> None:
-        self.request.recv(2**16)
-        self.request.sendall(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+def http_answer(told: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(told), told)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), id="the first frame of gRPC"),
+        pytest.param(http_answer(b"<html>"), id="a page"),
+        pytest.param(http_answer(b'{"status": "ok"}'), id="other JSON"),
+        pytest.param(http_answer(b'[{"name": "foreign", "state": "READY"}]'), id="another Triton"),
+    ],
+)
 def test_a_port_that_another_program_took_is_no_fault_of_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the choice of a free port and Triton's start; the server is started again."""
     version = write(tmp_path, "mine")
     repository = version.parents[1]
     subject = Subject(repository=repository, ports={})
     chosen: list[Ports] = []
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Http2) as other:
+
+    class Answers(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(2**16)
+            self.request.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as other:
         Thread(target=other.serve_forever, args=[0.05], daemon=True).start()
 
         def choose_a_taken_one_first(settings: ServeSettings) -> Ports:

@@ -68,7 +68,7 @@ def speak() -> Iterator[Any]:
 
 
 class Speaking:
-    """A running API, its engine, and a client of each kind, whose making takes 20 ms."""
+    """A running API, its engine, and a client of each kind, made when a test asks for it."""
 
     def __init__(self, api: RunningApi, engine: SpeakingEngine) -> None:
         self.api, self.engine = api, engine

@@ -250,7 +250,8 @@ def test_a_timer_that_fires_early_ends_by_the_timeout() -> None:
 
     with closing(Early()) as loop:
         engine = saying("one two three" * 50, step_seconds=0.05)
-        chunks = loop.run_until_complete(read(engine, asking(timeout_s=0.1)))
+        limited = asyncio.wait_for(read(engine, asking(timeout_s=0.1)), 240)
+        chunks = loop.run_until_complete(limited)
     assert ending(chunks)[0] is FinishReason.TIMEOUT
 
 

@@ -119,22 +119,29 @@ def test_a_change_that_triton_does_not_take_is_shown_later(monkeypatch: pytest.M
     metrics = TritonMetrics(registry, MODEL)
     take = fake_metrics.Number.increment
 
+    def refuse_all(histogram: fake_metrics.Histogram, value: float) -> None:
+        raise RuntimeError("no shared memory")
+
     def refuse(number: fake_metrics.Number, value: float) -> None:
         if value == 2:
             raise RuntimeError("no shared memory")
         take(number, value)
 
+    metrics.add(GOOD)
     metrics.record(RUNNING, (), 2)
     metrics.record(WAITING, (), 3)
     with monkeypatch.context() as full:
+        full.setattr(fake_metrics.Histogram, "observe", refuse_all)
         full.setattr(fake_metrics.Number, "increment", refuse)
         with pytest.raises(RuntimeError, match="no shared memory"):
             metrics.publish()
     assert registry.numbers(RUNNING.name) == {}
     assert registry.of(WAITING.name, model=MODEL) == 3
+    assert registry.of(PROMPT_TOKENS.name, model=MODEL) == GOOD.prompt_tokens
     metrics.publish()
     metrics.publish()
     assert registry.of(RUNNING.name, model=MODEL) == 2
+    assert registry.of(FIRST_TOKEN.name, model=MODEL) == [GOOD.ttft_s]
 
 
 async def test_late_metrics_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

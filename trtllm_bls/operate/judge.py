@@ -212,6 +212,7 @@ class _Run:
         self._book = LogBook()
         self._index: dict[str, dict[str, str]] | None = None
         self._repository = repository
+        self._names = frozenset(names)
         scratch = Scratch()
         self._process = GuardedProcess(scratch, 0.0, self._log)
         try:
@@ -272,10 +273,14 @@ class _Run:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=_VERDICT_S) as answer:
-                rows = json.load(answer)
-        except (OSError, http.client.HTTPException, ValueError):
-            return None  # the last two: another program took the port before Triton did
-        return {row["name"]: row for row in rows}
+                rows = {row["name"]: row for row in json.load(answer)}
+        except OSError:
+            return None
+        except (http.client.HTTPException, ValueError, TypeError, KeyError):
+            return None  # the answer of another program, which took the port before Triton did
+        if not rows.keys() <= self._names:
+            return None  # another Triton's
+        return rows
 
     @property
     def lost_a_port(self) -> bool:

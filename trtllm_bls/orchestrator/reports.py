@@ -267,7 +267,10 @@ class TritonMetrics(RequestMetrics):
         # Triton drops a family or a series that is no longer referenced.
         self._families: dict[str, Any] = {}
         self._series: dict[tuple[Metric, Labels], Any] = {}
-        self.numbers = {}  # since the last ``publish``
+        # Since the last ``publish``. If Triton takes nothing for long, old observations go.
+        self.numbers = {}
+        self._observations: collections.deque[tuple[Metric, Labels, float]]
+        self._observations = collections.deque(maxlen=_MAX_REPORTS)
         self._has_histograms = hasattr(pb_utils.MetricFamily, "HISTOGRAM")  # from Triton 24.08 on
         for metric in metrics:
             if self._has_histograms or not metric.buckets:
@@ -275,19 +278,26 @@ class TritonMetrics(RequestMetrics):
                     self._series_of(metric, labels)
 
     def record(self, metric: Metric, labels: Labels, value: float) -> None:
-        """Record as ``RequestMetrics`` does; counters and gauges appear with ``publish``."""
+        """Record as ``RequestMetrics`` does; what is recorded appears with ``publish``."""
         if not metric.buckets:
             super().record(metric, labels, value)
         elif self._has_histograms:
-            self._series_of(metric, labels).observe(value)
+            self._observations.append((metric, labels, value))
 
     def publish(self) -> None:
-        """Show the changes of counters and gauges.
+        """Show what was recorded.
 
         Raises what Triton raised last. What it did not take is shown by a later call: a gauge that
         missed a change would be wrong from then on.
         """
         failure: Exception | None = None
+        try:
+            while self._observations:
+                metric, labels, observed = self._observations[0]
+                self._series_of(metric, labels).observe(observed)
+                self._observations.popleft()
+        except Exception as error:
+            failure = error
         for key, value in list(self.numbers.items()):
             try:
                 if value:
