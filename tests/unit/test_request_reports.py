@@ -141,6 +141,7 @@ def test_a_change_that_triton_does_not_take_is_shown_later(monkeypatch: pytest.M
     metrics.publish()
     metrics.publish()
     assert registry.of(RUNNING.name, model=MODEL) == 2
+    assert registry.of(DURATION.name, outcome="success", model=MODEL) == [GOOD.duration_s]
     assert registry.of(FIRST_TOKEN.name, model=MODEL) == [GOOD.ttft_s]
 
 
