@@ -45,6 +45,9 @@ _MAX_ID = 60  # characters of a parameter in a test's name
 # Every process that a test starts inherits it, whatever becomes of the processes between them.
 MARK = f"TRTLLM_BLS_TEST_RUN={uuid.uuid4()}"
 
+# Tests talk to this machine alone, but for those that install programs. Each HTTP client reads the
+# authorities that it trusts when it is made; the usual bundle has 140 and takes 25 ms.
+AUTHORITY = Path(__file__).parent / "helpers" / "authority.pem"
 DEFAULT_PORTS = (8000, 8001, 8002, 8003, 9000)  # of `serve` and `openai`
 
 LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance", "reliability"))
@@ -61,9 +64,38 @@ def pytest_configure(config: pytest.Config) -> None:
         with suppress(ImportError):
             # Before any tokenizer, which would hide it from transformers for good.
             import torch  # noqa: F401
+    with suppress(ImportError):
+        _compare_each_table_once()
+    if not any(name.startswith("TRTLLM_BLS_INSTALL_") for name in os.environ):
+        os.environ["SSL_CERT_FILE"] = str(AUTHORITY)
     sys.addaudithook(_refuse_default_ports)
     name, _, value = MARK.partition("=")
     os.environ[name] = value
+
+
+def _compare_each_table_once() -> None:
+    """Let tokenizers of one table share their fast encoder, for the life of this process.
+
+    Tests load the same few tables hundreds of times. Most of a load makes the fast encoder and
+    compares it with the library's.
+    """
+    from trtllm_bls.text.tokenizer import FastEncoder, Tokenizer
+
+    make = Tokenizer._fast_encoder
+    encoders: dict[str, FastEncoder] = {}
+
+    def shared(tokenizer: Tokenizer) -> FastEncoder | None:
+        if tokenizer._backend is None or sys.modules.get("fastokens") is None:
+            return make(tokenizer)
+        table = tokenizer._backend.to_str()
+        if table not in encoders:
+            encoder = make(tokenizer)
+            if encoder is None:
+                return None
+            encoders[table] = encoder
+        return encoders[table]
+
+    Tokenizer._fast_encoder = shared  # type: ignore[method-assign]
 
 
 def _refuse_default_ports(event: str, arguments: tuple[Any, ...]) -> None:

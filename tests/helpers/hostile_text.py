@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import trtllm_bls
+from tests.helpers.syntax_trees import tree
 
 PACKAGE = Path(trtllm_bls.__file__).parent
 SIZE = 1024
@@ -26,4 +27,4 @@ def module_names() -> dict[str, Path]:
 def modules() -> Iterator[tuple[str, ast.Module]]:
     """Yield each module's name and its tree."""
     for name, path in module_names().items():
-        yield name, ast.parse(path.read_text(encoding="utf-8"))
+        yield name, tree(path)

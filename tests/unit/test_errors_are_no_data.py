@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import trtllm_bls
+from tests.helpers.syntax_trees import tree
 
 PACKAGE = Path(trtllm_bls.__file__).parent
 # Where a program reads the text of an error, and why nothing else tells it.
@@ -33,7 +34,7 @@ def is_error_text(node: ast.AST) -> bool:
 
 def readings(module: Path) -> Iterator[int]:
     """The lines that take an error's text apart, search it or compare it."""
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(module)):
         if isinstance(node, ast.Compare) and any(
             map(is_error_text, [node.left, *node.comparators])
         ):

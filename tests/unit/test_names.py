@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import trtllm_bls
+from tests.helpers.syntax_trees import tree
 from trtllm_bls.settings import model_names
 
 PACKAGE = Path(trtllm_bls.__file__).parent
@@ -66,11 +67,6 @@ FOREIGN = {
     "yaml",
 }
 QUOTED = re.compile(r"``([A-Za-z_][\w.]*)(?:\(\))?``")
-
-
-@cache
-def tree(module: Path) -> ast.Module:
-    return ast.parse(module.read_text())
 
 
 def defined(module: Path) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 from dataclasses import fields, make_dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.syntax_trees import tree
 from trtllm_bls.configure.pbtxt import PARAMETERS
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.settings.parameters import (
@@ -203,10 +205,8 @@ READ_ELSEWHERE = {"is_draft"}
 def attributes_read() -> set[str]:
     """Every name that code of the package reads as an attribute, but for the declarations'."""
     files = {*ROOT.glob("trtllm_bls/**/*.py"), *ROOT.glob("models/*/1/model.py")}
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    return {
-        node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-    }
+    nodes = itertools.chain.from_iterable(ast.walk(tree(file)) for file in files)
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def test_no_parameter_is_without_effect() -> None:

@@ -378,6 +378,7 @@ _NEIGHBOURS = (
     *("", "  ", "\r\n\n", "word ", " Word", "'s", "##a", "e\u0301", "|>", "\n\n\n", "13"),
     *" \n\t\u3000\xa0\u2028a1_.\u2581\u0301\u200d\u203f\U0001f3fd\u6f22<[\ufffd",
 )
+_NUM_SURROGATES = 0x800  # from 0xD800 on: no characters, and UTF-8 cannot write them
 _SAMPLE_SIZE = 5000  # characters of all Unicode; tokens of the table; parts of texts
 
 
@@ -401,11 +402,11 @@ class FastEncoder:
             raise ValueError("it may find other added tokens in a text")
         self._fast = FastTokenizer.from_json_str(backend.to_str())
         self._begin = array("i", backend.encode("").ids)
-        for text in _probes(backend, added):
-            for special in (False, True):
-                (encoding,) = backend.encode_batch_fast([text], add_special_tokens=special)
-                if self.encode([text], special)[0].tolist() != encoding.ids:
-                    raise ValueError("it gives other ids")
+        # Begin and end ids stand around a text whatever it is, so a short one shows them.
+        for text, special in (("word", True), *((text, False) for text in _probes(backend, added))):
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=special)
+            if self.encode([text], special)[0].tolist() != encoding.ids:
+                raise ValueError("it gives other ids")
 
     def encode(self, texts: Sequence[str], special: bool) -> list[array[int]]:
         """Return the ids of each text, without the interpreter's lock."""
@@ -460,9 +461,11 @@ def _probes(backend: Any, added: Collection[Any]) -> Iterator[str]:
     names = names or [""]
     yield "".join(text + name + text for name, text in itertools.product(special, _NEIGHBOURS))
     yield "".join(name + chance.choice(_NEIGHBOURS) for name in names)
-    points = chance.choices([*range(0xD800), *range(0xE000, 0x3FFFF)], k=_SAMPLE_SIZE)
-    yield "".join(chr(point) + chance.choice(_NEIGHBOURS) for point in points)
-    tokens = chance.choices(sorted(backend.get_vocab()), k=_SAMPLE_SIZE)
+    places = chance.choices(range(0x3FFFF - _NUM_SURROGATES), k=_SAMPLE_SIZE)
+    characters = (chr(at if at < 0xD800 else at + _NUM_SURROGATES) for at in places)
+    yield "".join(character + chance.choice(_NEIGHBOURS) for character in characters)
+    token_ids = chance.choices(range(backend.get_vocab_size()), k=_SAMPLE_SIZE)
+    tokens = [token for token in map(backend.id_to_token, token_ids) if token is not None]
     if backend.decoder is None:
         yield "".join(tokens)
     else:
