@@ -12,7 +12,7 @@ import os
 import socketserver
 import tarfile
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -252,17 +252,25 @@ def http_answer(told: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(told), told)
 
 
+def another_triton(request: bytes) -> bytes:
+    """Answer as a Triton that serves a model of the same name."""
+    is_index = b"/v2/repository/index" in request
+    return http_answer(
+        b'[{"name": "mine", "state": "READY"}]' if is_index else b'{"name": "triton"}'
+    )
+
+
 @pytest.mark.parametrize(
     "answer",
     [
-        pytest.param(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), id="the first frame of gRPC"),
-        pytest.param(http_answer(b"<html>"), id="a page"),
-        pytest.param(http_answer(b'{"status": "ok"}'), id="other JSON"),
-        pytest.param(http_answer(b'[{"name": "foreign", "state": "READY"}]'), id="another Triton"),
+        pytest.param(lambda _: bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), id="the first frame of gRPC"),
+        pytest.param(lambda _: http_answer(b"<html>"), id="a page"),
+        pytest.param(lambda _: http_answer(b'{"status": "ok"}'), id="other JSON"),
+        pytest.param(another_triton, id="another Triton"),
     ],
 )
 def test_a_port_that_another_program_took_is_no_fault_of_a_model(
-    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the choice of a free port and Triton's start; the server is started again."""
     version = write(tmp_path, "mine")
@@ -272,8 +280,7 @@ def test_a_port_that_another_program_took_is_no_fault_of_a_model(
 
     class Answers(socketserver.BaseRequestHandler):
         def handle(self) -> None:
-            self.request.recv(2**16)
-            self.request.sendall(answer)
+            self.request.sendall(answer(self.request.recv(2**16)))
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as other:
         Thread(target=other.serve_forever, args=[0.05], daemon=True).start()

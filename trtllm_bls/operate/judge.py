@@ -212,8 +212,8 @@ class _Run:
         self._book = LogBook()
         self._index: dict[str, dict[str, str]] | None = None
         self._repository = repository
-        self._names = frozenset(names)
         scratch = Scratch()
+        self._id = scratch.workdir.name  # no other Triton has it
         self._process = GuardedProcess(scratch, 0.0, self._log)
         try:
             scratch.make()
@@ -228,7 +228,7 @@ class _Run:
                 server, settings, self._ports, self._copy, backends, scratch.region_prefix, True
             )
             command += ["--model-control-mode=explicit", "--load-model=*"]
-            command += ["--exit-on-error=false", "--strict-readiness=false"]
+            command += ["--exit-on-error=false", "--strict-readiness=false", f"--id={self._id}"]
             self._process.run(command, environment)
         except BaseException as error:
             self._end()
@@ -265,22 +265,20 @@ class _Run:
     def _ask_index(self) -> dict[str, dict[str, str]] | None:
         """Ask for the index's row of each model; ``None`` before the server answers.
 
-        It answers when all models have loaded or failed.
+        It answers when all models have loaded or failed. Another program, which took the port
+        before Triton did, has another name or none.
         """
-        request = urllib.request.Request(
-            f"{self._ports.http_url}/v2/repository/index", data=b"{}", method="POST"
-        )
+        url = f"{self._ports.http_url}/v2"
+        index = urllib.request.Request(f"{url}/repository/index", data=b"{}", method="POST")
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=_VERDICT_S) as answer:
-                rows = {row["name"]: row for row in json.load(answer)}
-        except OSError:
+            with opener.open(url, timeout=_VERDICT_S) as answer:
+                if json.load(answer)["name"] != self._id:
+                    return None
+            with opener.open(index, timeout=_VERDICT_S) as answer:
+                return {row["name"]: row for row in json.load(answer)}
+        except (OSError, http.client.HTTPException, ValueError, TypeError, KeyError):
             return None
-        except (http.client.HTTPException, ValueError, TypeError, KeyError):
-            return None  # the answer of another program, which took the port before Triton did
-        if not rows.keys() <= self._names:
-            return None  # another Triton's
-        return rows
 
     @property
     def lost_a_port(self) -> bool:
