@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "Once upon a time there was"
-LONG = ("-o", "400", "--end-id", "-1")  # more than can come in the time the tests allow
+# Nearly all that the model has room for, so that no request ends before its client, however late
+# that gets the processor.
+NUM_LONG = 2000
+LONG = ("-o", str(NUM_LONG), "--end-id", "-1")
 
 
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:
@@ -172,6 +175,8 @@ def test_a_model_that_is_not_decoupled_answers_on_a_stream(server: TritonServer)
 
 # --- inflight_batcher_llm_client.py -----------------------------------------------------------
 
+LONG_IDS = ("--request-output-len", str(NUM_LONG), "--set", "end_id=-1")
+
 
 def test_streamed_ids_are_the_whole_ids(server: TritonServer, tmp_path: Path) -> None:
     """Prompt and answer, joined from pieces or in one piece, pass the check against each other."""
@@ -191,20 +196,16 @@ def test_streamed_ids_are_the_whole_ids(server: TritonServer, tmp_path: Path) ->
 
 def test_a_stop_request_ends_the_request_early(server: TritonServer) -> None:
     """The engine answers the stop, and the running request with what it has."""
-    code, lines, err = token_client(
-        server, "-S", "--request-output-len", "400", "--set", "end_id=-1", "--stop-after-ms", "150"
-    )
+    code, lines, err = token_client(server, "-S", *LONG_IDS, "--stop-after-ms", "150")
     assert code == 0, err
     assert "Got cancellation response from server" in lines
-    assert len(ids_after(lines, "Output sequence: ")) < 400
+    assert len(ids_after(lines, "Output sequence: ")) < NUM_LONG
 
 
 def test_a_cancelled_request_ends_early(server: TritonServer) -> None:
     """``--request-cancellation`` cancels instead of asking."""
     code, lines, err = token_client(
-        server,
-        *("-S", "--request-output-len", "400", "--set", "end_id=-1"),
-        *("--stop-after-ms", "150", "--request-cancellation"),
+        server, "-S", *LONG_IDS, "--stop-after-ms", "150", "--request-cancellation"
     )
     assert code == 0, err
     assert "Request is cancelled" in lines
