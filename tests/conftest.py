@@ -69,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(name.startswith("TRTLLM_BLS_INSTALL_") for name in os.environ):
         os.environ["SSL_CERT_FILE"] = str(AUTHORITY)
     sys.addaudithook(_refuse_default_ports)
+    # Before any channel: tests load tokenizers, which fork, beside servers and clients.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     name, _, value = MARK.partition("=")
     os.environ[name] = value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import click
 from trtllm_bls.errors import SetupError, TrtllmBlsError
 from trtllm_bls.orchestrator.output import StreamName, checked_output, queued_output
 from trtllm_bls.settings.parent import end_with_parent
+from trtllm_bls.text.template_trial import NO_FORK_HANDLERS
 
 
 class Entry(NamedTuple):
@@ -223,6 +225,8 @@ def main() -> None:
       trtllm-bls generate "Hello"       text from a server on port 8001
       trtllm-bls chat                   a conversation with it
     """
+    for variable, value in NO_FORK_HANDLERS.items():
+        os.environ.setdefault(variable, value)
 
 
 # --- commands about this program --------------------------------------------------------------

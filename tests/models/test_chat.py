@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from functools import cache
@@ -296,6 +299,39 @@ def test_a_trial_collects_no_garbage_of_the_process(tmp_path: Path) -> None:
         gc.enable()
     gc.collect()
     assert trace.exists()
+
+
+BESIDE_A_SERVER = """
+import asyncio, grpc
+from trtllm_bls.text.template_trial import problem_of
+
+async def main():
+    server = grpc.aio.server()
+    server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    problem_of(lambda: None)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "runs"), [(template_trial.NO_FORK_HANDLERS, False), ({}, True)]
+)
+def test_no_handler_of_grpc_runs_at_the_fork(variables: dict[str, str], runs: bool) -> None:
+    """gRPC logs a line when they do."""
+    environment = {
+        key: os.environ[key] for key in os.environ.keys() - template_trial.NO_FORK_HANDLERS
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", BESIDE_A_SERVER],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert ("fork() handlers" in ended.stderr) is runs
 
 
 def test_a_trial_that_crashes_names_the_signal() -> None:

@@ -27,8 +27,18 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> Any:
-    """What the work returns that runs on the loop beside the tests."""
-    return asyncio.run_coroutine_threadsafe(work, loop).result(240)
+    """Return what the work returns, which runs on the loop beside the tests."""
+
+    async def outcome() -> tuple[Any, BaseException | None]:
+        try:
+            return await work, None
+        except BaseException as error:
+            return None, error
+
+    result, error = asyncio.run_coroutine_threadsafe(outcome(), loop).result(240)
+    if error is not None:
+        raise error  # as it is: asyncio would make a new one, which says nowhere where it waited
+    return result
 
 
 @pytest.fixture(scope="session")

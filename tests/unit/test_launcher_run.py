@@ -37,6 +37,13 @@ def environment(settings: ServeSettings, **inherited: str) -> dict[str, str]:
     return preparation.server_environment(settings, PORTS, Path("/run/lib"), inherited)
 
 
+def test_no_handler_of_grpc_runs_when_a_model_forks() -> None:
+    """Unless the operator's own models need it."""
+    assert environment(ServeSettings())["GRPC_ENABLE_FORK_SUPPORT"] == "0"
+    own = environment(ServeSettings(), GRPC_ENABLE_FORK_SUPPORT="1")
+    assert own["GRPC_ENABLE_FORK_SUPPORT"] == "1"
+
+
 def test_every_address_is_bound_to_the_host() -> None:
     """Nothing listens beyond the address that was asked for."""
     given = options(ServeSettings())

@@ -45,6 +45,7 @@ from trtllm_bls.settings.model_names import (
     ENSEMBLE_PLATFORM,
 )
 from trtllm_bls.text.checkpoint_dir import check_checkpoint, check_tokenizer
+from trtllm_bls.text.template_trial import NO_FORK_HANDLERS
 
 _INSTANCES = "instance group"  # stands for --bls-instances; no parameter can have this name
 
@@ -209,7 +210,8 @@ def server_environment(
     This interpreter's directory leads PATH: the embedded Python finds its home and its packages by
     the first ``python3`` there, and by nothing else.
     """
-    environment = dict(inherited) | _QUIET_LIBRARIES | model_directories(settings)
+    environment = NO_FORK_HANDLERS | dict(inherited) | _QUIET_LIBRARIES
+    environment.update(model_directories(settings))
     threads = min(_MAX_TOKENIZER_THREADS, usable_cores())
     environment.setdefault("RAYON_NUM_THREADS", str(threads))
     executables = os.path.dirname(sys.executable)
