@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "Once upon a time there was"
-# Nearly all that the model has room for, so that no request ends before its client, however late
-# that gets the processor.
+# Nearly all that the model has room for. However late a client gets the processor, its request
+# still runs then.
 NUM_LONG = 2000
 LONG = ("-o", str(NUM_LONG), "--end-id", "-1")
 
