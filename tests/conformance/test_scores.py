@@ -34,7 +34,8 @@ def test_log_probs_are_all_so_far(engine: Engine, story: Story, streaming: bool)
 @BOTH
 def test_cum_log_probs_are_their_sum(engine: Engine, story: Story, streaming: bool) -> None:
     """Shape [1, 1], in every response."""
-    responses = engine.ask(story.prompt, 6, streaming=streaming, **LOG_PROBS).responses
+    # An engine may join the tokens that a late reader has not taken, but hardly sixty.
+    responses = engine.ask(story.prompt, 60, streaming=streaming, **LOG_PROBS).responses
     assert len(responses) > streaming
     for response in responses:
         total = response.outputs["cum_log_probs"]
