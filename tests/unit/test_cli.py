@@ -430,3 +430,13 @@ def test_lines_of_our_own_have_a_time_and_are_in_the_log_file(log: Path) -> None
     assert [line.readable[:8] for line in kept] == [
         line[:8] for line in shown.getvalue().splitlines()
     ]
+
+
+def test_no_handler_of_grpc_runs_when_a_command_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands load tokenizers, whose trial of the chat template forks."""
+    monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
+    assert CliRunner().invoke(main, ["version"]).exit_code == 0
+    assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"
+    monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "1")
+    assert CliRunner().invoke(main, ["version"]).exit_code == 0
+    assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "1"

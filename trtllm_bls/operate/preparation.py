@@ -60,7 +60,7 @@ SENDING_THREADS = 4
 
 _MAX_TOKENIZER_THREADS = 8  # in each process that tokenises
 # Checkpoints come from local directories, so Hugging Face libraries must not ask the network.
-# TOKENIZERS_PARALLELISM silences a warning about forks: our processes fork only to exec.
+# TOKENIZERS_PARALLELISM silences a warning about forks: a fork of ours encodes no text.
 _QUIET_LIBRARIES = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
