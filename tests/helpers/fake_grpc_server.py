@@ -173,7 +173,7 @@ class FakeGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
                         yield response
             self.closed += 1
             self.ended.set()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter while a response is sent
             self.cancels += 1
             self.cancelled.set()
             raise

@@ -59,7 +59,7 @@ class Service(grpc.GenericRpcHandler):
             yield b"held"
             await self.released.wait()
             yield b"released"
-        except (asyncio.CancelledError, GeneratorExit):  # the latter where it has not gone on yet
+        except (asyncio.CancelledError, GeneratorExit):  # the latter while a response is sent
             self.cancelled.set()
             raise
         finally:

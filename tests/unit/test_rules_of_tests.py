@@ -216,6 +216,27 @@ def test_no_coroutine_of_a_test_is_waited_for_without_a_limit() -> None:
     assert found == OWN_LOOPS.keys()
 
 
+def deaf_generators() -> Iterator[str]:
+    """Yield the async generators that learn of an end while they wait, but not at a ``yield``."""
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.AsyncFunctionDef):
+                continue
+            inside = [*ast.walk(node)]
+            if not any(isinstance(part, ast.Yield) for part in inside):
+                continue
+            for part in inside:
+                if isinstance(part, ast.ExceptHandler) and part.type is not None:
+                    caught = ast.unparse(part.type)
+                    if "CancelledError" in caught and "GeneratorExit" not in caught:
+                        yield f"{file}::{node.name}"
+
+
+def test_a_handler_of_a_stream_learns_of_an_end_wherever_it_is() -> None:
+    """A call that ends while grpcio sends a response ends its handler with ``GeneratorExit``."""
+    assert [*deaf_generators()] == []
+
+
 # --- skips ------------------------------------------------------------------------------------
 
 SKIPS = re.compile(r"pytest\.(?:mark\.)?(?:skip|skipif|importorskip)")
