@@ -33,6 +33,8 @@ from trtllm_bls.types import Adapter
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None)
+# The browser without windows, tabs and menus: the same pages at half the CPU time.
+SHELL = shutil.which("chromium-headless-shell")
 DRIVER = shutil.which("chromedriver") or "/usr/bin/chromedriver"
 MISSING = "no Chromium or driver: `apt-get install chromium chromium-driver` runs it"
 PAGE = Path(__file__).parents[2] / "trtllm_bls" / "openai"
@@ -54,6 +56,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
         pytest.skip(MISSING)
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
+    if SHELL is not None:
+        # chromedriver waits for a first page, which the shell does not open by itself.
+        begins = tmp_path_factory.mktemp("shell") / "chromium"
+        begins.write_text(f'#!/bin/sh\nexec {SHELL} "$@" about:blank\n', encoding="utf-8")
+        begins.chmod(0o755)
+        options.binary_location = str(begins)
     for flag in (*FLAGS, f"user-data-dir={tmp_path_factory.mktemp('chromium')}"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -1204,6 +1212,33 @@ def test_no_key_loses_the_focus(
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert lost == []
+
+
+def test_a_text_is_copied_over_plain_http_from_another_machine(
+    browser: webdriver.Chrome, connect: Connect
+) -> None:
+    """Such a page has no ``navigator.clipboard``. The focus stays, and a refusal is told."""
+    api, _ = connect(speaking(lambda prompt: "```\ndef f(x):\n    return x < 3\n```"))
+    page = Page(browser, api.url)
+    page.starts()
+    page.script("Object.defineProperty(navigator, 'clipboard', { value: undefined });")
+    page.ask("Hi")
+    page.ends("has ended: stop")
+    button = page.find(".code button")
+    page.script("arguments[0].focus();", button)
+    page.type(Keys.ENTER)
+    page.until(lambda: button.text == "Copied")
+    assert page.browser.switch_to.active_element == button
+    page.find("#message").send_keys(Keys.CONTROL, "v")
+    page.until(lambda: page.find("#message").get_property("value") != "")
+    assert page.find("#message").get_property("value") == "def f(x):\n    return x < 3\n"
+
+    page.script("document.execCommand = () => false; showText('A title', 'A text');")
+    page.script("$('reader-copy').focus();")
+    page.type(Keys.ENTER)
+    page.until(lambda: page.find("#status").get_property("textContent") == "Not copied.")
+    assert page.browser.switch_to.active_element == page.find("#reader-copy")
+    assert page.complaints() == []
 
 
 def test_lists_in_lists_are_indented(browser: webdriver.Chrome, connect: Connect) -> None:
