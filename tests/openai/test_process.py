@@ -12,7 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -40,25 +40,30 @@ def authority() -> trustme.CA:
     return trustme.CA()
 
 
-@pytest.fixture(scope="module")
-def process(
-    authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Child, str]]:
-    """Two workers with HTTPS in both directions and a key, whose engine cannot be reached."""
-    scratch = tmp_path_factory.mktemp("process")
+@contextmanager
+def openai_over_https(authority: trustme.CA, scratch: Path, workers: int) -> Iterator[Child]:
+    """Run ``openai`` with HTTPS in both directions and a key; its engine cannot be reached."""
     issued = authority.issue_cert("127.0.0.1")
     issued.private_key_pem.write_to_path(str(scratch / "key.pem"))
     issued.cert_chain_pems[0].write_to_path(str(scratch / "cert.pem"))
     authority.cert_pem.write_to_path(str(scratch / "ca.pem"))
     (scratch / "keys").write_text("mine\n")
-    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0", "--workers", "2"]
+    command = [sys.executable, "-m", "trtllm_bls.cli", "openai", "--port", "0"]
+    command += ["--workers", str(workers)]
     command += ["--tokenizer-dir", str(directory("byte-level")), "--engine-url", NOWHERE]
     command += ["--served-model-name", MODEL, "--api-keys-file", str(scratch / "keys")]
     command += ["--tls-cert", str(scratch / "cert.pem")]
     command += ["--tls-key", str(scratch / "key.pem")]
     command += ["--tls-client-ca", str(scratch / "ca.pem")]
     with Child(command, name="openai") as running:
-        yield running, url_of(running)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def https_url(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with openai_over_https(authority, tmp_path_factory.mktemp("process"), 1) as running:
+        yield url_of(running)
+        assert running.terminate() == 0
 
 
 def url_of(running: Child) -> str:
@@ -80,35 +85,36 @@ def get(url: str, authority: trustme.CA, issuer: trustme.CA | None = None, **hea
             return error.code
 
 
-def test_workers_answer_over_https_to_who_has_a_key(
-    process: tuple[Child, str], authority: trustme.CA
-) -> None:
-    """An engine that cannot be reached is unhealthy, and nothing worse."""
-    running, url = process
-    assert url.startswith("https://")
-    assert get(f"{url}/v1/models", authority) == 401
-    assert get(f"{url}/v1/models", authority, Authorization="Bearer mine") == 200
-    assert get(f"{url}/health", authority) == 503
-    assert get(f"{url}/metrics", authority) == 200
-    supervisor = psutil.Process(running.pid)
-    assert len(supervisor.children()) == 2
-    assert supervisor.num_threads() == 1  # a fork would not have the others
-    # One that held another's end of the supervisor's pipe would keep its death from being seen.
-    one, other = (set(sockets_of(worker)) for worker in supervisor.children())
-    assert len(one & other) == len(supervisor.net_connections())  # they listen at the same ones
+def test_workers_answer_over_https_to_who_has_a_key(authority: trustme.CA, tmp_path: Path) -> None:
+    """An engine that cannot be reached is unhealthy, and nothing worse. SIGTERM ends all, with exit
+    code 0; the request without a key is reported, the probes' requests are not."""
+    with openai_over_https(authority, tmp_path, 2) as running:
+        url = url_of(running)
+        assert url.startswith("https://")
+        assert get(f"{url}/v1/models", authority) == 401
+        assert get(f"{url}/v1/models", authority, Authorization="Bearer mine") == 200
+        assert get(f"{url}/health", authority) == 503
+        assert get(f"{url}/metrics", authority) == 200
+        supervisor = psutil.Process(running.pid)
+        workers = supervisor.children()
+        assert supervisor.num_threads() == 1  # a fork would not have the others
+        # One that held another's end of the supervisor's pipe would keep its death from being seen.
+        one, other = (set(sockets_of(worker)) for worker in workers)
+        assert len(one & other) == len(supervisor.net_connections())  # both listen at the same ones
+        assert running.terminate() == 0
+        until_ended(workers)
+        (line,) = (line for line in running.errors if "request id=" in line)
+        assert "outcome=refused reason=authorization" in line
 
 
-def test_websockets_come_through_tls_with_a_key(
-    process: tuple[Child, str], authority: trustme.CA
-) -> None:
-    """To any worker."""
+def test_websockets_come_through_tls_with_a_key(https_url: str, authority: trustme.CA) -> None:
     client = import_or_skip("websockets.sync.client")
     if socket_protocol() == "none":
         pytest.skip("uvicorn limits no message of a WebSocket: `pip install wsproto` runs it")
     context = ssl.create_default_context()
     authority.configure_trust(context)
     authority.issue_cert("client").configure_cert(context)
-    url = process[1].replace("https://", "wss://") + "/v1/responses"
+    url = https_url.replace("https://", "wss://") + "/v1/responses"
     headers = {"authorization": "Bearer mine"}
     with client.connect(url, ssl=context, additional_headers=headers) as connection:
         connection.send('{"type": "session.update"}')  # which is no request, and in no log
@@ -126,20 +132,19 @@ def sockets_of(process: psutil.Process) -> Iterator[str]:
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("issuer", [None, trustme.CA()])
 def test_who_shows_no_certificate_of_the_authority_is_refused_by_tls(
-    process: tuple[Child, str],
+    https_url: str,
     authority: trustme.CA,
     version: ssl.TLSVersion,
     issuer: trustme.CA | None,
 ) -> None:
     """Before any request is read: in TLS 1.2 the handshake fails, in 1.3 the client's side of it
     has ended by then. The next request of who shows one is answered."""
-    _, url = process
     context = ssl.create_default_context()
     context.maximum_version = version
     authority.configure_trust(context)
     if issuer is not None:
         issuer.issue_cert("client").configure_cert(context)
-    address = urlsplit(url)
+    address = urlsplit(https_url)
     with (
         socket.create_connection((address.hostname, address.port), timeout=60) as plain,
         pytest.raises((ssl.SSLError, ConnectionResetError)),
@@ -150,28 +155,14 @@ def test_who_shows_no_certificate_of_the_authority_is_refused_by_tls(
         assert version is not ssl.TLSVersion.TLSv1_2
         connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         connection.recv(1)
-    assert get(f"{url}/metrics", authority) == 200
+    assert get(f"{https_url}/metrics", authority) == 200
 
 
-def test_who_speaks_plain_http_is_not_answered(
-    process: tuple[Child, str], authority: trustme.CA
-) -> None:
+def test_who_speaks_plain_http_is_not_answered(https_url: str, authority: trustme.CA) -> None:
     """Not even a probe; the next request is."""
-    _, url = process
     with pytest.raises(OSError):
-        get(f"{url.replace('https', 'http')}/health", authority)
-    assert get(f"{url}/metrics", authority) == 200
-
-
-def test_sigterm_ends_all_workers(process: tuple[Child, str]) -> None:
-    """With exit code 0. Requests were the one without a key, and the probes', which are not
-    reported. Last: the process is gone then."""
-    running, _ = process
-    children = psutil.Process(running.pid).children(recursive=True)
-    assert running.terminate() == 0
-    until_ended(children)
-    (line,) = (line for line in running.errors if "request id=" in line)
-    assert "outcome=refused reason=authorization" in line
+        get(f"{https_url.replace('https', 'http')}/health", authority)
+    assert get(f"{https_url}/metrics", authority) == 200
 
 
 def status_of(url: str, **headers: str) -> int:
