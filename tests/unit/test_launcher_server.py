@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,19 @@ def test_a_start_that_loses_the_race_three_times_has_failed(
         server.start()
     assert starts(root) == 3
     assert any("terminate called" in line for line in failed.value.log_lines)
+
+
+def test_a_death_by_a_lock_is_told_with_its_usual_cause(tmp_path: Path, repository: Path) -> None:
+    """Triton 24.10 aborts by itself if a model's process is killed while it holds a lock."""
+    end = f"def end(*_):\n{indent(LOCKED, '    ')}\nsignal.signal(signal.SIGUSR1, end)\nserve()"
+    root = installation(tmp_path / "triton", end)
+    with TritonServer(free_ports(server=root, model_repository=repository)) as server:
+        assert server.process is not None
+        server.process.send_signal(signal.SIGUSR1)
+        with pytest.raises(
+            ServerFailed, match=r"itself \(SIGABRT; boost's lock_exception, as when"
+        ):
+            server.wait()
 
 
 def test_any_other_death_is_not_tried_again(tmp_path: Path, repository: Path) -> None:

@@ -255,7 +255,10 @@ class TritonServer:
         code = self._process.wait()
         book = self._book
         if not self._stop_requests:
-            problem = self._failure or f"the server ended by itself ({describe_exit(code)})"
+            cause = describe_exit(code)
+            if book.lock_exception:
+                cause += "; boost's lock_exception, as when a model's process is killed"
+            problem = self._failure or f"the server ended by itself ({cause})"
             self._failure = None
             raise ServerFailed(problem, book.tail())
         if code and book.drained and self._stop_requests == 1:
