@@ -26,13 +26,10 @@ MINUTES ?= 60
 SEED ?= 1
 CLIENT_OPTIONS ?= --write
 # Test processes at once: two more than two cores, since tests also wait, for a server's start above
-# all. Tests that share a server stay in one process; any other goes to a process that is free.
+# all. Tests that share a server run in one process, and so do those of one file.
 WORKERS ?= 4
 PARALLEL := -n $(WORKERS)
-UNIT_TESTS := $(BIN)/pytest -q $(PARALLEL) --dist worksteal --durations=10 \
-	tests/unit tests/text tests/client tests/properties tests/openai tests/models
-LIVE_TESTS := $(BIN)/pytest -q $(PARALLEL) --no-loadscope-reorder --dist loadgroup --durations=10 \
-	tests/conformance tests/live tests/reliability
+TESTS := $(BIN)/pytest -q $(PARALLEL) --no-loadscope-reorder --dist loadgroup --durations=10 tests
 
 SERVICE := trtllm_bls/engines/trtllm_service
 
@@ -55,7 +52,7 @@ help:
 	@echo 'make demo     three prompts through a real server, shown as they stream'
 	@echo 'make serve    keep a server up until Ctrl-C; options: make serve SERVE_OPTIONS="--http-port 7000"'
 	@echo 'make bench    what orchestration costs, one table; all of it: make bench BENCH_OPTIONS=--full'
-	@echo 'make test     all tests but the slow ones: without a server, then against real servers'
+	@echo 'make test     all tests but the slow ones, many of them against real servers'
 	@echo 'make test-all the slow ones too; how many run at once: make test-all WORKERS=8'
 	@echo 'make test-clients  published clients of npm and PyPI, newest versions; writes docs/clients.md: make test-clients CLIENT_OPTIONS=--quick'
 	@echo 'make fuzz     requests of every wrong form, answers of every API whole and streamed: make fuzz CASES=20000 SEED=1'
@@ -91,13 +88,11 @@ $(PERF_DIRECTORY): $(INSTALLED)
 		--target $@ $(PERF_ANALYZER) || mkdir -p $@
 
 test: $(INSTALLED)
-	$(UNIT_TESTS) -m 'not live and not slow'
-	$(LIVE_TESTS) -m 'live and not slow'
+	$(TESTS) -m 'not slow'
 
 test-all: export TRTLLM_BLS_FULL := 1
 test-all: $(INSTALLED)
-	$(UNIT_TESTS) -m 'not live'
-	$(LIVE_TESTS) -m live
+	$(TESTS)
 
 # Packages go below .cache/clients. SUITES=DIRECTORY adds suites that are no packages.
 test-clients: $(INSTALLED)

@@ -14,14 +14,14 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.helpers import children
+from tests.helpers import children, directories
 
 with suppress(ImportError):
     from hypothesis import HealthCheck, settings
@@ -51,6 +51,16 @@ AUTHORITY = Path(__file__).parent / "helpers" / "authority.pem"
 DEFAULT_PORTS = (8000, 8001, 8002, 8003, 9000)  # of `serve` and `openai`
 
 LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance", "reliability"))
+# Each of their tests starts a server of its own, as some live ones do: they wait more than they
+# compute, and run one by one beside other files.
+LONE = frozenset(
+    Path(__file__).parent / name
+    for name in (
+        "unit/test_launcher_server.py",
+        "unit/test_http_process.py",
+        "client/test_probe.py",
+    )
+)
 # Fixtures of the session that start a server: tests that share one run in the same worker.
 SHARED_SERVERS = ("server", "echo", "parts", "deployment")
 
@@ -61,11 +71,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("pytest-xdist 3.8 needs pytest<9.2 for --dist loadgroup")
     config.pluginmanager.register(ChildrenOfFixtures())
     if _computes(config):
+        gc.disable()  # up to the first test: what is imported and collected stays
         with suppress(ImportError):
             # Before any tokenizer, which would hide it from transformers for good.
             import torch  # noqa: F401
     with suppress(ImportError):
         _compare_each_table_once()
+        _try_each_template_once()
     if not any(name.startswith("TRTLLM_BLS_INSTALL_") for name in os.environ):
         os.environ["SSL_CERT_FILE"] = str(AUTHORITY)
     sys.addaudithook(_refuse_default_ports)
@@ -100,6 +112,29 @@ def _compare_each_table_once() -> None:
     Tokenizer._fast_encoder = shared  # type: ignore[method-assign]
 
 
+def _try_each_template_once() -> None:
+    """Let a chat template that was tried out be loaded again without a trial in this process.
+
+    A trial forks, which is dear in a process as large as one of tests. Templates with a problem
+    are tried out each time.
+    """
+    from trtllm_bls.text import tokenizer
+
+    problem_of = tokenizer.problem_of
+    sound: set[str] = set()
+
+    def once(render: Callable[[], object]) -> str | None:
+        template = str(render.__self__.hf.chat_template)  # type: ignore[attr-defined]
+        if template in sound:
+            return None
+        problem = problem_of(render)
+        if problem is None:
+            sound.add(template)
+        return problem
+
+    tokenizer.problem_of = once
+
+
 def _refuse_default_ports(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook: other programs of the machine use these ports, and other tests."""
     if event == "socket.bind":
@@ -117,20 +152,35 @@ def _computes(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Mark what needs a server ``live``, and spread it over the workers of ``--dist loadgroup``.
-
-    Tests that share a server come first. Those that start servers of their own are spread one by
-    one after them, so that all workers end at about the same time.
-    """
+    """Mark what needs a server ``live``, and put all tests in the order in which they start."""
     for item in items:
         if inspect.iscoroutinefunction(getattr(item, "obj", None)):
             item.obj = _with_a_limit(item.obj)  # type: ignore[attr-defined]
-        if isinstance(item, pytest.Function) and not LIVE.isdisjoint(item.path.parents):
+        if isinstance(item, pytest.Function) and _is_live(item):
             item.add_marker(pytest.mark.live)
             if group := _shared_server(item):
                 item.add_marker(pytest.mark.xdist_group(group))
     yield
-    items.sort(key=_turn)
+    items[:] = _in_turn(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a whole file to one process for ``--dist loadgroup``, as files share servers and
+    tokenizers. Live tests share a server by group, and those with one of their own run one by one.
+    """
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Scheduling(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = nodeid.partition("::")[0]
+            path = config.rootpath / name
+            is_split = path in LONE or not LIVE.isdisjoint(path.parents)
+            return super()._split_scope(nodeid) if is_split else name
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -140,6 +190,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -149,10 +200,32 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     return None
 
 
-def _turn(item: pytest.Item) -> tuple[bool, bool]:
-    """Return a sort key: browsers wait most, and a file of their tests lasts longest."""
-    has_browser = "browser" in getattr(item, "fixturenames", ())
-    return not has_browser, item.get_closest_marker("xdist_group") is None
+def _in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests in the order in which they start.
+
+    Those that share a server last longest as a group, so they come first, then the files that
+    drive a browser. A test with a server of its own mostly waits: these are spread among those that
+    compute, so that neither a core nor a process is idle.
+    """
+    shared, browser, alone, rest = [], [], [], []
+    for item in items:
+        if item.get_closest_marker("xdist_group"):
+            shared.append(item)
+        elif _is_live(item) or item.path in LONE:
+            alone.append(item)
+        elif "browser" in getattr(item, "fixturenames", ()):
+            browser.append(item)
+        else:
+            rest.append(item)
+    places = [(place / len(rest), test) for place, test in enumerate(rest)]
+    # None is among the last, so that no process waits for it at the end.
+    places += [(0.8 * place / len(alone), test) for place, test in enumerate(alone)]
+    places.sort(key=lambda each: each[0])
+    return [*shared, *browser, *(test for _, test in places)]
+
+
+def _is_live(item: pytest.Item) -> bool:
+    return not LIVE.isdisjoint(item.path.parents)
 
 
 def _shared_server(item: pytest.Function) -> str:
@@ -256,7 +329,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the run if a process is left that a test started, directly or through others."""
+    """Remove what tests shared, and fail the run if a process of a test is left."""
+    directories.remove_shared_directories()
     left = children.end_marked(MARK)
     for command in left:
         print(f"error: this process outlived the tests and is killed now: {command}")

@@ -7,7 +7,6 @@ import asyncio
 import atexit
 import functools
 import shutil
-import tempfile
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.directories import shared_directory
 from tests.helpers.waiting import run_async
 from trtllm_bls.engines.base import Engine, QueuedChunks
 from trtllm_bls.engines.embedded.batching import Batcher, Sequence, Submission
@@ -71,7 +71,7 @@ def checkpoint(kind: str = "llama") -> Path:
         if kind == "poisoned":
             model.get_input_embeddings().weight[POISON] = float("nan")
             model.get_output_embeddings().weight[POISON] = 0
-    directory = Path(tempfile.mkdtemp(prefix=f"embedded-{kind}-"))
+    directory = shared_directory(f"embedded-{kind}")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory)

@@ -7,11 +7,11 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import reciting
+from tests.helpers.directories import shared_directory
 from tests.helpers.small_tokenizers import directory
 from tests.helpers.waiting import run_async
 from trtllm_bls.engines.base import Engine
@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 def tokenizer_of_two_ends() -> Tokenizer:
     """The same, of a model that ends with ``<|user|>`` too, as Llama 3 does."""
     extra = tokenizer().encode_word("<|user|>")
-    path = Path(mkdtemp(prefix="two-ends-"))
+    path = shared_directory("two-ends")
     shutil.copytree(directory("byte-level"), path, dirs_exist_ok=True)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(extra)}))
     return load_tokenizer(path)
@@ -55,7 +55,7 @@ def tokenizer_with_tools() -> Tokenizer:
 @functools.cache
 def padded_model() -> Path:
     """The same tokenizer, of a model that has 64 logits more than the tokenizer has tokens."""
-    path = Path(mkdtemp(prefix="padded-"))
+    path = shared_directory("padded")
     shutil.copytree(directory("byte-level"), path, dirs_exist_ok=True)
     config = {"model_type": "llama", "vocab_size": tokenizer().vocab_size + 64}
     (path / "config.json").write_text(json.dumps(config))
@@ -71,7 +71,7 @@ def tokenizer_of_padded_model() -> Tokenizer:
 def tokenizer_with_a_prompt_table() -> Tokenizer:
     """The same, of a model that has fewer embeddings: ``<|user|>`` and the next are a table's."""
     (first,) = tokenizer().encode_word("<|user|>")
-    path = Path(mkdtemp(prefix="table-"))
+    path = shared_directory("table")
     shutil.copytree(directory("byte-level"), path, dirs_exist_ok=True)
     (path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": first}))
     return load_tokenizer(path)

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 from tokenizers import (
     AddedToken,
@@ -21,6 +20,8 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+from tests.helpers.directories import shared_directory
 
 CORPUS = (
     "The quick brown fox, it's said, jumped over 13 lazy dogs. It wasn't fun!  Twice?",
@@ -163,7 +164,7 @@ def directory(family: str, chat: bool = True) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", bos)]
     )
-    path = Path(mkdtemp(prefix=f"tokenizer-{family}-"))
+    path = shared_directory(f"tokenizer-{family}")
     tokenizer.save(str(path / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -6,8 +6,8 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
+from tests.helpers.directories import shared_directory
 from tests.helpers.small_tokenizers import directory
 
 # Says that calls are written as Hermes does, and thoughts between tags.
@@ -20,7 +20,7 @@ TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
 @cache
 def tool_tokenizer() -> Path:
     """Make its directory; that of the tokenizer itself is shared by many tests."""
-    path = Path(mkdtemp(prefix="tokenizer-tools-"))
+    path = shared_directory("tokenizer-tools")
     shutil.copytree(directory("byte-level"), path, dirs_exist_ok=True)
     file = path / "tokenizer_config.json"
     config = json.loads(file.read_text())

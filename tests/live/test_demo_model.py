@@ -239,12 +239,16 @@ def test_a_guide_is_enforced_and_a_prediction_is_used(server: TritonServer) -> N
     body = {"text_input": QUESTIONS[0], "max_tokens": 40}
     assert json.loads(ask(server.grpc_url, **body, **guide).text) in schema["enum"]
     plain = ask(server.grpc_url, **body)
-    # So many tokens a round: where the length is left open, times decide whether to draft at all.
-    predicted = ask(
-        server.grpc_url, **body, prediction=plain.text, num_draft_tokens=5, draft_source="ngram"
-    )
-    assert predicted.text == plain.text
-    assert int(predicted.events[-1].outputs["total_accepted_draft_tokens"].item()) > 10
+
+    def accepted() -> int:
+        # So many tokens a round: where the length is left open, times decide whether to draft.
+        more = {"prediction": plain.text, "num_draft_tokens": 5, "draft_source": "ngram"}
+        predicted = ask(server.grpc_url, **body, **more)
+        assert predicted.text == plain.text
+        return int(predicted.events[-1].outputs["total_accepted_draft_tokens"].item())
+
+    # A busy machine may read many plain tokens at once, and then few are left to draft.
+    until(lambda: accepted() > 10)
 
 
 def test_demo_prompts_are_answered(server: TritonServer) -> None:

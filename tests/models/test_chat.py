@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from functools import cache
 from importlib.resources import files
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.helpers.directories import shared_directory
 from tests.helpers.server_settings import DEMO
 from tests.helpers.small_tokenizers import MAKERS, directory
 from tests.helpers.tiers import pairs
@@ -51,7 +51,7 @@ def with_template(source: Path, tmp_path: Path, template: str) -> Tokenizer:
 @cache
 def marked_deepseek() -> Tokenizer:
     """Return the published one, which takes seconds to load."""
-    return with_template(DEEPSEEK, Path(tempfile.mkdtemp(prefix="deepseek-")), MARKED)
+    return with_template(DEEPSEEK, shared_directory("deepseek"), MARKED)
 
 
 @pytest.fixture(scope="module", params=[*MAKERS, "demo", "deepseek"])

@@ -6,13 +6,13 @@ import importlib.util
 import json
 import random
 import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.directories import shared_directory
 from tests.helpers.loaded_tokenizers import copied, loaded
 from tests.helpers.small_tokenizers import MAKERS
 from trtllm_bls.text.tokenizer import Tokenizer, load_tokenizer
@@ -85,7 +85,7 @@ def published(name: str) -> Tokenizer:
     file = source if source.is_file() else source / "tokenizer.json"
     if not file.is_file():
         pytest.skip(f"no tokenizer in this {package}: the release in `PUBLISHED` runs it")
-    path = Path(tempfile.mkdtemp(prefix=f"tokenizer-{name}-"))
+    path = shared_directory(f"tokenizer-{name}")
     shutil.copy(file, path / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
