@@ -80,6 +80,32 @@ def test_a_model_that_does_not_load_is_named_with_its_reason(tmp_path: Path) -> 
     assert any("model.py(4): initialize" in line for line in failed.value.log_lines)
 
 
+NEVER_READY = """
+import time
+import triton_python_backend_utils as pb_utils
+from trtllm_bls.orchestrator.log_lines import log_to_triton
+
+class TritonPythonModel:
+    def initialize(self, args):
+        log_to_triton(pb_utils, args["model_name"])
+        time.sleep(1000)
+"""
+
+
+def test_a_model_that_is_never_ready_is_named_with_its_place_in_the_code(tmp_path: Path) -> None:
+    """Those that have loaded are not named."""
+    write_model(tmp_path, "fine", TICKER)
+    write_model(tmp_path, "slow", NEVER_READY)
+    for seconds in (5, 30, 200):  # a busy machine needs longer to come to that line
+        server = TritonServer(free_ports(model_repository=tmp_path, ready_timeout=seconds))
+        with pytest.raises(ServerFailed, match="not ready after") as failed:
+            server.start()
+        if any("model.py" in line for line in failed.value.log_lines):
+            break
+    assert f"not ready after {seconds} s, still loading: slow;" in str(failed.value)
+    assert any('model.py", line 9 in initialize' in line for line in failed.value.log_lines)
+
+
 def test_a_model_without_code_does_not_hang_the_start(tmp_path: Path) -> None:
     """Triton itself would wait for this one for ever."""
     write_model(tmp_path, "empty", "")

@@ -66,6 +66,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    driver.set_script_timeout(240)  # the usual 30 s are few where others use the cores
     yield driver
     driver.quit()
 

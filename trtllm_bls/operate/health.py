@@ -23,9 +23,10 @@ import asyncio
 import json
 import os
 import re
+import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,6 +264,20 @@ class ServerProcesses:
     def pids(self) -> dict[int, str]:
         """The name of each process by its pid."""
         return {process.pid: name for process, name in self._names.items()}
+
+    def end_with_stacks(self, models: Collection[str]) -> int:
+        """End the processes of these models, and return their number.
+
+        Each writes the Python stacks of its threads to the log first, by Python's fault handler.
+        """
+        count = 0
+        for process, name in self._names.items():
+            if name.removeprefix("model ") in models:
+                with suppress(psutil.Error):
+                    process.rlimit(psutil.RLIMIT_CORE, (0, 0))
+                    process.send_signal(signal.SIGABRT)
+                    count += 1
+        return count
 
     def without_descriptors(self) -> tuple[str, ...]:
         """Return a line for each process that can open no further file or connection."""

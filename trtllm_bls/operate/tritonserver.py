@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
@@ -35,7 +35,7 @@ from trtllm_bls.errors import SetupError
 from trtllm_bls.operate import checks, guard, preflight, preparation
 from trtllm_bls.operate.checks import Installation, find_server
 from trtllm_bls.operate.findings import Subject
-from trtllm_bls.operate.health import Probe
+from trtllm_bls.operate.health import Probe, ServerProcesses
 from trtllm_bls.operate.logs import LogBook, LogLine
 from trtllm_bls.operate.ports import Ports, ask, choose, own_tls, reachable
 from trtllm_bls.operate.preparation import TMPDIR, Scratch
@@ -62,6 +62,9 @@ POLL_S = 0.1
 # The longest wait for killed processes to disappear, and for the log to end.
 _LAST_LINES_S = 5.0
 _FOREVER_S = 1e9
+# Of the log in the report of a start that took too long: Python's stacks of the models' processes.
+_STACK_LINES = 60
+_STACKS_S = 5.0  # the longest wait for them
 
 
 class ServerFailed(SetupError):
@@ -408,11 +411,24 @@ class TritonServer:
             if is_ready(self.ports, missing):
                 return
             if time.monotonic() > deadline:
+                loading = [model for model in missing if model not in book.loaded] or missing
+                self._print_stacks(loading)
                 raise ServerFailed(
                     f"not ready after {self.settings.ready_timeout} s, still loading: "
-                    f"{', '.join(missing)}; allow more with --ready-timeout",
-                    book.tail(),
+                    f"{', '.join(loading)}; allow more with --ready-timeout",
+                    book.tail(_STACK_LINES),
                 )
+
+    def _print_stacks(self, models: Sequence[str]) -> None:
+        """End the Python processes of models that do not load; the log then says where each was."""
+        server = self.process
+        if server is None or not ServerProcesses(server).end_with_stacks(models):
+            return
+        end = time.monotonic() + _STACKS_S
+        while time.monotonic() < end:
+            time.sleep(POLL_S)  # also for the rest of the lines
+            if any("Fatal Python error" in line for line in self._book.tail(_STACK_LINES)):
+                break
 
     def discard(self) -> None:
         """Kill the server in whatever state it is; no process and no file of it remains."""

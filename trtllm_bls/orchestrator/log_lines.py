@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import re
@@ -48,7 +49,12 @@ class TritonLogHandler(logging.Handler):
 
 
 def log_to_triton(pb_utils: Any, model_name: str) -> None:
-    """Route this package's logging to Triton; called by each model's ``initialize``."""
+    """Route this package's logging to Triton; called by each model's ``initialize``.
+
+    A crash or SIGABRT of the process also writes its Python stacks there.
+    """
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
     logger = logging.getLogger("trtllm_bls")
     logger.handlers = [TritonLogHandler(pb_utils, model_name)]
     logger.setLevel(logging.INFO)
