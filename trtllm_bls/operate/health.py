@@ -214,7 +214,7 @@ class Probe(Client):
 
 
 class ServerProcesses:
-    """tritonserver and the children that it needs. Construct this once the models have loaded."""
+    """tritonserver and the children that it needs, as they are when this is constructed."""
 
     def __init__(self, server: psutil.Process) -> None:
         self._names = {server: "tritonserver"}
