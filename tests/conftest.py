@@ -51,8 +51,8 @@ AUTHORITY = Path(__file__).parent / "helpers" / "authority.pem"
 DEFAULT_PORTS = (8000, 8001, 8002, 8003, 9000)  # of `serve` and `openai`
 
 LIVE = frozenset(Path(__file__).parent / name for name in ("live", "conformance", "reliability"))
-# Each of their tests starts a server of its own, as some live ones do: they wait more than they
-# compute, and run one by one beside other files.
+# Files without a live server whose tests each start a program of their own, and wait for it more
+# than they compute. Their tests are handed out one by one, beside other files.
 LONE = frozenset(
     Path(__file__).parent / name
     for name in (

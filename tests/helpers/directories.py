@@ -1,4 +1,4 @@
-"""Directories that tests of one process share. They go after its last test."""
+"""Directories that the tests of one process share. They are removed after its last test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _made: list[Path] = []
 
 
 def shared_directory(name: str) -> Path:
-    """Make a directory whose name begins so."""
+    """Make a directory whose name begins with ``name``."""
     path = Path(tempfile.mkdtemp(prefix=f"{name}-"))
     _made.append(path)
     return path

@@ -4,9 +4,7 @@ thread, so that tests can say what happens in which step."""
 from __future__ import annotations
 
 import asyncio
-import atexit
 import functools
-import shutil
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -72,7 +70,6 @@ def checkpoint(kind: str = "llama") -> Path:
             model.get_input_embeddings().weight[POISON] = float("nan")
             model.get_output_embeddings().weight[POISON] = 0
     directory = shared_directory(f"embedded-{kind}")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory)
     return directory

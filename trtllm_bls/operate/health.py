@@ -270,9 +270,10 @@ class ServerProcesses:
 
         Each writes the Python stacks of its threads to the log first, by Python's fault handler.
         """
+        wanted = {f"model {model}" for model in models}
         count = 0
         for process, name in self._names.items():
-            if name.removeprefix("model ") in models:
+            if name in wanted:
                 with suppress(psutil.Error):
                     process.rlimit(psutil.RLIMIT_CORE, (0, 0))
                     process.send_signal(signal.SIGABRT)

@@ -62,9 +62,10 @@ POLL_S = 0.1
 # The longest wait for killed processes to disappear, and for the log to end.
 _LAST_LINES_S = 5.0
 _FOREVER_S = 1e9
-# Of the log in the report of a start that took too long: Python's stacks of the models' processes.
+# The report of a start that took too long has so many lines of the log, with the Python stacks of
+# the models' processes among them.
 _STACK_LINES = 60
-_STACKS_S = 5.0  # the longest wait for them
+_STACKS_S = 5.0  # the longest wait for these stacks
 
 
 class ServerFailed(SetupError):
@@ -420,7 +421,7 @@ class TritonServer:
                 )
 
     def _print_stacks(self, models: Sequence[str]) -> None:
-        """End the Python processes of models that do not load; the log then says where each was."""
+        """Have the processes of models that do not load write their stacks, which ends them."""
         server = self.process
         if server is None or not ServerProcesses(server).end_with_stacks(models):
             return
