@@ -360,13 +360,13 @@ async def test_a_client_belongs_to_the_loop_that_opened_it() -> None:
 
 
 @pytest.mark.parametrize("reads_on", [True, False])
-@pytest.mark.parametrize(("count", "size"), [(200, 2**20), (20_000, 1000)])
+@pytest.mark.parametrize(("count", "size"), [(200, 2**20), (6000, 4000)])
 async def test_a_reader_that_is_behind_holds_the_server_back(
     reads_on: bool, count: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server sends what fits into the bounds and gRPC's window, and the rest when it is read:
     in bytes, and in responses, of which any number is read in the end."""
-    few = 1000
+    few = 300
     monkeypatch.setattr("trtllm_bls.client.client.MOST_WAITING", few)
     monkeypatch.setattr("trtllm_bls.wire.grpc_client.MOST_WAITING", few)
     sent = 0
@@ -383,10 +383,10 @@ async def test_a_reader_that_is_behind_holds_the_server_back(
         stream = client.stream(**ASK)
         await anext(stream)
         before = -1
-        while before != sent:  # until the server sends no more
+        while before != sent:  # until the server sends no more, though it answers others
             before = sent
-            for _ in range(1000):
-                await asyncio.sleep(0)
+            for _ in range(20):
+                assert await client.model_ready("tensorrt_llm_bls", 60)
         assert sent < count // 2
         if reads_on:
             assert len([event async for event in stream]) == count

@@ -74,9 +74,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 class Page:
     """What a user does and sees."""
 
-    def __init__(self, browser: webdriver.Chrome, url: str) -> None:
+    def __init__(self, browser: webdriver.Chrome, url: str, is_first: bool = True) -> None:
         self.browser = browser
         browser.get_log("browser")  # of the page before
+        if is_first:
+            # The port may have been another test's, and the browser has kept what that one did.
+            browser.get("about:blank")
+            origin = {"origin": url, "storageTypes": "all"}
+            browser.execute_cdp_cmd("Storage.clearDataForOrigin", origin)
         browser.get(f"{url}/")
 
     def find(self, selector: str) -> Any:
@@ -581,7 +586,7 @@ def test_the_key_is_kept_for_the_tab_alone(browser: webdriver.Chrome, connect: C
     first = browser.current_window_handle
     browser.switch_to.new_window("tab")
     try:
-        other = Page(browser, api.url)
+        other = Page(browser, api.url, is_first=False)
         other.until(lambda: other.find("#key").is_displayed())
         assert other.find("#key").get_property("value") == ""
     finally:
