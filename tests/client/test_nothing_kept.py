@@ -128,7 +128,7 @@ def test_requests_leave_nothing_behind(kind: str, caplog: pytest.LogCaptureFixtu
             gc.collect()
             return {name: now - before[name] for name, now in kept().items()}
 
-        until(lambda: all(count < MANY / 10 for count in grown().values()), seconds=20)
+        until(lambda: all(count < MANY / 10 for count in grown().values()), tells=grown)
 
 
 @pytest.mark.parametrize("kind", ["whole", "stop word", "left"])

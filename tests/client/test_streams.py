@@ -6,6 +6,8 @@ import asyncio
 import gc
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -157,21 +159,24 @@ async def test_a_deadline_that_passes_while_a_request_is_sent_is_a_deadline() ->
     assert {type(end) for end in ends} == {DeadlineExceeded}
 
 
+class Unsent:
+    """A call that gRPC ended before its request was written."""
+
+    def __aiter__(self) -> Unsent:
+        return self
+
+    async def __anext__(self) -> None:
+        raise asyncio.CancelledError
+
+    def cancel(self) -> bool:
+        return False
+
+
 async def test_a_call_that_grpc_cancels_by_itself_is_no_closed_client() -> None:
     """It does so where a call is over before its request is written, for whatever reason."""
 
-    class Call:
-        def __aiter__(self) -> Call:
-            return self
-
-        async def __anext__(self) -> None:
-            raise asyncio.CancelledError
-
-        def cancel(self) -> bool:
-            return False
-
     late = DeadlineExceeded("late")
-    unsent, left = (Reader(Call(), lambda error: late) for _ in range(2))
+    unsent, left = (Reader(Unsent(), lambda error: late) for _ in range(2))
     left.cancel()
     with pytest.raises(DeadlineExceeded, match="late"):
         await unsent.next()
@@ -189,6 +194,19 @@ def test_a_call_that_ended_unsent_is_late_if_its_deadline_is_over(
     """Or nearly over, since gRPC's clock is another. Its words are the same for either."""
     over_at = time.monotonic() + left_s
     assert type(_translated("host:1", 60, over_at, None)) is kind
+
+
+async def test_a_deadline_counts_from_before_its_call_is_made() -> None:
+    """gRPC counts while it makes the call, which takes long on a busy machine."""
+
+    def made_slowly(messages: Any, timeout: float) -> Unsent:
+        time.sleep(2 * timeout)
+        return Unsent()
+
+    async with Client("127.0.0.1:1") as client:
+        client._stub = SimpleNamespace(ModelStreamInfer=made_slowly)
+        with pytest.raises(DeadlineExceeded, match=r"within 0\.1 s"):
+            await client.generate(**ASK, deadline_s=0.1)
 
 
 async def test_text_before_the_deadline_is_delivered() -> None:

@@ -679,10 +679,12 @@ class Client:
                 "the client was opened in another event loop: open one in this loop too, "
                 "with 'async with Client(...)'"
             )
-        call = self._stub.ModelStreamInfer(iter([message]), timeout=remaining_s)
         over_at = None
         if remaining_s is not None:
-            over_at = time.monotonic() + remaining_s
+            over_at = (
+                time.monotonic() + remaining_s
+            )  # no later than gRPC's, which counts from now on
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=remaining_s)
         reader = Reader(call, partial(_translated, self.url, deadline_s, over_at))
         self._readers.add(reader)
         reader.task.add_done_callback(lambda _: self._readers.discard(reader))
