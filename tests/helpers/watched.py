@@ -22,7 +22,7 @@ from trtllm_bls.operate.logs import LogLine
 from trtllm_bls.operate.tritonserver import Listener, ServerFailed, TritonServer
 from trtllm_bls.settings.command_options import ServeSettings
 
-_LAST_LINES = 80
+_LAST_LINES = 300  # the stacks of a process have more than a hundred
 _ENDING_S = 1.0  # from a client's error to the end of the process
 _NOTICED_S = 20.0  # from the end of tritonserver to the end of its guard
 

@@ -425,6 +425,7 @@ def test_a_server_that_is_started_again_has_its_ports_of_before(
     [
         (psutil.STATUS_SLEEPING, "no response has left"),
         (psutil.STATUS_ZOMBIE, "the server ended by itself (SIGSEGV)"),
+        (psutil.STATUS_DEAD, "the server ended by itself (SIGSEGV)"),
     ],
 )
 def test_a_server_that_has_died_meanwhile_did_not_fail_for_its_silence(

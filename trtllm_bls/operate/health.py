@@ -45,6 +45,10 @@ from trtllm_bls.settings.command_options import (
 )
 
 SHARED_MEMORY = Path("/dev/shm")
+ENDED_STATES = (
+    psutil.STATUS_ZOMBIE,
+    psutil.STATUS_DEAD,
+)  # waiting for the parent's look, and after it
 _MIN_SHARED_MEMORY = 4 * 2**20  # bytes free
 _CANARY_FAILURES = 2  # in a row; one may be an accident
 _MISSED_TURNS = 60  # three seconds, or longer where there is load
@@ -248,7 +252,7 @@ class ServerProcesses:
             with suppress(psutil.NoSuchProcess):
                 if process.is_running():
                     state = process.status()
-            if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+            if state in ENDED_STATES:
                 problems.append(f"the process of {name} is dead")
             elif state != psutil.STATUS_STOPPED:
                 running[name] += 1

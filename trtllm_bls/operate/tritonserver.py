@@ -35,7 +35,7 @@ from trtllm_bls.errors import SetupError
 from trtllm_bls.operate import checks, guard, preflight, preparation
 from trtllm_bls.operate.checks import Installation, find_server
 from trtllm_bls.operate.findings import Subject
-from trtllm_bls.operate.health import Probe, ServerProcesses
+from trtllm_bls.operate.health import ENDED_STATES, Probe, ServerProcesses
 from trtllm_bls.operate.logs import LogBook, LogLine
 from trtllm_bls.operate.ports import Ports, ask, choose, own_tls, reachable
 from trtllm_bls.operate.preparation import TMPDIR, Scratch
@@ -64,7 +64,7 @@ _LAST_LINES_S = 5.0
 _FOREVER_S = 1e9
 # The report of a start that took too long has so many lines of the log, with the Python stacks of
 # the models' processes among them.
-_STACK_LINES = 60
+_STACK_LINES = 250  # a process has up to twenty threads
 _STACKS_S = 5.0  # the longest wait for these stacks
 
 
@@ -233,7 +233,7 @@ class TritonServer:
         process = self._process
         server = self.process
         with suppress(psutil.Error):
-            if process and server and server.status() != psutil.STATUS_ZOMBIE:
+            if process and server and server.status() not in ENDED_STATES:
                 self._failure = problem  # otherwise it has ended by itself
                 process.kill()
 
