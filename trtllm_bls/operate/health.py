@@ -45,10 +45,8 @@ from trtllm_bls.settings.command_options import (
 )
 
 SHARED_MEMORY = Path("/dev/shm")
-ENDED_STATES = (
-    psutil.STATUS_ZOMBIE,
-    psutil.STATUS_DEAD,
-)  # waiting for the parent's look, and after it
+# A process that waits for its parent to take its exit status, and what is left for a moment then.
+ENDED_STATES = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _MIN_SHARED_MEMORY = 4 * 2**20  # bytes free
 _CANARY_FAILURES = 2  # in a row; one may be an accident
 _MISSED_TURNS = 60  # three seconds, or longer where there is load
