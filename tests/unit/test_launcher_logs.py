@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trtllm_bls.operate.logs import LogBook, parse
+from trtllm_bls.operate.logs import LogBook, LogLine, parse
 
 LOADED = """I1121 01:56:47.026953 6110 model_lifecycle.cc:839] "successfully loaded 'echo'\""""
 FAILED = (
@@ -182,6 +182,21 @@ def test_a_port_taken_meanwhile_is_noticed() -> None:
     )
     assert book(line).port_taken == "HTTP"
     assert book(FAILED).port_taken is None
+
+
+def test_lines_that_come_while_the_last_ones_are_read_do_no_harm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread reads the log."""
+    made = book("one", "two")
+    noteworthy = LogLine.noteworthy.fget  # type: ignore[attr-defined]
+
+    def meanwhile(line: LogLine) -> bool:
+        made.add("three")
+        return bool(noteworthy(line))
+
+    monkeypatch.setattr(LogLine, "noteworthy", property(meanwhile))
+    assert made.tail() == ("one", "two")
 
 
 def test_the_tail_prefers_what_matters() -> None:

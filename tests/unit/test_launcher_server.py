@@ -89,6 +89,26 @@ def test_a_start_that_loses_the_race_three_times_has_failed(
     assert any("terminate called" in line for line in failed.value.log_lines)
 
 
+@pytest.mark.parametrize(
+    ("wait", "times"),
+    [("stub.wait()", 2), ("time.sleep(1.5)", 1)],
+    ids=["given up", "slow"],
+)
+def test_a_model_that_triton_has_given_up_is_not_waited_for(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch, wait: str, times: int
+) -> None:
+    """Triton 24.10 would wait for ever where a model's process got no core for a second."""
+    monkeypatch.setattr("trtllm_bls.operate.tritonserver._GIVEN_UP_S", 0.5)
+    program = f"stub = start_stub()\nif starts == 1:\n    {wait}\nserve()"
+    root = installation(tmp_path / "triton", program)
+    told = Told()
+    with TritonServer(free_ports(server=root, model_repository=repository), told):
+        assert starts(root) == times
+    again = [line for line in told.warnings if "starting again" in line]
+    assert len(again) == times - 1
+    assert all("which got too little of the processor" in line for line in again)
+
+
 def test_a_death_by_a_lock_is_told_with_its_usual_cause(tmp_path: Path, repository: Path) -> None:
     """Triton 24.10 aborts by itself if a model's process is killed while it holds a lock."""
     end = f"def end(*_):\n{indent(LOCKED, '    ')}\nsignal.signal(signal.SIGUSR1, end)\nserve()"

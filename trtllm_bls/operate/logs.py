@@ -164,12 +164,17 @@ class LogBook:
     @property
     def is_triton(self) -> bool:
         """True where one of the last lines has the form of Triton's."""
-        return any(line.severity for line in self._tail)
+        return any(line.severity for line in self._last_lines())
 
     def tail(self, count: int = _FAILURE_LINES) -> tuple[str, ...]:
         """Return the last noteworthy lines; if there are none, the last lines of any kind."""
-        lines = [line for line in self._tail if line.noteworthy] or list(self._tail)
+        last = self._last_lines()
+        lines = [line for line in last if line.noteworthy] or last
         return tuple(line.readable for line in lines[-count:])
+
+    def _last_lines(self) -> list[LogLine]:
+        """Return a copy: another thread may add lines, during which nobody can go through them."""
+        return list(self._tail)
 
     def reasons(self) -> dict[str, str]:
         """Return the reason why each model did not load, in one line, by model."""
@@ -205,7 +210,7 @@ class LogBook:
         """
         if all(_OWN_ERROR.match(_STATUS.sub("", text)) for text in self.failures.values()):
             return ()
-        output = [line.text for line in self._tail if line.noteworthy and not line.severity]
+        output = [line.text for line in self._last_lines() if line.noteworthy and not line.severity]
         traces = []
         for model, text in self.failures.items():
             _, _, trace = text.partition(_TRACE)

@@ -62,6 +62,9 @@ POLL_S = 0.1
 # The longest wait for killed processes to disappear, and for the log to end.
 _LAST_LINES_S = 5.0
 _FOREVER_S = 1e9
+# Seconds between looks for models that Triton has given up. What two looks in a row find is so.
+_GIVEN_UP_S = 5.0
+
 # The report of a start that took too long has so many lines of the log, with the Python stacks of
 # the models' processes among them.
 _STACK_LINES = 250  # a process has up to twenty threads
@@ -379,6 +382,8 @@ class TritonServer:
         process = self._process
         missing = list(self.models)
         announced = 0
+        given_up: set[str] = set()
+        look_at = time.monotonic() + _GIVEN_UP_S
         self._listener.starting(self.models)
         while True:
             self._logged.wait(POLL_S)
@@ -411,6 +416,14 @@ class TritonServer:
                 self._listener.model_ready(model, announced)
             if is_ready(self.ports, missing):
                 return
+            server = self.process
+            if time.monotonic() > look_at and server is not None:
+                before = given_up
+                given_up = ServerProcesses(server).given_up()
+                if names := ", ".join(sorted(before & given_up)):
+                    problem = f"Triton gave up {names}, which got too little of the processor"
+                    raise _StartAgain(f"{problem}, and waits for the end of the process")
+                look_at = time.monotonic() + _GIVEN_UP_S
             if time.monotonic() > deadline:
                 loading = [model for model in missing if model not in book.loaded] or missing
                 self._print_stacks(loading)
