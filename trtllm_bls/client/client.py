@@ -681,9 +681,8 @@ class Client:
             )
         over_at = None
         if remaining_s is not None:
-            over_at = (
-                time.monotonic() + remaining_s
-            )  # no later than gRPC's, which counts from now on
+            # Before gRPC's: it counts while it makes the call, which takes long on a busy machine.
+            over_at = time.monotonic() + remaining_s
         call = self._stub.ModelStreamInfer(iter([message]), timeout=remaining_s)
         reader = Reader(call, partial(_translated, self.url, deadline_s, over_at))
         self._readers.add(reader)
