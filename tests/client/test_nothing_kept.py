@@ -117,7 +117,8 @@ def _is_of_a_request(kind: type) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_leave_nothing_behind(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """However they end: not one object to ten requests, once caches are warm."""
-    caplog.set_level(logging.CRITICAL, "trtllm_bls")  # pytest keeps what is logged
+    for logger in ("trtllm_bls", "grpc"):  # pytest keeps what is logged, with its traceback
+        caplog.set_level(logging.CRITICAL, logger)
     with model(kind) as bench:
         bench.ask(kind)
         gc.collect()

@@ -174,7 +174,7 @@ def test_no_ctrl_c_ends_a_conversation(server: Server, tmux: Tmux) -> None:
     tmux.do("send-keys", *["C-c"] * 5)
     tmux.type("slowly")
     tmux.press("Enter")
-    tmux.shows("begins;")
+    until(lambda: tmux.screen().count("begins;") == 2)
     for _ in range(7):  # one by one: the system joins those that come together
         tmux.press("C-c")
     tmux.shows("interrupted")
