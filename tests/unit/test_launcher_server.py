@@ -98,7 +98,7 @@ def test_a_model_that_triton_has_given_up_is_not_waited_for(
     tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch, wait: str, times: int
 ) -> None:
     """Triton 24.10 would wait for ever where a model's process got no core for a second."""
-    monkeypatch.setattr("trtllm_bls.operate.tritonserver._GIVEN_UP_S", 0.5)
+    monkeypatch.setattr("trtllm_bls.operate.tritonserver._WAITS_LOOK_S", 0.5)
     program = f"stub = start_stub()\nif starts == 1:\n    {wait}\nserve()"
     root = installation(tmp_path / "triton", program)
     told = Told()

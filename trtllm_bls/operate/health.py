@@ -55,7 +55,7 @@ _MISSED_TURNS = 60  # three seconds, or longer where there is load
 # TensorRT-LLM's executor. Other processes that a model starts may come and go.
 _NEEDED = re.compile(r"triton_python_backend_stub|trtllmExecutorWorker")
 
-_WAITS = ("61", "260")  # the system call wait4, on x86-64 and on AArch64
+_WAIT4 = ("61", "260")  # the system call wait4, on x86-64 and on AArch64
 
 
 # --- the verdict ----------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class ServerProcesses:
         """The name of each process by its pid."""
         return {process.pid: name for process, name in self._names.items()}
 
-    def given_up(self) -> set[str]:
+    def waits(self) -> set[str]:
         """Return the names of the processes for whose end tritonserver waits.
 
         Triton 24.10 gives up a model that it loads if the process holds their common lock for a
@@ -277,14 +277,14 @@ class ServerProcesses:
         process itself is well. Nothing is found where ``/proc`` tells no system calls.
         """
         server, *_ = self._names
-        waited_for = set()
+        pids = set()
         with suppress(OSError):  # it has just ended
             for thread in Path(f"/proc/{server.pid}/task").iterdir():
                 with suppress(OSError, ValueError):  # a thread that runs has no system call
                     number, argument, *_ = (thread / "syscall").read_text().split()
-                    if number in _WAITS:
-                        waited_for.add(int(argument, 16))
-        return {name for pid, name in self.pids.items() if pid in waited_for}
+                    if number in _WAIT4:
+                        pids.add(int(argument, 16))
+        return {name for pid, name in self.pids.items() if pid in pids}
 
     def end_with_stacks(self, models: Collection[str]) -> int:
         """End the processes of these models, and return their number.

@@ -63,7 +63,7 @@ POLL_S = 0.1
 _LAST_LINES_S = 5.0
 _FOREVER_S = 1e9
 # Seconds between looks for models that Triton has given up. What two looks in a row find is so.
-_GIVEN_UP_S = 5.0
+_WAITS_LOOK_S = 5.0
 
 # The report of a start that took too long has so many lines of the log, with the Python stacks of
 # the models' processes among them.
@@ -382,8 +382,8 @@ class TritonServer:
         process = self._process
         missing = list(self.models)
         announced = 0
-        given_up: set[str] = set()
-        look_at = time.monotonic() + _GIVEN_UP_S
+        waits: set[str] = set()
+        look_at = time.monotonic() + _WAITS_LOOK_S
         self._listener.starting(self.models)
         while True:
             self._logged.wait(POLL_S)
@@ -418,12 +418,13 @@ class TritonServer:
                 return
             server = self.process
             if time.monotonic() > look_at and server is not None:
-                before = given_up
-                given_up = ServerProcesses(server).given_up()
-                if names := ", ".join(sorted(before & given_up)):
+                before = waits
+                waits = ServerProcesses(server).waits()
+                if before & waits:
+                    names = ", ".join(sorted(before & waits))
                     problem = f"Triton gave up {names}, which got too little of the processor"
                     raise _StartAgain(f"{problem}, and waits for the end of the process")
-                look_at = time.monotonic() + _GIVEN_UP_S
+                look_at = time.monotonic() + _WAITS_LOOK_S
             if time.monotonic() > deadline:
                 loading = [model for model in missing if model not in book.loaded] or missing
                 self._print_stacks(loading)
