@@ -34,6 +34,7 @@ from tests.helpers.server_settings import DEMO, free_ports
 from tests.helpers.tiers import pairs
 from tests.helpers.waiting import until, until_ended
 from trtllm_bls.cli import main
+from trtllm_bls.operate.health import ServerProcesses
 from trtllm_bls.operate.logs import LogBook
 from trtllm_bls.operate.ports import Ports
 from trtllm_bls.operate.preparation import Scratch
@@ -106,7 +107,28 @@ def test_a_model_that_triton_has_given_up_is_not_waited_for(
         assert starts(root) == times
     again = [line for line in told.warnings if "starting again" in line]
     assert len(again) == times - 1
-    assert all("which got too little of the processor" in line for line in again)
+    assert all("which got no core for a second" in line for line in again)
+
+
+def test_a_process_that_is_just_ending_is_not_given_up(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One look finds it, and the next one does not."""
+    looks: list[bool] = []
+    go_on = tmp_path / "go on"
+
+    def waits(processes: ServerProcesses) -> set[str]:
+        looks.append(True)
+        if len(looks) == 4:
+            go_on.touch()
+        return {"model a"} if len(looks) % 2 else set()
+
+    monkeypatch.setattr("trtllm_bls.operate.tritonserver._WAITS_LOOK_S", 0.1)
+    monkeypatch.setattr(ServerProcesses, "waits", waits)
+    program = f"while not os.path.exists({str(go_on)!r}):\n    time.sleep(0.01)\nserve()"
+    root = installation(tmp_path / "triton", program)
+    with TritonServer(free_ports(server=root, model_repository=repository)):
+        assert starts(root) == 1
 
 
 def test_a_death_by_a_lock_is_told_with_its_usual_cause(tmp_path: Path, repository: Path) -> None:

@@ -272,9 +272,10 @@ class ServerProcesses:
     def waits(self) -> set[str]:
         """Return the names of the processes for whose end tritonserver waits.
 
-        Triton 24.10 gives up a model that it loads if the process holds their common lock for a
-        second, as one that gets no core may, and waits for its end. That never comes, since the
-        process itself is well. Nothing is found where ``/proc`` tells no system calls.
+        While a model loads, Triton 24.10 takes a lock that it shares with the model's process. A
+        process that holds it and gets no core for a second is given up: Triton waits for its end,
+        which never comes, since the process goes on. Nothing is found where ``/proc`` shows no
+        system calls.
         """
         server, *_ = self._names
         pids = set()

@@ -62,7 +62,8 @@ POLL_S = 0.1
 # The longest wait for killed processes to disappear, and for the log to end.
 _LAST_LINES_S = 5.0
 _FOREVER_S = 1e9
-# Seconds between looks for models that Triton has given up. What two looks in a row find is so.
+# Seconds between looks for models that Triton has given up. A process that is just ending is found
+# once; what two looks in a row find does not end.
 _WAITS_LOOK_S = 5.0
 
 # The report of a start that took too long has so many lines of the log, with the Python stacks of
@@ -422,8 +423,8 @@ class TritonServer:
                 waits = ServerProcesses(server).waits()
                 if before & waits:
                     names = ", ".join(sorted(before & waits))
-                    problem = f"Triton gave up {names}, which got too little of the processor"
-                    raise _StartAgain(f"{problem}, and waits for the end of the process")
+                    problem = f"Triton waits for ever for {names}, which got no core for a second"
+                    raise _StartAgain(f"{problem}; this machine has too much to do at once")
                 look_at = time.monotonic() + _WAITS_LOOK_S
             if time.monotonic() > deadline:
                 loading = [model for model in missing if model not in book.loaded] or missing
