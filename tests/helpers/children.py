@@ -20,6 +20,7 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[2]
 LINE_S = 240.0  # a server needs this long where other tests keep the machine busy
 END_S = 60.0
+CRASH = "Fatal Python error: Segmentation fault"  # as a Python process says with faulthandler
 SHOWN_LINES = 60
 SHOWN_CHARACTERS = 8_000
 
@@ -105,6 +106,7 @@ class Child:
 
     def __exit__(self, *raised: object) -> None:
         self.kill()
+        assert CRASH not in self.errors.text(), self.report()
 
     @property
     def pid(self) -> int:

@@ -7,6 +7,7 @@ buckets are sorted. Series of one name and labels add up, whoever made them.
 from __future__ import annotations
 
 import bisect
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ from typing import Any
 class Registry:
     """``pb_utils`` as far as metrics go, for any number of processes; ``values`` is the scrape.
 
-    A histogram's value is its observations.
+    A histogram's value is its observations. ``alive``: families and series that Python has not
+    freed.
     """
 
     def __init__(self, histograms: bool = True) -> None:
         self.kinds: dict[str, str] = {}
         self.values: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
         kinds = {"COUNTER": "counter", "GAUGE": "gauge"}
         if histograms:
             kinds["HISTOGRAM"] = "histogram"
@@ -45,6 +48,7 @@ class _Family:
     def __init__(self, *, name: str, description: str, kind: str) -> None:
         assert description and self.registry.kinds.setdefault(name, kind) == kind
         self._name, self._kind = name, kind
+        self.registry.alive.add(self)
 
     def Metric(
         self, labels: Mapping[str, str], buckets: Sequence[float] | None = None
@@ -63,6 +67,7 @@ class _Family:
 class Number:
     def __init__(self, registry: Registry, key: Any, kind: str) -> None:
         self._registry, self._key, self._kind = registry, key, kind
+        registry.alive.add(self)
 
     def increment(self, value: float) -> None:
         assert value >= 0 or self._kind == "gauge"
@@ -72,6 +77,7 @@ class Number:
 class Histogram:
     def __init__(self, registry: Registry, key: Any) -> None:
         self._registry, self._key = registry, key
+        registry.alive.add(self)
 
     def observe(self, value: float) -> None:
         bisect.insort(self._registry.values[self._key], value)

@@ -101,7 +101,8 @@ def watched(
 ) -> Iterator[TritonServer]:
     """Run a server for the tests that use one of ``fixtures``; the settings name all ports.
 
-    ``recent``: a listener of the caller's, for tests that read more of the log.
+    ``recent``: a listener of the caller's, for tests that read more of the log. If a process of the
+    server crashes, be it at its end, the last of the tests has an error.
     """
     recent = recent or RecentLines()
     server = TritonServer(settings, recent)
@@ -117,6 +118,8 @@ def watched(
     finally:
         _watched.remove(entry)
         server.stop()
+    lines = "\n".join(recent.lines)
+    assert children.CRASH not in lines, f"a process of {entry.name} crashed:\n{lines}"
 
 
 def check(test: str, fixtures: Collection[str], failed: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import threading
@@ -111,6 +112,14 @@ def test_processes_of_a_model_add_up() -> None:
         metrics.publish()
     assert registry.of(RUNNING.name, model=MODEL) == 5
     assert registry.of(RESPONSES.name, model=MODEL) == 12
+
+
+def test_triton_gets_no_metric_back() -> None:
+    """A process that frees one after ``finalize`` crashes; before, the server of others may."""
+    registry = Registry()
+    TritonMetrics(registry, MODEL)
+    gc.collect()
+    assert len(registry.alive) == len(registry.kinds) + len(registry.values)
 
 
 def test_a_change_that_triton_does_not_take_is_shown_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import collections
+import ctypes
 import itertools
 import json
 import logging
@@ -264,7 +265,6 @@ class TritonMetrics(RequestMetrics):
     def __init__(self, pb_utils: Any, model_name: str, metrics: Iterable[Metric] = METRICS) -> None:
         self._pb = pb_utils
         self._model_name = model_name
-        # Triton drops a family or a series that is no longer referenced.
         self._families: dict[str, Any] = {}
         self._series: dict[tuple[Metric, Labels], Any] = {}
         # Since the last ``publish``. If Triton takes nothing for long, old observations go.
@@ -315,16 +315,29 @@ class TritonMetrics(RequestMetrics):
             return series
         if metric.name not in self._families:
             kind = getattr(self._pb.MetricFamily, metric.kind.upper())
-            self._families[metric.name] = self._pb.MetricFamily(
+            family = self._pb.MetricFamily(
                 name=metric.name, description=metric.meaning, kind=kind
             )
+            keep_for_ever(family)
+            self._families[metric.name] = family
         options: dict[str, Any] = {"labels": dict(zip(metric.labels, labels, strict=True))}
         options["labels"]["model"] = self._model_name
         if metric.buckets:
             options["buckets"] = list(metric.buckets)
         series = self._families[metric.name].Metric(**options)
+        keep_for_ever(series)
         self._series[metric, labels] = series
         return series
+
+
+def keep_for_ever(metric: object) -> None:
+    """Take a reference to a family or a series of Triton's that is never given back.
+
+    A process that frees one after ``finalize`` crashes (Triton 24.10), since the memory that it
+    shares with the server is gone by then. One that frees it before takes it from the other
+    processes of the model, and the server crashes when one of them adds to it.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(metric))
 
 
 # --- the thread -------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.engines.llm_api import open_llm
 from trtllm_bls.errors import EngineError
 from trtllm_bls.orchestrator.log_lines import log_to_triton
+from trtllm_bls.orchestrator.reports import keep_for_ever
 from trtllm_bls.settings.parameters import (
     FLAG,
     NUMBER,
@@ -64,6 +65,8 @@ class Gauge:
             name=name, description=name, kind=pb_utils.MetricFamily.GAUGE
         )
         self._metric = self._family.Metric(labels={"model": "tensorrt_llm"})
+        for each in (self._family, self._metric):
+            keep_for_ever(each)
 
     def add(self, value: int) -> None:
         self._metric.increment(value)
