@@ -75,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         with suppress(ImportError):
             # Before any tokenizer, which would hide it from transformers for good.
             import torch  # noqa: F401
+        _let_loggers_propagate()
     with suppress(ImportError):
         _compare_each_table_once()
         _try_each_template_once()
@@ -85,6 +86,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     name, _, value = MARK.partition("=")
     os.environ[name] = value
+
+
+def _let_loggers_propagate() -> None:
+    """Spare pytest the forty loggers of torch that do not: it adds its handlers to each, and takes
+    them away, six times for each test."""
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def _compare_each_table_once() -> None:

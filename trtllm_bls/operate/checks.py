@@ -6,6 +6,7 @@ were measured with Triton 24.10. Only ``check_open_files`` changes anything: thi
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import platform
@@ -126,10 +127,12 @@ def check_environment(*paths: str | Path) -> None:
             )
 
 
+@functools.cache
 def embedded_numpy() -> str | None:
     """Return the version of numpy that models will import; ``None`` without one.
 
-    Models run this interpreter isolated: neither PYTHONPATH nor the user's site-packages count.
+    Models run this interpreter isolated: neither PYTHONPATH nor the user's site-packages count. The
+    answer is that of the first call, which starts a process.
     """
     program = "import importlib.metadata as m; print(m.version('numpy'))"
     command = [sys.executable, "-I", "-c", program]

@@ -417,15 +417,15 @@ class TritonServer:
                 self._listener.model_ready(model, announced)
             if is_ready(self.ports, missing):
                 return
-            server = self.process
-            if time.monotonic() > look_at and server is not None:
+            if time.monotonic() > look_at:
+                look_at = time.monotonic() + _WAITS_LOOK_S
+                server = self.process
                 before = waits
-                waits = ServerProcesses(server).waits()
+                waits = ServerProcesses(server).waits() if server else set()
                 if before & waits:
                     names = ", ".join(sorted(before & waits))
                     problem = f"Triton waits for ever for {names}, which got no core for a second"
                     raise _StartAgain(f"{problem}; this machine has too much to do at once")
-                look_at = time.monotonic() + _WAITS_LOOK_S
             if time.monotonic() > deadline:
                 loading = [model for model in missing if model not in book.loaded] or missing
                 self._print_stacks(loading)

@@ -315,9 +315,7 @@ class TritonMetrics(RequestMetrics):
             return series
         if metric.name not in self._families:
             kind = getattr(self._pb.MetricFamily, metric.kind.upper())
-            family = self._pb.MetricFamily(
-                name=metric.name, description=metric.meaning, kind=kind
-            )
+            family = self._pb.MetricFamily(name=metric.name, description=metric.meaning, kind=kind)
             keep_for_ever(family)
             self._families[metric.name] = family
         options: dict[str, Any] = {"labels": dict(zip(metric.labels, labels, strict=True))}
