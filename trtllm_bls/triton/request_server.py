@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextvars
-import gc
 import itertools
 import json
 import logging
@@ -193,9 +192,6 @@ class RequestServer:
         if self._one_core is not None:
             self._one_core.close()
         self.loop.close()
-        # The traceback of an error may hold a sender, in a cycle. Freed after ``finalize``, it
-        # would crash the process: the memory shared with the server is gone by then (24.10).
-        gc.collect()
 
     @property
     def running(self) -> list[str]:
