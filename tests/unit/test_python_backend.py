@@ -32,7 +32,7 @@ from trtllm_bls.errors import (
 )
 from trtllm_bls.orchestrator.log_lines import TritonLogHandler, log_to_triton
 from trtllm_bls.pipeline.testing import SECONDS, Ask, FakeTriton, TritonModelError
-from trtllm_bls.triton.request_server import Call, SenderThreads
+from trtllm_bls.triton.request_server import Call, RequestServer, SenderThreads
 
 
 def test_chunks_arrive_in_order_and_the_last_is_final() -> None:
@@ -363,6 +363,22 @@ def test_each_request_of_a_batch_has_its_own_answer() -> None:
 
 
 # --- the log --------------------------------------------------------------------------------
+
+
+def test_threads_end_whatever_the_end_of_a_model_raises() -> None:
+    """Triton ends the process later, and frees what it has shared with it."""
+
+    async def answer(call: Call) -> None:
+        call.send(number(1), final=True)
+
+    async def finish() -> None:
+        raise ValueError("a user's own end")
+
+    before = threading.active_count()
+    server = RequestServer(FakeTriton(), answer)
+    with pytest.raises(ValueError, match="own end"):
+        server.close(finish)
+    assert threading.active_count() == before and server.loop.is_closed()
 
 
 def test_log_records_keep_their_level() -> None:

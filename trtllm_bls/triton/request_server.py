@@ -179,19 +179,24 @@ class RequestServer:
         return call, self.refusal
 
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """End every call still open with an error, run ``finish``, then end the threads."""
+        """End every call still open with an error, run ``finish``, then end the threads.
+
+        Raises what ``finish`` raises, after that.
+        """
         self._closing.set()
         self._run(self.end_all())
-        if finish is not None:
-            self._run(finish())
-        self._run(self._senders.close())
-        self._stopping = True
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        for thread in self._threads:
-            thread.join()
-        if self._one_core is not None:
-            self._one_core.close()
-        self.loop.close()
+        try:
+            if finish is not None:
+                self._run(finish())
+        finally:
+            self._run(self._senders.close())
+            self._stopping = True
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            for thread in self._threads:
+                thread.join()
+            if self._one_core is not None:
+                self._one_core.close()
+            self.loop.close()
 
     @property
     def running(self) -> list[str]:

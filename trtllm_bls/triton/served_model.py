@@ -82,13 +82,17 @@ class ServedModel(ABC):
         if self._lifecycle is not None:
             self._lifecycle.close()
         self._loop_watch.close()
-        self._server.close(self._close)
-        if self._is_in_triton:
-            free_cycles()
+        try:
+            self._server.close(self._close)
+        finally:
+            if self._is_in_triton:
+                free_cycles()
 
     async def _close(self) -> None:
-        await self.end()
-        await self.deployment.close()
+        try:
+            await self.end()
+        finally:
+            await self.deployment.close()
 
     @abstractmethod
     def make(self, parameters: BlsParameters) -> None:
