@@ -59,6 +59,26 @@ class Tmux:
         self.do("load-buffer", "-", input=content)
         self.do("paste-buffer", "-p")
 
+    def takes_keys(self) -> None:
+        """Wait until the program sleeps at an empty prompt, and no Ctrl-C is on its way to it.
+
+        A Ctrl-C overtakes the keys that were typed before the program saw it, on a busy machine.
+        The empty line takes one that Python has noted and not told.
+        """
+        pid = self.do("display-message", "-p", "#{pane_pid}").strip()
+        status = Path(f"/proc/{pid}/status")
+
+        def sleeps() -> bool:
+            words = status.read_text().split()
+            signals = int(words[words.index("ShdPnd:") + 1], 16)
+            is_asleep = words[words.index("State:") + 1] == "S"
+            return is_asleep and not signals and self.screen().endswith("\n>")
+
+        until(sleeps)
+        prompts = self.screen().count("\n>")
+        self.press("Enter")
+        until(lambda: self.screen().count("\n>") > prompts and sleeps())
+
     def shows(self, words: str) -> None:
         """Wait until the words are on the screen."""
         until(lambda: words in self.screen() or None)
@@ -105,7 +125,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def tmux(server: Server, tmp_path: Path) -> Iterator[Tmux]:
     command = shlex.join([sys.executable, str(CHAT), "--url", server.grpc.url, "--plain"])
-    terminal = Tmux(tmp_path / "tmux", command)
+    terminal = Tmux(tmp_path / "tmux", f"exec {command}")
     try:
         terminal.shows("\n>")
         yield terminal
@@ -172,6 +192,7 @@ def test_no_ctrl_c_ends_a_conversation(server: Server, tmux: Tmux) -> None:
     tmux.press("Enter")
     tmux.shows("answer to 'first'")
     tmux.do("send-keys", *["C-c"] * 5)
+    tmux.takes_keys()
     tmux.type("slowly")
     tmux.press("Enter")
     until(lambda: tmux.screen().count("begins;") == 2)

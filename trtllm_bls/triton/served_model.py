@@ -42,7 +42,7 @@ class ServedModel(ABC):
 
     def initialize(self, args: Mapping[str, str], pb_utils: Any = None) -> None:
         """Called by Triton. ``pb_utils``: Triton's utilities; a test brings its own."""
-        self._is_in_triton = pb_utils is None
+        self._is_test = pb_utils is not None
         pb_utils = pb_utils or triton_utilities()
         name = args["model_name"]
         log_to_triton(pb_utils, name)
@@ -85,7 +85,7 @@ class ServedModel(ABC):
         try:
             self._server.close(self._close)
         finally:
-            if self._is_in_triton:
+            if not self._is_test:
                 free_cycles()
 
     async def _close(self) -> None:
