@@ -45,8 +45,8 @@ class Tmux:
         return done.stdout
 
     def screen(self) -> str:
-        """Return the lines on the screen, without blanks at their ends."""
-        return self.do("capture-pane", "-p").rstrip()
+        """Return the lines on the screen and above it, without blanks at their ends."""
+        return self.do("capture-pane", "-p", "-S", "-").rstrip()
 
     def type(self, keys: str) -> None:
         self.do("send-keys", "-l", keys)
@@ -199,6 +199,7 @@ def test_no_ctrl_c_ends_a_conversation(server: Server, tmux: Tmux) -> None:
     for _ in range(7):  # one by one: the system joins those that come together
         tmux.press("C-c")
     tmux.shows("interrupted")
+    tmux.takes_keys()
     tmux.type("second")
     tmux.press("Enter")
     tmux.shows("answer to 'second'")
