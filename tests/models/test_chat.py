@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -349,5 +350,20 @@ def test_a_trial_that_does_not_end_is_killed_and_told(
     children = psutil.Process().children()
     monkeypatch.setattr(template_trial, "_WAIT_S", 0.1)
     assert template_trial.problem_of(lambda: threading.Event().wait(600)) is None
-    assert "its trial did not end in 0.1 s" in caplog.text
+    assert "its trial stood still for 0.1 s" in caplog.text
     assert psutil.Process().children() == children
+
+
+def test_a_trial_on_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where thirty processes share a core, two seconds of CPU take a minute."""
+    monkeypatch.setattr(template_trial, "CPU_S", 1)
+    monkeypatch.setattr(template_trial, "_WAIT_S", 0.01)
+    ticks = itertools.count(1)
+    monkeypatch.setattr(template_trial, "_cpu_ticks", lambda child: next(ticks))
+
+    def render() -> None:
+        while True:
+            pass
+
+    found = template_trial.problem_of(render)
+    assert found == "takes more than 1 s of CPU for a short conversation"

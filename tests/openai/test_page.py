@@ -36,6 +36,7 @@ BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None
 # The browser without windows, tabs and menus: the same pages for a quarter less CPU time.
 SHELL = shutil.which("chromium-headless-shell")
 DRIVER = shutil.which("chromedriver") or "/usr/bin/chromedriver"
+BROWSER_S = 240  # for a page or a script, where others use the cores
 MISSING = "no Chromium or driver: `apt-get install chromium chromium-driver` runs it"
 PAGE = Path(__file__).parents[2] / "trtllm_bls" / "openai"
 LIBRARIES = (PAGE / "marked.js", PAGE / "purify.js", PAGE / "temml.js")
@@ -66,7 +67,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(240)  # the usual 30 s are few where others use the cores
+    driver.set_script_timeout(BROWSER_S)
+    driver.set_page_load_timeout(BROWSER_S)
     yield driver
     driver.quit()
 

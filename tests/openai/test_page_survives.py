@@ -22,7 +22,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.helpers.tiers import sample
 from tests.openai.conftest import Connect
-from tests.openai.test_page import Page, speaking
+from tests.openai.test_page import BROWSER_S, Page, speaking
 from tests.openai.test_page import browser as browser  # the fixture
 
 THOUGHT = "I think about words. "
@@ -334,7 +334,7 @@ def crash(scene: Scene) -> None:
         pass  # the tab is gone
     finally:
         scene.browser.switch_to.window(other)
-        scene.browser.set_page_load_timeout(60)
+        scene.browser.set_page_load_timeout(BROWSER_S)
     scene.browser.get(address)
     opened_again(scene)
 

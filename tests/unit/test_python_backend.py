@@ -365,6 +365,22 @@ def test_each_request_of_a_batch_has_its_own_answer() -> None:
 # --- the log --------------------------------------------------------------------------------
 
 
+def test_a_call_that_somebody_keeps_holds_no_sender() -> None:
+    """As the traceback of an error may; Triton wants its senders back before ``finalize``."""
+    calls = []
+
+    async def answer(call: Call) -> None:
+        calls.append(call)
+        call.send(number(1), final=True)
+
+    triton = FakeTriton()
+    ask = triton.ask(ONE, "number")
+    with opened(triton, answer) as server:
+        server.accept([ask])
+        assert ask.wait().said("number") == [[1]]
+    assert ask not in vars(calls[0]).values()
+
+
 def test_threads_end_whatever_the_end_of_a_model_raises() -> None:
     """Triton ends the process later, and frees what it has shared with it."""
 

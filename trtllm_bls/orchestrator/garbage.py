@@ -18,16 +18,6 @@ def freeze_loaded() -> None:
     gc.freeze()
 
 
-def free_cycles() -> None:
-    """Free what reference cycles hold of Triton's; a model's ``finalize`` calls it last.
-
-    The traceback of an error may hold the request's sender, in a cycle. A process of Triton 24.10
-    that frees a sender after ``finalize`` crashes: the memory that it shares with the server is
-    gone by then.
-    """
-    gc.collect()
-
-
 def collect_rarely() -> None:
     """Have a process that has loaded its models, and streams from now on, collect rarely.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 CPU_S = 2
 MEMORY_BYTES = 256 << 20
-_WAIT_S = 20.0  # for a child that uses no CPU, as after a fork of a process with many threads
+_WAIT_S = 20.0  # in which a child uses no CPU, as after a fork of a process with many threads
 _NO_MEMORY = 3  # exit code of the child
 # gRPC's own handlers of a fork disturb the connections of the process that forks: 14 of 11,500 new
 # ones failed or hung while it forked at 70 Hz, and none of 12,500 without the handlers (1.85). The
@@ -67,7 +67,7 @@ def _status_of(render: Callable[[], object]) -> int:
         log.warning("the chat template is not tried out: %s", error)
         return 0
     if status is None:
-        log.warning("the chat template is not tried out: its trial did not end in %g s", _WAIT_S)
+        log.warning("the chat template is not tried out: its trial stood still for %g s", _WAIT_S)
         return 0
     return os.waitstatus_to_exitcode(status)
 
@@ -103,15 +103,25 @@ def _limit(kind: int, soft: int, hard: int | None = None) -> None:
 
 
 def _wait(child: int) -> int | None:
-    """Return the child's status, or kill it and return ``None`` where it does not end in time."""
+    """Return the child's status, or kill it and return ``None`` where it stands still."""
     descriptor = os.pidfd_open(child)
     try:
         end = select.poll()
         end.register(descriptor, select.POLLIN)
+        ticks = 0
         has_ended = end.poll(_WAIT_S * 1000)
+        while not has_ended and _cpu_ticks(child) > ticks:
+            ticks = _cpu_ticks(child)
+            has_ended = end.poll(_WAIT_S * 1000)
         if not has_ended:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     finally:
         os.close(descriptor)
     _, status = os.waitpid(child, 0)
     return status if has_ended else None
+
+
+def _cpu_ticks(child: int) -> int:
+    """Return the CPU time that a child has used, in ticks of the kernel's clock (10 ms)."""
+    words = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+    return int(words[11]) + int(words[12])

@@ -446,7 +446,7 @@ class Call:
     ) -> None:
         self._pb = pb_utils
         self._open_calls = open_calls
-        self._sender = request.get_response_sender()
+        self._sender: Any = request.get_response_sender()
         self._senders = senders
         self.decoupled = decoupled
         self.output_names: frozenset[str] = frozenset(request.requested_output_names())
@@ -623,7 +623,11 @@ class Call:
             if not self._gone:
                 log.error("%s: a response could not be sent: %s", self.id, raised)
             return False
-        self._closed = final
+        if final:
+            self._closed = True
+            # The traceback of an error may hold this call for ever. A process of Triton 24.10 that
+            # frees a sender after ``finalize`` crashes: memory shared with the server is gone then.
+            self._sender = None
         return True
 
 

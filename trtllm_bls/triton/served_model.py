@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from trtllm_bls.engines.own_port import stream_thread_has_returned
 from trtllm_bls.orchestrator.deployment import BaseDeployment, Deployment
-from trtllm_bls.orchestrator.garbage import free_cycles
 from trtllm_bls.orchestrator.lifecycle import Lifecycle
 from trtllm_bls.orchestrator.log_lines import log_to_triton
 from trtllm_bls.settings.engine_tls import engine_tls
@@ -42,7 +41,6 @@ class ServedModel(ABC):
 
     def initialize(self, args: Mapping[str, str], pb_utils: Any = None) -> None:
         """Called by Triton. ``pb_utils``: Triton's utilities; a test brings its own."""
-        self._is_test = pb_utils is not None
         pb_utils = pb_utils or triton_utilities()
         name = args["model_name"]
         log_to_triton(pb_utils, name)
@@ -82,11 +80,7 @@ class ServedModel(ABC):
         if self._lifecycle is not None:
             self._lifecycle.close()
         self._loop_watch.close()
-        try:
-            self._server.close(self._close)
-        finally:
-            if not self._is_test:
-                free_cycles()
+        self._server.close(self._close)
 
     async def _close(self) -> None:
         try:
@@ -130,7 +124,6 @@ class ArraysModel(ABC):
     def finalize(self) -> None:
         """Called by Triton when it unloads the model."""
         self._server.close()
-        free_cycles()
 
     async def _handle(self, call: Call) -> None:
         call.send(self._answer(call.arrays), final=True)

@@ -12,7 +12,6 @@ from functools import partial
 
 from trtllm_bls.engines.opening import open_local_engine
 from trtllm_bls.engines.own_port import stream_thread_has_returned
-from trtllm_bls.orchestrator.garbage import free_cycles
 from trtllm_bls.orchestrator.log_lines import log_to_triton
 from trtllm_bls.settings.parameters import EngineParameters, Parameters, own_grpc_url
 from trtllm_bls.text.tokenizer import load_tokenizer
@@ -55,4 +54,3 @@ class TritonPythonModel:
         """Called by Triton when it unloads the model."""
         self._server.close(self._engine.close)
         self._steps.close()
-        free_cycles()

@@ -24,7 +24,6 @@ from tests import helpers
 from trtllm_bls.engines.base import ChunkStream, Engine
 from trtllm_bls.engines.llm_api import open_llm
 from trtllm_bls.errors import EngineError
-from trtllm_bls.orchestrator.garbage import free_cycles
 from trtllm_bls.orchestrator.log_lines import log_to_triton
 from trtllm_bls.orchestrator.reports import keep_for_ever
 from trtllm_bls.settings.parameters import (
@@ -141,4 +140,3 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._server.close(self._engine.close)
-        free_cycles()
