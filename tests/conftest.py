@@ -89,8 +89,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _let_loggers_propagate() -> None:
-    """Spare pytest the forty loggers of torch that do not: it adds its handlers to each, and takes
-    them away, six times for each test."""
+    """Let torch's forty loggers hand their records on to the root logger's handlers.
+
+    To a logger that does not, pytest adds handlers of its own, and takes them away again, six times
+    for each test.
+    """
     for logger in logging.Logger.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True

@@ -11,6 +11,7 @@ its rules (docs/design.md names the defects of Triton behind them):
 - Only requested outputs are sent.
 - ``is_cancelled`` is never called after FINAL or during a send. ``Call._lock`` guards both, and the
   fields ``_closed``, ``_gone`` and ``_ask_after_send``.
+- A call lets go of its sender with FINAL.
 
 All other state of a call belongs to the event loop, so it needs no lock. ``Outbox`` decides,
 without I/O, which response leaves next. A sender thread takes one response of one call at a time,
@@ -625,8 +626,8 @@ class Call:
             return False
         if final:
             self._closed = True
-            # The traceback of an error may hold this call for ever. A process of Triton 24.10 that
-            # frees a sender after ``finalize`` crashes: memory shared with the server is gone then.
+            # The traceback of an error may hold this call for ever. A process that frees a sender
+            # after ``finalize`` crashes, since its memory shared with the server is gone by then.
             self._sender = None
         return True
 
