@@ -114,11 +114,16 @@ def _is_of_a_request(kind: type) -> bool:
     return kind.__module__.startswith("trtllm_bls.") or issubclass(kind, _ANYBODYS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_requests_leave_nothing_behind(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """However they end: not one object to ten requests, once caches are warm."""
-    for logger in ("trtllm_bls", "grpc"):  # pytest keeps what is logged, with its traceback
+@pytest.fixture(autouse=True)
+def no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is logged: pytest would keep it, with its traceback."""
+    for logger in ("trtllm_bls", "grpc"):
         caplog.set_level(logging.CRITICAL, logger)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_leave_nothing_behind(kind: str) -> None:
+    """However they end: not one object to ten requests, once caches are warm."""
     with model(kind) as bench:
         bench.ask(kind)
         gc.collect()
@@ -142,6 +147,10 @@ def test_requests_leave_nothing_to_the_garbage_collector(kind: str) -> None:
         try:
             before = kept()
             bench.ask(kind)
-            until(lambda: all(kept()[name] - before[name] < MANY / 10 for name in kept()))
+
+            def grown() -> dict[str, int]:
+                return {name: now - before[name] for name, now in kept().items()}
+
+            until(lambda: all(count < MANY / 10 for count in grown().values()), tells=grown)
         finally:
             gc.enable()
