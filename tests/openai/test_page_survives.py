@@ -97,6 +97,8 @@ Promise.all(["chats", "drafts"].map((name) => storage.all(name))).then(() => end
 """
 # True where the browser would ask a person who leaves.
 IS_ASKED = "return !dispatchEvent(new Event('beforeunload', { cancelable: true }))"
+# Returns whether the storage took not all. The next page of such a tab hung in 6 of 32 loads.
+LEAVES = "const isFull = state.unkept.size > 0; state.unkept.clear(); stop(); return isFull;"
 WITHOUT_STORAGE = "Object.defineProperty(window, 'indexedDB', { value: undefined });"
 # Every text on the page and in its fields, of all conversations.
 TEXTS = """
@@ -556,7 +558,13 @@ def opened(browser: webdriver.Chrome, url: str, files: Path, *scripts: str) -> I
         if browser.current_window_handle == tab:  # else the scripts went with their tab
             for identifier in added:
                 browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", identifier)
-        browser.execute_script("state.unkept.clear(); stop()")
+        if browser.execute_script(LEAVES):
+            full = browser.current_window_handle
+            browser.switch_to.new_window("tab")
+            fresh = browser.current_window_handle
+            browser.switch_to.window(full)
+            browser.close()
+            browser.switch_to.window(fresh)
 
 
 @pytest.fixture
