@@ -36,7 +36,7 @@ BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None
 # The browser without windows, tabs and menus: the same pages for a quarter less CPU time.
 SHELL = shutil.which("chromium-headless-shell")
 DRIVER = shutil.which("chromedriver") or "/usr/bin/chromedriver"
-BROWSER_S = 240  # for a page or a script, where others use the cores
+BROWSER_S = 110  # for a page or a script; Selenium itself waits for 120 s
 MISSING = "no Chromium or driver: `apt-get install chromium chromium-driver` runs it"
 PAGE = Path(__file__).parents[2] / "trtllm_bls" / "openai"
 LIBRARIES = (PAGE / "marked.js", PAGE / "purify.js", PAGE / "temml.js")
