@@ -654,6 +654,21 @@ def test_tasks_that_answer_leaves_are_counted_and_their_calls_end(way: str, fail
     assert left_behind(model) == ["2; their calls of models are ended"]
 
 
+def test_an_unload_that_fails_leaves_no_thread() -> None:
+    """The engine and the reports are closed all the same."""
+
+    class Fails(Upper):
+        async def unload(self) -> None:
+            raise ValueError("a user's own unload")
+
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError, match="own unload"), serving(Fails, llm=["a"]) as model:
+        assert model.ask(prompt="x").wait().error is None
+    until(
+        lambda: set(threading.enumerate()) <= before
+    )  # idle ones of an executor end by themselves
+
+
 def test_a_stream_that_is_left_and_a_task_of_the_model_are_no_tasks_of_the_request() -> None:
     class Works(Upper):
         async def load(self, deployment: Any) -> None:
