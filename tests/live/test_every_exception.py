@@ -88,13 +88,13 @@ class TritonPythonModel(StreamingModel):
 
     async def answer(self, request, response):
         await response.send({"said": "half"})
-        await self.end(int(request["number"][0]))
+        await self.raise_end(int(request["number"][0]))
 
     async def chat(self, request):
         yield "half"
-        await self.end(int(request.messages[-1]["content"]))
+        await self.raise_end(int(request.messages[-1]["content"]))
 
-    async def end(self, number):
+    async def raise_end(self, number):
         error = ENDS[number]
         if number % 2:
             await asyncio.create_task(raised(error))

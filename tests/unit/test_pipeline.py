@@ -654,6 +654,30 @@ def test_tasks_that_answer_leaves_are_counted_and_their_calls_end(way: str, fail
     assert left_behind(model) == ["2; their calls of models are ended"]
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("end", "rename it"),
+        ("deployment", "rename it"),
+        ("_close", "rename it"),
+        ("finalize", "write `async def unload(self)`"),
+        ("execute", "write `async def answer(self, request, response)`"),
+    ],
+)
+@pytest.mark.parametrize("inherited", [False, True])
+def test_no_name_of_an_author_replaces_what_the_base_needs(
+    name: str, remedy: str, inherited: bool
+) -> None:
+    """A method ``end`` took the place of the one that calls ``unload``, without a word."""
+    kinds = [type("Mixin", (), {name: print})] if inherited else []
+    names = {} if inherited else {name: print}
+    owner = "Mixin" if inherited else "Own"
+    with pytest.raises(SettingsError) as raised:
+        type("Own", (*kinds, StreamingModel), names)
+    problem = f"{owner}.{name} replaces what StreamingModel needs; {remedy}"
+    assert str(raised.value) == problem
+
+
 def test_an_unload_that_fails_leaves_no_thread() -> None:
     """The engine and the reports are closed all the same."""
 

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import weakref
+from abc import ABC
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -110,6 +111,19 @@ else:
 
 __all__ = ["EngineError", "InvalidRequest", "Step", "Tensor"]  # for ``trtllm_bls.pipeline``
 
+# All that a pipeline's author declares or writes. Other names of ``StreamingModel`` are its own.
+_AUTHORS_NAMES = frozenset(
+    (
+        *("inputs", "outputs", "parameters", "options", "accepts", "dimensions", "speech"),
+        *("load", "warm_up", "unload", "answer", "chat", "embed", "speak", "rerank"),
+    )
+)
+# What an author writes in place of a method of Triton's.
+_OUR_WAYS = {
+    "initialize": "write `async def load(self, deployment)`",
+    "execute": "write `async def answer(self, request, response)`",
+    "finalize": "write `async def unload(self)`",
+}
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 Value: TypeAlias = bool | int | float | str
@@ -761,6 +775,17 @@ class StreamingModel(ServedModel):
     deployment_type = PipelineDeployment
     deployment: PipelineDeployment
     owns_process = False
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Raises ``SettingsError`` if the class replaces what this one needs, as ``end``."""
+        super().__init_subclass__(**keywords)
+        own = {"deployment", *dir(StreamingModel), *_OUR_WAYS} - {*dir(ABC), *_AUTHORS_NAMES}
+        for base in cls.__mro__[: cls.__mro__.index(StreamingModel)]:
+            for name in vars(base):
+                if name in own and not name.startswith("__"):
+                    remedy = _OUR_WAYS.get(name, "rename it")
+                    problem = f"{base.__name__}.{name} replaces what StreamingModel needs"
+                    raise SettingsError(f"{problem}; {remedy}")
 
     async def load(self, deployment: PipelineDeployment) -> None:
         """Called once before the first request: take ``deployment.llm()``, read files."""
