@@ -7,6 +7,7 @@ there is nothing but a client.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import gc
 import inspect
@@ -198,11 +199,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """Take what is there before the first test out of all later garbage collections.
 
-    Modules and thousands of tests are a million objects that stay.
+    Modules and thousands of tests are a million objects that stay. At its end Python would look
+    through all objects three times.
     """
-    gc.collect()
     gc.freeze()
     gc.enable()
+    atexit.register(gc.freeze)
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import click
 
 from trtllm_bls.errors import SetupError, TrtllmBlsError
+from trtllm_bls.garbage import end_without_collections, no_collections
 from trtllm_bls.orchestrator.output import StreamName, checked_output, queued_output
 from trtllm_bls.settings.parent import end_with_parent
 from trtllm_bls.text.template_trial import NO_FORK_HANDLERS
@@ -112,7 +113,8 @@ class Commands(click.Group):
         if entry is None:
             return None
         module, _, attribute = entry.function.partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        with no_collections():
+            command: click.Command = getattr(importlib.import_module(module), attribute)
         command.short_help = entry.line
         return command
 
@@ -225,6 +227,7 @@ def main() -> None:
       trtllm-bls generate "Hello"       text from a server on port 8001
       trtllm-bls chat                   a conversation with it
     """
+    end_without_collections()
     for variable, value in NO_FORK_HANDLERS.items():
         os.environ.setdefault(variable, value)
 

@@ -18,6 +18,7 @@ from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.engines.trtllm_fields import SPECULATES
 from trtllm_bls.engines.trtllm_service.service_engine import TrtllmServiceEngine
+from trtllm_bls.garbage import no_collections
 from trtllm_bls.settings.engine_tls import engine_tls
 from trtllm_bls.settings.parameters import (
     BlsParameters,
@@ -107,7 +108,8 @@ def open_local_engine(
     ``SetupError``.
     """
     if parameters.engine == "embedded":
-        from trtllm_bls.engines.embedded import EmbeddedEngine  # needs torch
+        with no_collections(freezes=True):
+            from trtllm_bls.engines.embedded import EmbeddedEngine  # needs torch
 
         return EmbeddedEngine(parameters, name)
     if parameters.engine == "llm_api":

@@ -22,6 +22,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trtllm_bls import __version__
+from trtllm_bls.garbage import collect_rarely
 from trtllm_bls.http.keys import key_of
 from trtllm_bls.http.limits import BodyReader, BrowserGuard, ClientGone, Refused, header
 from trtllm_bls.http.shares import Shares
@@ -50,7 +51,6 @@ from trtllm_bls.openai.served_models import ServedModels
 from trtllm_bls.openai.sockets import PATH, ResponsesSocket, denying
 from trtllm_bls.openai.stored_routes import StoredRoutes
 from trtllm_bls.orchestrator.deployment import Deployment
-from trtllm_bls.orchestrator.garbage import collect_rarely
 from trtllm_bls.orchestrator.lifecycle import Lifecycle
 from trtllm_bls.settings.faces import CHAT, EMBED, FACES, RERANK, SPEAK
 

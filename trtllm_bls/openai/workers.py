@@ -24,6 +24,7 @@ from uvicorn.supervisors import multiprocess
 from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess
 
 from trtllm_bls.errors import SetupError
+from trtllm_bls.garbage import freeze_loaded
 from trtllm_bls.http.accepting import WorkerConnections, WorkerServer
 from trtllm_bls.http.generate import TritonHttp, error_json
 from trtllm_bls.http.keys import key_of
@@ -40,7 +41,6 @@ from trtllm_bls.openai.app import create_app
 from trtllm_bls.openai.exposition import SharedSamples
 from trtllm_bls.openai.sockets import PATH, socket_protocol
 from trtllm_bls.orchestrator.deployment import Deployment
-from trtllm_bls.orchestrator.garbage import freeze_loaded
 from trtllm_bls.orchestrator.log_lines import json_line, log_to_stderr
 from trtllm_bls.orchestrator.orchestrator import Admission
 from trtllm_bls.orchestrator.output import drain_output

@@ -32,6 +32,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from trtllm_bls.errors import InvalidRequest, TokenizerError, half_character
+from trtllm_bls.garbage import no_collections
 from trtllm_bls.text.checkpoint_dir import (
     check_tokenizer,
     config_vocab_size,
@@ -975,11 +976,12 @@ def load_tokenizer(directory: str | Path, *, hides_torch: bool = True) -> Tokeni
             os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "no PyTorch found"
             sys.modules["torch"] = None  # type: ignore[assignment]
         try:
-            from transformers import AutoTokenizer
+            with no_collections(freezes=hides_torch):
+                from transformers import AutoTokenizer
 
-            hf = AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
-            )
+                hf = AutoTokenizer.from_pretrained(
+                    str(path), local_files_only=True, trust_remote_code=False
+                )
         finally:
             if hides_torch:
                 del sys.modules["torch"]

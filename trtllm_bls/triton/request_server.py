@@ -56,7 +56,7 @@ from trtllm_bls.errors import (
     to_wire,
     unexpected,
 )
-from trtllm_bls.orchestrator.garbage import collect_rarely
+from trtllm_bls.garbage import collect_rarely
 from trtllm_bls.triton.one_core import OneCore
 from trtllm_bls.types import Backoff
 from trtllm_bls.wire.call_context import CONTEXT_PARAMETER, NO_CONTEXT, context_of
