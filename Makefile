@@ -185,10 +185,13 @@ lock:
 		--override .venv-lock/overrides.txt $(UNLOCKED:%=--no-emit-package %) \
 		--custom-compile-command 'make lock' --output-file $(LOCK)
 
+# selenium brings trio for events of a browser, which no test uses. Where trio is found, each of
+# hundreds of processes imports it with httpcore; no user of the package has it.
 $(INSTALLED): setup.cfg pyproject.toml $(LOCK)
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo 'error: no $(PYTHON) here: name a Python 3.10 to 3.13 with PYTHON=...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --require-hashes -r $(LOCK)
 	$(PIP_INSTALL) -e '.[embedded,server,openai,dev]'
+	$(BIN)/python -m pip uninstall --quiet --yes trio trio-websocket
 	@touch $@

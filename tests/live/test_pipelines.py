@@ -47,6 +47,7 @@ from trtllm_bls.text.tokenizer import load_tokenizer
 
 EXAMPLES = ROOT / "examples"
 SLOW_EXAMPLES = ("best_of_n", "cosy")  # whose tests are slow
+LOADED = pytest.mark.skipif(not FULL, reason="its example is loaded by `make test-all` alone")
 TOLD = ": answer left tasks behind: 1; their calls of models are ended"
 LONG = "the quick brown fox jumps over the lazy dog and runs into the woods again " * 8
 # Streams what a decoupled model of the same server streams; ``once`` asks for one response.
@@ -271,6 +272,7 @@ def test_many_callers_that_leave_at_any_time_leave_nothing_behind(pipelines: Tri
     assert list(Stream(pipelines, "guard", text_input="the fox", max_tokens=2))
 
 
+@LOADED
 @pytest.mark.slow
 def test_the_best_of_several_answers_is_the_one_with_the_highest_reward(
     pipelines: TritonServer,
@@ -287,6 +289,7 @@ def test_an_agent_ends_with_an_object(pipelines: TritonServer) -> None:
     assert "What is a fox?" in answer["answer"] and answer["sure"] is False
 
 
+@LOADED
 @pytest.mark.slow
 def test_chunks_of_speech_tokens_grow(pipelines: TritonServer) -> None:
     """And what flow and vocoder make of them is what they would make of all at once."""
