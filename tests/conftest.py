@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # A coroutine that waits longer fails where it waits. pytest-timeout shows the event loop alone.
 ASYNC_TEST_S = 240
 _MAX_ID = 60  # characters of a parameter in a test's name
+_TIME_OF_LONG_ONES = 0.5  # the part of a run that servers and browsers of several tests take
 # Every process that a test starts inherits it, whatever becomes of the processes between them.
 MARK = f"TRTLLM_BLS_TEST_RUN={uuid.uuid4()}"
 
@@ -218,24 +219,34 @@ def _in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the tests in the order in which they start.
 
     Those that share a server last longest as a group, so they come first, then the files that
-    drive a browser. A test with a server of its own mostly waits: these are spread among those that
+    drive a browser. A test with a server of its own mostly waits: these are spread among all that
     compute, so that neither a core nor a process is idle.
     """
-    shared, browser, alone, rest = [], [], [], []
+    groups: dict[str, list[pytest.Item]] = {}
+    browser: dict[str, list[pytest.Item]] = {}
+    alone, rest = [], []
     for item in items:
-        if item.get_closest_marker("xdist_group"):
-            shared.append(item)
+        if group := item.get_closest_marker("xdist_group"):
+            groups.setdefault(str(group.args[0]), []).append(item)
         elif _is_live(item) or item.path in LONE:
             alone.append(item)
         elif "browser" in getattr(item, "fixturenames", ()):
-            browser.append(item)
+            browser.setdefault(item.path.stem, []).append(item)
         else:
             rest.append(item)
-    places = [(place / len(rest), test) for place, test in enumerate(rest)]
-    # None is among the last, so that no process waits for it at the end.
-    places += [(0.8 * place / len(alone), test) for place, test in enumerate(alone)]
+    # The place of a test is the part of the run's time after which it starts, roughly.
+    places: list[tuple[float, list[pytest.Item]]] = []
+    long_ones = [*groups.values(), *browser.values()]
+    for index, tests in enumerate(long_ones):
+        places.append((_TIME_OF_LONG_ONES * index / len(long_ones), tests))
+    for index, test in enumerate(rest):
+        place = _TIME_OF_LONG_ONES + (1 - _TIME_OF_LONG_ONES) * index / len(rest)
+        places.append((place, [test]))
+    for index, test in enumerate(alone):
+        # None is among the last, so that no process waits for it at the end.
+        places.append((0.85 * index / len(alone), [test]))
     places.sort(key=lambda each: each[0])
-    return [*shared, *browser, *(test for _, test in places)]
+    return [test for _, tests in places for test in tests]
 
 
 def _is_live(item: pytest.Item) -> bool:

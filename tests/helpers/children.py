@@ -179,12 +179,12 @@ def pids_of_children() -> set[int]:
     except ChildProcessError:  # there is none, as mostly; the look below takes 2 ms
         return set()
     pids: set[int] = set()
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in os.listdir("/proc/self/task"):
         try:
-            words = (thread / "children").read_text().split()
+            with open(f"/proc/self/task/{thread}/children", "rb", buffering=0) as children:
+                pids.update(map(int, children.read().split()))
         except OSError:  # the thread has ended
             continue
-        pids.update(map(int, words))
     return pids
 
 
