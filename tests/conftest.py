@@ -242,6 +242,8 @@ def _in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
     for index, test in enumerate(rest):
         place = _TIME_OF_LONG_ONES + (1 - _TIME_OF_LONG_ONES) * index / len(rest)
         places.append((place, [test]))
+    # Those of one file wait in the same way, so every fifth is the next one.
+    alone = [test for first in range(5) for test in alone[first::5]]
     for index, test in enumerate(alone):
         # None is among the last, so that no process waits for it at the end.
         places.append((0.85 * index / len(alone), [test]))

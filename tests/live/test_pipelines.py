@@ -47,7 +47,9 @@ from trtllm_bls.text.tokenizer import load_tokenizer
 
 EXAMPLES = ROOT / "examples"
 SLOW_EXAMPLES = ("best_of_n", "cosy")  # whose tests are slow
-LOADED = pytest.mark.skipif(not FULL, reason="loads no such example; set TRTLLM_BLS_FULL=1 to run it")
+LOADED = pytest.mark.skipif(
+    not FULL, reason="loads no such example; set TRTLLM_BLS_FULL=1 to run it"
+)
 TOLD = ": answer left tasks behind: 1; their calls of models are ended"
 LONG = "the quick brown fox jumps over the lazy dog and runs into the woods again " * 8
 # Streams what a decoupled model of the same server streams; ``once`` asks for one response.
