@@ -10,13 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.embedded_steps import answers
+from tests.helpers.tiers import budget
 from trtllm_bls.engines.embedded import EmbeddedEngine
 from trtllm_bls.settings.parameters import EngineParameters
 from trtllm_bls.text.tokenizer import load_tokenizer
 from trtllm_bls.types import EngineRequest
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo"
-NEW_TOKENS = 48
+NEW_TOKENS = budget(24, 48)
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])
