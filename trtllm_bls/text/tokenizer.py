@@ -957,8 +957,9 @@ def load_tokenizer(directory: str | Path, *, hides_torch: bool = True) -> Tokeni
     """Load a Hugging Face tokenizer directory, from this disk alone; it is read, never run.
 
     ``hides_torch``: ``transformers`` works for the rest of this process as if there were no torch,
-    which takes seconds and memory. Set it to false in a process that runs a user's code, and while
-    another thread imports torch. Raises ``TokenizerError``.
+    which takes seconds and memory, and garbage collections leave out what the first load made. Set
+    it to false in a process that runs a user's code, and while another thread imports torch. Raises
+    ``TokenizerError``.
     """
     path = Path(directory)
     if not path.is_dir():
