@@ -262,11 +262,10 @@ async def test_an_http_program_that_answers_nothing_ends_readiness_and_is_replac
     door = Door(is_well=True)
     async with FakeGrpcServer([TOKEN]) as server:
         watching = watch(server.url, tmp_path, 0.5, failed := [], http=door)
-        await eventually(lambda: len(server.asked) > 1)
-        assert watching.verdict.ready
+        await eventually(lambda: len(server.asked) > 1 and watching.verdict.ready)
         door.is_well = False
-        await eventually(lambda: not watching.verdict.ready)
-        assert "the HTTP program has answered nothing for" in watching.verdict.reasons[0]
+        silence = "the HTTP program has answered nothing for"
+        await eventually(lambda: silence in "; ".join(watching.verdict.reasons))
         await eventually(lambda: door.replaced)
         door.is_well = True
         await eventually(lambda: watching.verdict.ready)
@@ -292,7 +291,8 @@ async def test_responses_of_an_http_program_need_no_probe(tmp_path: Path) -> Non
                 enough = time.monotonic() + 2.0  # four times the limit
                 watching = watch(server.url, tmp_path, 0.5, [], http=door)
                 await eventually(progress)
-                assert watching.verdict.ready
+                # On a busy machine Triton's answers may be late, too.
+                assert "the HTTP program" not in "; ".join(watching.verdict.reasons)
                 await asyncio.to_thread(watching.close)
         finally:
             worker.kill()
@@ -569,13 +569,14 @@ async def test_a_server_without_file_descriptors_has_failed_after_a_while(
     found = (line,)
     monkeypatch.setattr(ServerProcesses, "without_descriptors", lambda _: found)
     async with FakeGrpcServer([TOKEN]) as server:
-        watching = watch(server.url, tmp_path, 0.3, failed)
+        watching = watch(server.url, tmp_path, 1.0, failed)
         await eventually(lambda: watching.verdict.reasons == (line,))
         found = ()
         await eventually(lambda: watching.verdict.ready)
         assert failed == []
         found = (line,)
-        await eventually(lambda: failed == [line])
+        await eventually(lambda: failed)
+        assert line in failed[0]
         await asyncio.to_thread(watching.close)
 
 

@@ -46,7 +46,7 @@ class TritonPythonModel(StreamingModel):
     options = {"top_docs": int}
 
     async def load(self, deployment):
-        self.name = deployment.name
+        self.name, self.present = deployment.name, 0
         if self.name in ("first", "second"):
             self.llm = deployment.llm()
 
@@ -56,8 +56,10 @@ class TritonPythonModel(StreamingModel):
             async for part in request.stream(self.name, {"what": what}):
                 await response.send({"said": part["said"]})
         elif what == "rendezvous":
-            # All callers have a place when the first of them calls.
-            await asyncio.sleep(1)
+            # All four callers have a place when the first of them calls.
+            self.present += 1
+            while self.present < 4:
+                await asyncio.sleep(0.01)
             async for part in request.stream(self.name, {"what": "tell"}):
                 await response.send({"said": part["said"]})
         elif what == "tell":
