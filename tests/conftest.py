@@ -201,7 +201,7 @@ def pytest_collection_finish() -> None:
     """Take what is there before the first test out of all later garbage collections.
 
     Modules and thousands of tests are a million objects that stay. At its end Python would look
-    through all objects three times.
+    through all objects several times.
     """
     gc.freeze()
     gc.enable()

@@ -57,7 +57,7 @@ def collect_rarely() -> None:
 
 
 def end_without_collections() -> None:
-    """Have Python leave all objects out of the three collections that it makes at its end.
+    """Have Python leave all objects out of the full collections that it makes at its end.
 
     They take up to a second of CPU with torch, and the process's memory is freed in any case.
     """

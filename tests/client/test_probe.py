@@ -576,8 +576,9 @@ async def test_a_server_without_file_descriptors_has_failed_after_a_while(
         assert failed == []
         found = (line,)
         await eventually(lambda: failed)
-        assert line in failed[0]
         await asyncio.to_thread(watching.close)
+    (told,) = failed
+    assert line in told  # a busy machine may have a second reason
 
 
 async def test_a_server_of_other_models_alone_is_never_without_progress(tmp_path: Path) -> None:
