@@ -29,7 +29,7 @@ from trtllm_bls.text.tokenizer import load_tokenizer
 
 full = []
 gc.callbacks.append(lambda phase, info: full.append((phase, info["generation"])))
-load_tokenizer({str(DEMO / "target")!r}, hides_torch=sys.argv[1] == "ours")
+load_tokenizer({str(DEMO / "target")!r}, own_process=sys.argv[1] == "ours")
 print(full.count(("start", 2)), gc.get_freeze_count() > 100_000, gc.isenabled())
 """
 

@@ -288,7 +288,7 @@ class PipelineDeployment(BaseDeployment):
 
     def _new_llm(self, parameters: PipelineParameters) -> LLM:
         assert parameters.tokenizer_dir is not None
-        tokenizer = load_tokenizer(parameters.tokenizer_dir, hides_torch=False)
+        tokenizer = load_tokenizer(parameters.tokenizer_dir, own_process=False)
         engine = self.open(parameters, tokenizer)
         # Admission and reports are those of the pipeline's request. Its calls of the language model
         # have neither.

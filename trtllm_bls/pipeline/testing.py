@@ -757,7 +757,7 @@ def serving(
             chat = self.chat_parameters(tokenizer, tool_parser, reasoning_parser)
             loaded = None
             if chat.tokenizer_dir is not None:
-                loaded = load_tokenizer(chat.tokenizer_dir, hides_torch=False)
+                loaded = load_tokenizer(chat.tokenizer_dir, own_process=False)
                 llms[name].encode = partial(loaded.encode, add_special_tokens=False)
             self._orchestrators.append(llms[name])
             return LLM(llms[name], loaded, chat.tool_parser, chat.reasoning_parser)

@@ -42,6 +42,7 @@ from trtllm_bls.text.checkpoint_dir import (
 from trtllm_bls.text.detokenizer import Detokenizer, KeepingVocabulary, choose_detokenizer
 from trtllm_bls.text.json_values import MAX_DEPTH, SURROGATES, json_texts
 from trtllm_bls.text.template_trial import problem_of
+from trtllm_bls.text.transformers_import import import_transformers
 from trtllm_bls.types import ChatOptions, PromptIds
 
 logger = logging.getLogger(__name__)
@@ -953,13 +954,13 @@ def _check_unicode(text: str, field: str) -> None:
 # --- loading --------------------------------------------------------------------------------
 
 
-def load_tokenizer(directory: str | Path, *, hides_torch: bool = True) -> Tokenizer:
+def load_tokenizer(directory: str | Path, *, own_process: bool = True) -> Tokenizer:
     """Load a Hugging Face tokenizer directory, from this disk alone; it is read, never run.
 
-    ``hides_torch``: ``transformers`` works for the rest of this process as if there were no torch,
-    which takes seconds and memory, and garbage collections leave out what the first load made. Set
-    it to false in a process that runs a user's code, and while another thread imports torch. Raises
-    ``TokenizerError``.
+    ``own_process``: no code of a user runs in this process. If the tokenizer is the first thing
+    that needs ``transformers``, then that works for the rest of this process as if there were no
+    torch, which takes seconds and memory, and garbage collections leave out what the load made.
+    Set it to false also while another thread imports torch. Raises ``TokenizerError``.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -971,14 +972,15 @@ def load_tokenizer(directory: str | Path, *, hides_torch: bool = True) -> Tokeni
     # ``None`` in ``sys.modules`` makes Python's import system say that there is none. Models would
     # need torch imported before the first tokenizer, while
     # ``transformers.generation.logits_process`` works either way.
-    hides_torch = hides_torch and not sys.modules.keys() & {"torch", "transformers"}
+    hides_torch = own_process and not sys.modules.keys() & {"torch", "transformers"}
     try:
         if hides_torch:
-            os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "no PyTorch found"
             sys.modules["torch"] = None  # type: ignore[assignment]
         try:
             with no_collections(freezes=hides_torch):
-                from transformers import AutoTokenizer
+                if own_process:
+                    import_transformers()
+                from transformers.models.auto.tokenization_auto import AutoTokenizer
 
                 hf = AutoTokenizer.from_pretrained(
                     str(path), local_files_only=True, trust_remote_code=False

@@ -1,0 +1,82 @@
+"""``transformers``, imported for a tokenizer alone, beside ``transformers`` as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import transformers
+
+from tests.helpers.loaded_tokenizers import DEMO
+from tests.helpers.small_tokenizers import MAKERS, directory
+
+# Prints how many files of models are opened.
+OPENED = """
+import sys
+opened = []
+
+def see(event, arguments):
+    if event == "open" and "/transformers/models/" in str(arguments[0]):
+        if "/modeling_" in str(arguments[0]):
+            opened.append(arguments[0])
+
+sys.addaudithook(see)
+"""
+LOADED = """
+from trtllm_bls.text.tokenizer import load_tokenizer
+for place in sys.argv[1:]:
+    assert load_tokenizer(place).encode("the fox", False), place
+import transformers
+assert transformers.__version__ and transformers.PreTrainedTokenizerFast
+print(len(opened))
+from transformers import LlamaConfig
+assert LlamaConfig().hidden_size and transformers.models.bert.BertConfig().hidden_size
+print(len(opened))
+"""
+NAMES = """
+import json
+import transformers
+import transformers.models
+
+KEPT = ("_modules", "_class_to_module", "_object_missing_backend", "_import_structure")
+
+def plain(value):
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return sorted(value) if isinstance(value, (set, list)) else value
+
+names = {}
+for module in (transformers, transformers.models):
+    names[module.__name__] = [sorted(set(dir(module))), sorted(module.__all__)]
+    names[module.__name__] += [plain(getattr(module, name, None)) for name in KEPT]
+print(json.dumps(names))
+"""
+SHORT = """
+from trtllm_bls.text.transformers_import import import_transformers
+import_transformers()
+"""
+
+
+def printed(source: str, *words: str) -> list[Any]:
+    """What a Python of its own prints, each line a value in JSON."""
+    command = [sys.executable, "-c", source, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_no_tokenizer_reads_the_models_of_transformers() -> None:
+    """A name that only they have is there all the same, and then they are read."""
+    places = [str(directory(family)) for family in MAKERS]
+    before, after = printed(OPENED + LOADED, *places, str(DEMO))
+    (whole,) = printed(OPENED + "import transformers; print(len(opened))")
+    assert before < 10  # of the packages that load a tokenizer
+    assert after >= whole
+    lists_models = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 48)
+    assert (whole > 100) == lists_models
+
+
+def test_every_name_of_transformers_is_there() -> None:
+    assert printed(SHORT + NAMES) == printed(NAMES)

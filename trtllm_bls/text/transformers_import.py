@@ -1,0 +1,116 @@
+"""The import of ``transformers`` without the names of all its models.
+
+From 4.48 on, ``transformers`` reads the 1,700 source files of its models whenever it is imported,
+to list the names that they export. That takes 0.4 of the 1.0 s in which a process with a tokenizer
+starts (docs/measurements.md), and a tokenizer needs none of these names. Here the files are read
+when somebody asks for a name that is not known yet.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Names, by the packages that they need and by their module: what ``_LazyModule`` is made of.
+Structure = dict[frozenset[str], dict[str, set[str]]]
+
+_LISTS = "transformers.utils.import_utils"
+# Attributes of a ``_LazyModule`` that are made of its structure.
+_MADE = ("_modules", "_class_to_module", "_object_missing_backend", "_import_structure", "__all__")
+
+
+def import_transformers() -> None:
+    """Import ``transformers`` for a process that needs a tokenizer and no model.
+
+    ``AutoTokenizer`` is in the file of a model, too, so ``from transformers`` would read them all;
+    import it from ``transformers.models.auto.tokenization_auto``. If ``transformers`` was imported
+    before, it stays as it is.
+    """
+    if "transformers" in sys.modules:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    lists = _ListsOfModels()
+    sys.meta_path.insert(0, lists)
+    try:
+        import transformers.models  # noqa: F401
+    finally:
+        sys.meta_path.remove(lists)
+        lists.restore()
+    for name, read in lists.postponed.items():
+        _read_when_asked(sys.modules[name], read)
+
+
+class _ListsOfModels(MetaPathFinder):
+    """Postpones the lists of names that ``transformers`` makes at its import.
+
+    ``postponed`` has the function that makes each list, by the module whose list it is.
+    """
+
+    def __init__(self) -> None:
+        self.postponed: dict[str, Callable[[], Structure]] = {}
+        self.restore: Callable[[], None] = lambda: None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module that makes lists, and no other one."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _LISTS else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_replace(module: Any) -> None:
+            execute(module)
+            names_of = getattr(module, "define_import_structure", None)
+            if names_of is not None:
+                module.define_import_structure = self._postponing(names_of)
+                self.restore = lambda: setattr(module, "define_import_structure", names_of)
+
+        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
+        return spec
+
+    def _postponing(self, names_of: Callable[..., Structure]) -> Callable[..., Structure]:
+        def postpone(module_path: Any, prefix: str | None = None) -> Structure:
+            path = Path(module_path)
+            directory = path.parent if path.name == "__init__.py" else path
+            if directory.parts[-2:] != ("transformers", "models"):
+                return names_of(module_path, prefix)
+            module = "transformers" if prefix else "transformers.models"
+            self.postponed[module] = lambda: names_of(module_path, prefix)
+            return {frozenset(): {}}
+
+        return postpone
+
+
+def _read_when_asked(module: Any, read: Callable[[], Structure]) -> None:
+    """Have a ``_LazyModule`` read its list when it is asked for a name that it does not know."""
+    complete = type(module)
+
+    class Incomplete(complete):  # type: ignore[misc, valid-type]
+        def __getattr__(self, name: str) -> Any:
+            known = (self._objects, self._modules, self._class_to_module)
+            if not any(name in names for names in known):
+                self._complete()
+            return complete.__getattr__(self, name)
+
+        def __dir__(self) -> Iterable[str]:
+            self._complete()
+            return dir(self)
+
+        def _complete(self) -> None:
+            structure = read()
+            known = {key: set(names) for key, names in self._import_structure.items()}
+            structure.setdefault(frozenset(), {}).update(known)
+            made = complete(self._name, self.__file__, structure, self.__spec__, self._objects)
+            for attribute in _MADE:
+                setattr(self, attribute, getattr(made, attribute))
+            self.__class__ = complete
+
+    del module.__all__  # `import *` asks for it
+    module.__class__ = Incomplete
