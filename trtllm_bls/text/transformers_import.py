@@ -28,9 +28,9 @@ _MADE = ("_modules", "_class_to_module", "_object_missing_backend", "_import_str
 def import_transformers() -> None:
     """Import ``transformers`` for a process that needs a tokenizer and no model.
 
-    ``AutoTokenizer`` is in the file of a model, too, so ``from transformers`` would read them all;
-    import it from ``transformers.models.auto.tokenization_auto``. If ``transformers`` was imported
-    before, it stays as it is.
+    Take names from the modules of their models after this: to find one in ``transformers`` itself
+    reads all files, also for the automatic tokenizer. If ``transformers`` was imported before, it
+    stays as it is.
     """
     if "transformers" in sys.modules:
         return
@@ -89,7 +89,7 @@ class _ListsOfModels(MetaPathFinder):
 
 
 def _read_when_asked(module: Any, read: Callable[[], Structure]) -> None:
-    """Have a ``_LazyModule`` read its list when it is asked for a name that it does not know."""
+    """Have a lazy module read its list when it is asked for a name that it does not know."""
     complete = type(module)
 
     class Incomplete(complete):  # type: ignore[misc, valid-type]
