@@ -85,7 +85,9 @@ def run(row: Row) -> dict[str, str]:
         told = f"error: put a {interpreter} with venv on the PATH; the one there fails: {error}"
         raise SystemExit(told) from None
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-e", ROOT, "numpy<2", *row.packages, *TOOLS], check=True, timeout=3600)
+    subprocess.run(
+        [*pip, "-e", f"{ROOT}[openai]", "numpy<2", *row.packages, *TOOLS], check=True, timeout=3600
+    )
     report.unlink(missing_ok=True)
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     subprocess.run([*pytest, *TESTS], cwd=ROOT, check=False, timeout=3600)

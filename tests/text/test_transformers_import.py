@@ -57,7 +57,7 @@ def plain(value):
 assert {"AutoTokenizer", "LlamaConfig"} <= set(dir(transformers))
 names = {}
 for module in (transformers, transformers.models):
-    names[module.__name__] = [sorted(set(module.__all__))]
+    names[module.__name__] = [sorted(getattr(module, "__all__", []))]
     names[module.__name__] += [plain(getattr(module, name, None)) for name in KEPT]
 print(json.dumps(names))
 """
@@ -72,11 +72,11 @@ def printed(source: str, *words: str) -> list[Any]:
 
 
 def test_no_tokenizer_reads_the_models_of_transformers() -> None:
-    """All names are there when one of a model is asked for."""
+    """All names are there when one of a model is asked for. Older ones read some in any case."""
     places = [str(directory(family)) for family in MAKERS]
     num_ours, ours = printed(COUNT + OURS + NAMES, *places, str(DEMO))
     num_theirs, theirs = printed(COUNT + THEIRS + NAMES)
-    assert num_ours < 10  # of the packages that load a tokenizer
-    lists_models = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 48)
-    assert (num_theirs > 100) == lists_models
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 57):
+        assert num_theirs > 300
+        assert num_ours < 10  # of the packages that load a tokenizer
     assert ours == theirs

@@ -15,13 +15,15 @@ import resource
 import select
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 CPU_S = 2
 MEMORY_BYTES = 256 << 20
 _WAIT_S = 20.0  # in which a child uses no CPU, as after a fork of a process with many threads
 _NO_MEMORY = 3  # exit code of the child
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
 # gRPC's own handlers of a fork disturb the connections of the process that forks: 14 of 11,500 new
 # ones failed or hung while it forked at 70 Hz, and none of 12,500 without the handlers (1.85). The
 # child makes no calls, so our programs switch them off, which counts before the first channel.
@@ -52,7 +54,7 @@ def _status_of(render: Callable[[], object]) -> int:
     Zero also stands for a trial that could not be made.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_warning_of_tokenizers():
             # Python 3.12 warns of a fork beside threads. The child runs the template and ends.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
@@ -70,6 +72,19 @@ def _status_of(render: Callable[[], object]) -> int:
         log.warning("the chat template is not tried out: its trial stood still for %g s", _WAIT_S)
         return 0
     return os.waitstatus_to_exitcode(status)
+
+
+@contextmanager
+def _no_warning_of_tokenizers() -> Iterator[None]:
+    """Keep the ``tokenizers`` of transformers 4.51 and before from warning of a fork beside their
+    threads. They are silent if the environment has the setting, whose default this is."""
+    is_set = _PARALLELISM in os.environ
+    os.environ.setdefault(_PARALLELISM, "true")
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[_PARALLELISM]
 
 
 def _run_and_exit(render: Callable[[], object]) -> None:
