@@ -8,6 +8,7 @@ are read when somebody asks for a name that is not known yet.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 # Names, by the packages that they need and by their module: what ``_LazyModule`` is made of.
 Structure = dict[frozenset[str], dict[str, set[str]]]
@@ -39,11 +42,17 @@ def import_transformers() -> None:
     sys.meta_path.insert(0, lists)
     try:
         import transformers.models  # noqa: F401
+
+        for name, read in lists.postponed.items():
+            _read_when_asked(sys.modules[name], read)
+    except Exception as error:
+        # A release that is made in another way. Without its modules the next import is as usual.
+        _log.debug("transformers is imported with all names: %r", error)
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+            del sys.modules[name]
     finally:
         sys.meta_path.remove(lists)
         lists.restore()
-    for name, read in lists.postponed.items():
-        _read_when_asked(sys.modules[name], read)
 
 
 class _ListsOfModels(MetaPathFinder):
