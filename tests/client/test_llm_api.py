@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import reciting, table
+from tests.helpers.packages import needs
 from tests.helpers.scripted_pairs import ids, read
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import eventually
@@ -281,6 +282,7 @@ async def test_what_a_request_brings_is_passed_on_or_refused_by_name(
                 await told(priority=np.float32(0.75))
 
 
+@needs("torch")
 async def test_bias_reaches_the_engine(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[0.1, 0.2, 0.3, 0.4]] * 4
     async with opened(api, monkeypatch, table(rows)) as (engine, _):
@@ -396,6 +398,7 @@ async def test_model_yaml_is_read_as_upstreams(
         open_llm("llm", parameters(gpu_device_ids="0", instances=2), lambda: 1000)
 
 
+@needs("torch")
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_report_of_what_the_engine_does(
     api: Any, monkeypatch: pytest.MonkeyPatch, dies: bool

@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+from tests.helpers.packages import needs
 from tests.helpers.ports import ANY_PORTS
 from tests.helpers.waiting import until
 from trtllm_bls import __version__
@@ -204,6 +205,7 @@ def test_a_mistyped_command_gets_the_right_one(words: list[str], hint: str) -> N
     assert hint in output
 
 
+@needs("pytriton")
 def test_a_name_on_hugging_face_gets_the_command_that_downloads_it() -> None:
     """`serve` reads a directory; other servers download."""
     code, output = run("serve", "--model", "meta-llama/Llama-3.2-1B")

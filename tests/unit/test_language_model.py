@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 
+from tests.helpers.packages import needs
 from tests.helpers.server_settings import ROOT
 from tests.helpers.small_tokenizers import directory
 from tests.helpers.tool_tokenizer import tool_tokenizer
@@ -118,6 +119,7 @@ def wrong(llm: LLM) -> None:
 """
 
 
+@needs("mypy")
 def test_mypy_finds_the_mistakes(tmp_path: Path) -> None:
     """In strict mode, line by line."""
     (tmp_path / "calls.py").write_text(CALLS)

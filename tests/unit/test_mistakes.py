@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.helpers.packages import needs
 from tests.helpers.ports import ANY_PORTS, unused_ports
 from tests.helpers.server_settings import DEMO
 from trtllm_bls.cli import main
 
 # The command line, and words of the line that it ends with. FILE and EMPTY are a file and a
 # directory; NOWHERE does not exist.
+NEEDS_SERVER = needs("pytriton")
 MISTAKES = {
     # directories and files
     "serve --model NOWHERE": "no such directory",
@@ -100,7 +102,13 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("words", MISTAKES)
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, marks=NEEDS_SERVER if words.startswith(("serve", "demo")) else ())
+        for words in MISTAKES
+    ],
+)
 def test_a_mistake_ends_in_one_line_with_the_mend(words: str, tmp_path: Path) -> None:
     """No traceback, an exit code that is not 0, and what was written named."""
     places = {name: tmp_path / name for name in ("FILE", "EMPTY", "NOWHERE", "OUT")}

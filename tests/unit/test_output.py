@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.packages import needs
 from tests.helpers.ports import ANY_PORTS
 from tests.helpers.waiting import join, until
 from trtllm_bls.orchestrator.output import (
@@ -196,6 +197,7 @@ def test_a_result_whose_reader_has_left_is_one_line(words: str) -> None:
     assert (done.returncode, done.stderr) == (1, "error: cannot write the output: Broken pipe\n")
 
 
+@needs("pytriton")
 def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     """For instance a link that leads to itself."""
     link = tmp_path / "loop"

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.packages import needs
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.virtual_time import Clock
@@ -514,6 +515,7 @@ def test_what_new_writes_passes_its_own_test(tmp_path: Path, dtype: str, dims: s
     names["test_it_says_what_the_language_model_says"]()
 
 
+@needs("mypy")
 def test_what_new_writes_is_typed(tmp_path: Path) -> None:
     """With tensors of every type, and beside a configuration that is there."""
     words = ["--input", "prompt:STRING", "--output", "text:STRING"]

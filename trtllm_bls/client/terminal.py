@@ -76,6 +76,7 @@ _CONNECTION_REMEDIES = {
     "Connection refused": "; nothing listens there: `trtllm-bls serve` starts a server",
     "http1.x server": _HTTP,
     "Expected SETTINGS frame": _HTTP,
+    "Failed parsing HTTP/2": _HTTP,
 }
 
 
