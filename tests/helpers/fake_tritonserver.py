@@ -16,9 +16,14 @@ starts = int(counter.read_text()) + 1 if counter.exists() else 1
 counter.write_text(str(starts))
 options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if "=" in word)
 
-def listen(service):
+def listen(service, opens=socket.create_server):
     address = options[service + "-address"], int(options[service + "-port"])
-    return socket.create_server(address)
+    try:
+        return opens(address)
+    except OSError:  # in Triton's words
+        name = service.upper()
+        print(f"failed to start {name} service: Unavailable - Socket '{address}' already in use")
+        sys.exit(1)
 
 def serve():
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,9 +37,8 @@ def serve():
         def log_message(self, *args):
             pass
 
-    address = options["http-address"], int(options["http-port"])
     held = [listen("grpc"), listen("metrics")]
-    ThreadingHTTPServer(address, Ready).serve_forever()
+    listen("http", lambda address: ThreadingHTTPServer(address, Ready)).serve_forever()
 
 def start_stub():
     import subprocess

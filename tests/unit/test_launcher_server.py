@@ -144,6 +144,23 @@ def test_a_death_by_a_lock_is_told_with_its_usual_cause(tmp_path: Path, reposito
             server.wait()
 
 
+def test_an_orphan_of_the_server_is_not_the_server(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard adopts it when the server has ended, and may still have it when the watch says that
+    the server is dead. What is told is the signal."""
+    root = installation(tmp_path / "triton", "stub = start_stub()\nserve()")
+    with TritonServer(free_ports(server=root, model_repository=repository)) as server:
+        assert server.process is not None
+        (orphan,) = server.process.children()
+        monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [orphan])
+        server.process.kill()
+        until(lambda: server.process is None)
+        server.fail("the process of tritonserver is dead")
+        with pytest.raises(ServerFailed, match=r"itself \(SIGKILL, perhaps out of memory"):
+            server.wait()
+
+
 def test_any_other_death_is_not_tried_again(tmp_path: Path, repository: Path) -> None:
     """It would die the same way."""
     root = installation(tmp_path / "triton", "os.abort()")

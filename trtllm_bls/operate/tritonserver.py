@@ -490,6 +490,7 @@ class GuardedProcess:
         self, scratch: Scratch, exit_timeout: float, on_line: Callable[[str], None]
     ) -> None:
         self._scratch = scratch
+        self._server: psutil.Process | None = None
         # Every process of the server inherits the run's TMPDIR.
         self._variables = {"TMPDIR": str(scratch.workdir)}
         order = {
@@ -529,9 +530,12 @@ class GuardedProcess:
     def server(self) -> psutil.Process | None:
         """The command's own process; ``None`` before it started and after it ended."""
         with suppress(psutil.Error):
-            children = psutil.Process(self._guard.pid).children()
-            if children:  # the oldest; the guard adopts orphans of the server later
-                return min(children, key=psutil.Process.create_time)
+            if self._server is None:
+                # The first child; the guard adopts orphans of the server when that has ended.
+                children = psutil.Process(self._guard.pid).children()
+                self._server = min(children, key=psutil.Process.create_time, default=None)
+            if self._server is not None and self._server.is_running():
+                return self._server
         return None
 
     def stop(self) -> None:
