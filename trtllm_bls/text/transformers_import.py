@@ -25,7 +25,13 @@ Structure = dict[frozenset[str], dict[str, set[str]]]
 
 _LISTS = "transformers.utils.import_utils"
 # Attributes of a ``_LazyModule`` that are made of its structure.
-_MADE = ("_modules", "_class_to_module", "_object_missing_backend", "_import_structure", "__all__")
+_NAME_TABLES = (
+    "_modules",
+    "_class_to_module",
+    "_object_missing_backend",
+    "_import_structure",
+    "__all__",
+)
 
 
 def import_transformers() -> None:
@@ -43,8 +49,8 @@ def import_transformers() -> None:
     try:
         import transformers.models  # noqa: F401
 
-        for name, read in lists.postponed.items():
-            _read_when_asked(sys.modules[name], read)
+        for name, reader in lists.readers.items():
+            _read_when_asked(sys.modules[name], reader)
     except Exception as error:
         # A release that is made in another way. Without its modules the next import is as usual.
         _log.debug("transformers is imported with all names: %r", error)
@@ -58,11 +64,11 @@ def import_transformers() -> None:
 class _ListsOfModels(MetaPathFinder):
     """Postpones the lists of names that ``transformers`` makes at its import.
 
-    ``postponed`` has the function that makes each list, by the module whose list it is.
+    ``readers`` has the function that makes each list, by the module whose list it is.
     """
 
     def __init__(self) -> None:
-        self.postponed: dict[str, Callable[[], Structure]] = {}
+        self.readers: dict[str, Callable[[], Structure]] = {}
         self.restore: Callable[[], None] = lambda: None
 
     def find_spec(
@@ -78,48 +84,48 @@ class _ListsOfModels(MetaPathFinder):
             execute(module)
             names_of = getattr(module, "define_import_structure", None)
             if names_of is not None:
-                module.define_import_structure = self._postponing(names_of)
+                module.define_import_structure = self._postponement(names_of)
                 self.restore = lambda: setattr(module, "define_import_structure", names_of)
 
         spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
         return spec
 
-    def _postponing(self, names_of: Callable[..., Structure]) -> Callable[..., Structure]:
+    def _postponement(self, names_of: Callable[..., Structure]) -> Callable[..., Structure]:
         def postpone(place: Any, **prefix: str) -> Structure:
             path = Path(place)
             directory = path.parent if path.name == "__init__.py" else path
             if directory.parts[-2:] != ("transformers", "models"):
                 return names_of(place, **prefix)
             module = "transformers" if prefix else "transformers.models"
-            self.postponed[module] = lambda: names_of(place, **prefix)
+            self.readers[module] = lambda: names_of(place, **prefix)
             return {frozenset(): {}}
 
         return postpone
 
 
-def _read_when_asked(module: Any, read: Callable[[], Structure]) -> None:
+def _read_when_asked(module: Any, reader: Callable[[], Structure]) -> None:
     """Have a lazy module read its list when it is asked for a name that it does not know."""
-    complete = type(module)
+    lazy = type(module)
 
-    class Incomplete(complete):  # type: ignore[misc, valid-type]
+    class IncompleteModule(lazy):  # type: ignore[misc, valid-type]
         def __getattr__(self, name: str) -> Any:
-            known = (self._objects, self._modules, self._class_to_module)
-            if not any(name in names for names in known):
+            tables = (self._objects, self._modules, self._class_to_module)
+            if not any(name in table for table in tables):
                 self._complete()
-            return complete.__getattr__(self, name)
+            return lazy.__getattr__(self, name)
 
         def __dir__(self) -> Iterable[str]:
             self._complete()
             return dir(self)
 
         def _complete(self) -> None:
-            structure = read()
-            known = {key: set(names) for key, names in self._import_structure.items()}
-            structure.setdefault(frozenset(), {}).update(known)
-            made = complete(self._name, self.__file__, structure, self.__spec__, self._objects)
-            for attribute in _MADE:
-                setattr(self, attribute, getattr(made, attribute))
-            self.__class__ = complete
+            structure = reader()
+            own = {key: set(names) for key, names in self._import_structure.items()}
+            structure.setdefault(frozenset(), {}).update(own)
+            whole = lazy(self._name, self.__file__, structure, self.__spec__, self._objects)
+            for table in _NAME_TABLES:
+                setattr(self, table, getattr(whole, table))
+            self.__class__ = lazy
 
     del module.__all__  # `import *` asks for it
-    module.__class__ = Incomplete
+    module.__class__ = IncompleteModule
