@@ -113,6 +113,7 @@ slow-readers: $(INSTALLED)
 	@$(BIN)/python -m tests.reliability.slow_readers
 
 # As beside TensorRT-LLM 0.15: what setup.cfg allows at the least, in an environment of its own.
+# test_request_path counts functions, and old packages need one more.
 test-lowest:
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[openai]' \

@@ -36,6 +36,7 @@ import transformers
 
 assert transformers.__version__ and transformers.PreTrainedTokenizerFast
 print(len(opened))
+assert "bert" in dir(transformers.models)
 from transformers import LlamaConfig
 
 assert LlamaConfig().hidden_size and transformers.models.bert.BertConfig().hidden_size

@@ -957,10 +957,10 @@ def _check_unicode(text: str, field: str) -> None:
 def load_tokenizer(directory: str | Path, *, own_process: bool = True) -> Tokenizer:
     """Load a Hugging Face tokenizer directory, from this disk alone; it is read, never run.
 
-    ``own_process``: no code of a user runs in this process. If the tokenizer is the first thing
-    that needs ``transformers``, then that works for the rest of this process as if there were no
-    torch, which takes seconds and memory, and garbage collections leave out what the load made.
-    Set it to false also while another thread imports torch. Raises ``TokenizerError``.
+    ``own_process``: no code of a user runs in this process. If nothing has imported
+    ``transformers`` before, it then works for the rest of this process as if there were no torch,
+    since to import torch takes seconds and memory; garbage collections leave out what the load
+    made. Set it to false also while another thread imports torch. Raises ``TokenizerError``.
     """
     path = Path(directory)
     if not path.is_dir():
