@@ -64,7 +64,7 @@ LONE = frozenset(
     )
 )
 # Fixtures of the session that start a server: tests that share one run in the same worker.
-SHARED_SERVERS = ("server", "echo", "parts", "deployment")
+SHARED_SERVERS = ("server", "echo", "parts", "deployment", "pipelines")
 
 
 def pytest_configure(config: pytest.Config) -> None:

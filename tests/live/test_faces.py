@@ -25,7 +25,7 @@ from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.waiting import until
 from tests.helpers.watched import watched
 from tests.live.conftest import echo_settings
-from tests.live.test_pipelines import live_requests
+from tests.live.pipelines import live_requests
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment

@@ -23,154 +23,70 @@ from tests.helpers.openai_server import serving as openai_serving
 from tests.helpers.server_settings import DEMO
 from tests.helpers.tiers import budget
 from tests.helpers.waiting import until
-from tests.helpers.watched import watched
 from tests.live.conftest import echo_settings
-from tests.live.test_pipelines import LONG, Lines, Stream, live_requests, texts
-from trtllm_bls.configure.new import config_of
+from tests.live.pipelines import LONG, Lines, Stream, live_requests, texts, write
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.settings.model_config import served_pipelines
 from trtllm_bls.wire.call_context import CONTEXT_PARAMETER, RUN_SECRET
 
-# Does as ``what`` says; ``chat`` tells who asks, and a second pipeline what it was told of that.
-PIPELINE = """
-import asyncio
-import json
-
-from trtllm_bls.pipeline import EngineError, StreamingModel, Tensor
-
-class TritonPythonModel(StreamingModel):
-    inputs = (Tensor("what", "STRING", required=True), Tensor("text", "STRING"))
-    outputs = (Tensor("said", "STRING"),)
-    options = {"top_docs": int}
-
-    async def load(self, deployment):
-        self.name, self.present = deployment.name, 0
-        if self.name in ("first", "second"):
-            self.llm = deployment.llm()
-
-    async def answer(self, request, response):
-        what, text = request.text("what"), request.text("text") if "text" in request else ""
-        if what == "endless":
-            async for part in request.stream(self.name, {"what": what}):
-                await response.send({"said": part["said"]})
-        elif what == "rendezvous":
-            # All four callers have a place when the first of them calls.
-            self.present += 1
-            while self.present < 4:
-                await asyncio.sleep(0.01)
-            async for part in request.stream(self.name, {"what": "tell"}):
-                await response.send({"said": part["said"]})
-        elif what == "tell":
-            await response.send({"said": json.dumps(told(request))})
-        elif what == "bls":
-            inputs = {"text_input": text, "max_tokens": 1000, "stream": True}
-            async for part in request.stream("tensorrt_llm_bls", inputs, ["text_output"]):
-                await response.send({"said": part["text_output"]})
-        elif what == "say":
-            async for step in self.llm.text(text, max_tokens=1000):
-                await response.send({"said": step.text})
-        elif what.startswith("via "):
-            other, _, rest = what.removeprefix("via ").partition(" ")
-            async for part in request.stream(other, {"what": rest, "text": text}):
-                await response.send({"said": part["said"]})
-        elif what == "count":
-            count = (await request.session.get() or 0) + 1
-            await request.session.put(count)
-            await response.send({"said": f"{count} {id(self)}"})
-
-    async def chat(self, request):
-        inner = None
-        if self.name == "first":
-            async for part in request.stream("second", {"what": "tell"}):
-                inner = json.loads(part["said"][0])
-        own = {"metadata": request.metadata, "user": request.user, "headers": request.headers}
-        own |= {"options": request.options, "inner": inner}
-        yield json.dumps({**told(request), **own})
-
-def told(request):
-    session = request.session.id if request.session else None
-    return {
-        "key": request.key, "salt": request.cache_salt, "trace": request.traceparent,
-        "callers": list(request.callers), "session": session, "parameters": request.parameters,
-        "limit": request.deadline,
-    }
-"""
-COUNTED = "instance_group [{ count: 2, kind: KIND_CPU }]"
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    settings = echo_settings(tmp_path_factory.mktemp("inner"))
-    assert settings.model_repository is not None
-    own = {"few": {"max_running_requests": "4"}, "hasty": {"request_timeout_seconds": "2"}}
-    for name in ("first", "second", "few", "hasty", "counter"):
-        directory = settings.model_repository / name
-        (directory / "1").mkdir(parents=True)
-        (directory / "1" / "model.py").write_text(PIPELINE)
-        config = config_of(directory / "1" / "model.py", own.get(name, {}))
-        if name == "counter":
-            config += COUNTED
-        (directory / "config.pbtxt").write_text(config)
-    with watched(settings, "server") as running:
-        yield running
-
-
-def ended(server: TritonServer, model: str) -> int:
+def ended(pipelines: TritonServer, model: str) -> int:
     """Requests of a model that are over."""
     count = 0.0
-    for line in httpx.get(server.metrics_url).text.splitlines():
+    for line in httpx.get(pipelines.metrics_url).text.splitlines():
         if line.startswith("trtllm_bls_requests_total{") and f'model="{model}"' in line:
             count += float(line.rpartition(" ")[2])
     return int(count)
 
 
-def test_a_pipeline_that_calls_itself_ends_at_the_ninth_call(server: TritonServer) -> None:
+def test_a_pipeline_that_calls_itself_ends_at_the_ninth_call(pipelines: TritonServer) -> None:
     """At once, with the names of the chain."""
-    before = ended(server, "first")
+    before = ended(pipelines, "first")
     chain = " → ".join(["first"] * 10)
     with pytest.raises(InferenceServerException, match=f"{chain}: 9 calls inside one another"):
-        list(Stream(server, "first", what="endless"))
-    until(lambda: ended(server, "first") == before + 10)
-    before = ended(server, "first")
+        list(Stream(pipelines, "first", what="endless"))
+    until(lambda: ended(pipelines, "first") == before + 10)
+    before = ended(pipelines, "first")
     with pytest.raises(InferenceServerException, match="first → second → second"):
-        list(Stream(server, "first", what="via second endless"))
-    until(lambda: ended(server, "first") == before + 1)
+        list(Stream(pipelines, "first", what="via second endless"))
+    until(lambda: ended(pipelines, "first") == before + 1)
 
 
-def test_a_chain_ends_with_its_first_request(server: TritonServer) -> None:
+def test_a_chain_ends_with_its_first_request(pipelines: TritonServer) -> None:
     """By its time limit, and when its caller leaves: the engine's work ends as well."""
     with pytest.raises(InferenceServerException, match="the time limit of 2 s is over"):
-        list(Stream(server, "hasty", what="via second via first say", text=LONG * 40))
-    until(lambda: live_requests(server) == 0)
-    stream = Stream(server, "first", what="via second bls", text=LONG * 40)
+        list(Stream(pipelines, "hasty", what="via second via first say", text=LONG * 40))
+    until(lambda: live_requests(pipelines) == 0)
+    stream = Stream(pipelines, "first", what="via second bls", text=LONG * 40)
     next(iter(stream))
-    assert live_requests(server) == 1
+    assert live_requests(pipelines) == 1
     stream.leave()
-    until(lambda: live_requests(server) == 0)
+    until(lambda: live_requests(pipelines) == 0)
 
 
-def test_tensorrt_llm_bls_ends_with_the_time_of_its_caller(server: TritonServer) -> None:
+def test_tensorrt_llm_bls_ends_with_the_time_of_its_caller(pipelines: TritonServer) -> None:
     """It is told the time, and ends by itself: the answer so far is whole text."""
     said = []
     try:
-        for result in Stream(server, "hasty", what="bls", text=LONG * 40):
+        for result in Stream(pipelines, "hasty", what="bls", text=LONG * 40):
             said += texts(result, "said")
     except InferenceServerException as error:
         assert "the time limit of 2 s is over" in error.message()
     assert said
-    until(lambda: live_requests(server) == 0)
+    until(lambda: live_requests(pipelines) == 0)
 
 
-def test_callers_that_wait_for_places_of_each_other_are_told(server: TritonServer) -> None:
+def test_callers_that_wait_for_places_of_each_other_are_told(pipelines: TritonServer) -> None:
     """Of as many as there are places, one is told at the least; none waits for its time limit."""
     outcomes: Counter[str] = Counter()
 
     def call() -> None:
         try:
-            list(Stream(server, "few", what="rendezvous"))
+            list(Stream(pipelines, "few", what="rendezvous"))
             outcomes["answered"] += 1
         except InferenceServerException as error:
             assert "few → few: all 4 places of few (max_running_requests)" in error.message()
@@ -184,9 +100,9 @@ def test_callers_that_wait_for_places_of_each_other_are_told(server: TritonServe
     assert outcomes.total() == 4 and outcomes["refused"]
 
 
-def test_a_client_of_triton_cannot_say_on_whose_behalf_it_calls(server: TritonServer) -> None:
+def test_a_client_of_triton_cannot_say_on_whose_behalf_it_calls(pipelines: TritonServer) -> None:
     """Its own parameter counts as absent; it may be as deep and as late as it says."""
-    client = grpcclient.InferenceServerClient(server.grpc_url)
+    client = grpcclient.InferenceServerClient(pipelines.grpc_url)
     arrived: list[Any] = []
     client.start_stream(lambda result, error: arrived.append((result, error)))
     inputs = [grpcclient.InferInput("what", [1], "BYTES")]
@@ -204,11 +120,11 @@ def test_a_client_of_triton_cannot_say_on_whose_behalf_it_calls(server: TritonSe
 
 
 @pytest.fixture
-def api(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningApi]:
-    repository = server.settings.model_repository
+def api(pipelines: TritonServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningApi]:
+    repository = pipelines.settings.model_repository
     assert repository is not None
-    monkeypatch.setenv(RUN_SECRET, server.environment[RUN_SECRET])
-    given = {"engine_url": server.grpc_url, "tokenizer_dir": str(DEMO / "target")}
+    monkeypatch.setenv(RUN_SECRET, pipelines.environment[RUN_SECRET])
+    given = {"engine_url": pipelines.grpc_url, "tokenizer_dir": str(DEMO / "target")}
     own: Any = {"model_names": ("demo",), "pipelines": served_pipelines(repository)}
     own |= {"keys": (hashlib.sha256(b"key").digest(),), "pipeline_headers": ("x-team",)}
     backend = Deployment(read_parameters(repository, given), model_name="demo")
@@ -241,9 +157,9 @@ def test_who_asks_is_told_to_a_pipeline_and_to_those_that_it_calls(api: RunningA
     assert inner["limit"] <= told["limit"] + 0.5  # two processes of one machine have one clock
 
 
-def test_two_instances_have_the_same_sessions(server: TritonServer) -> None:
+def test_two_instances_have_the_same_sessions(pipelines: TritonServer) -> None:
     """A sequence of Triton's is a session; its requests meet either process."""
-    client = grpcclient.InferenceServerClient(server.grpc_url)
+    client = grpcclient.InferenceServerClient(pipelines.grpc_url)
     arrived: list[Any] = []
     client.start_stream(lambda result, error: arrived.append((result, error)))
     inputs = [grpcclient.InferInput("what", [1], "BYTES")]
@@ -264,18 +180,18 @@ def test_two_instances_have_the_same_sessions(server: TritonServer) -> None:
 
 
 def test_many_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
-    server: TritonServer,
+    pipelines: TritonServer,
 ) -> None:
     """Also where a third of them leaves at any time."""
     names = ("first", "second", "tensorrt_llm_bls")
     count = budget(16, 64)
     leavers = len(range(0, count, 3))
-    before = {name: ended(server, name) for name in names}
+    before = {name: ended(pipelines, name) for name in names}
     finished: list[str] = []
 
     def call(number: int) -> None:
-        what = ("via second say", "via second bls", "via second via first say")[number % 3]
-        stream = Stream(server, "first", what=what, text=f"{number} {LONG}")
+        what = ("via second via first say", "via second bls", "via first say")[number % 3]
+        stream = Stream(pipelines, "first", what=what, text=f"{number} {LONG}")
         if number % 3 == 0:
             if number % 2:
                 next(iter(stream))
@@ -291,18 +207,18 @@ def test_many_callers_of_pipelines_that_call_pipelines_leave_nothing_running(
     for caller in callers:
         caller.join(120)
     assert len(finished) == count - leavers
-    until(lambda: live_requests(server) == 0)
+    until(lambda: live_requests(pipelines) == 0)
 
     def busy() -> list[str]:
         """The lines of gauges that are not 0."""
         metrics = ("trtllm_bls_num_requests_running", "trtllm_bls_num_requests_waiting")
-        lines = httpx.get(server.metrics_url).text.splitlines()
+        lines = httpx.get(pipelines.metrics_url).text.splitlines()
         told = [line for line in lines if line.startswith(metrics)]
         assert len(told) >= 2 * len(names)
         return [line for line in told if float(line.rpartition(" ")[2])]
 
     until(lambda: not busy(), tells=busy)
-    assert ended(server, "first") > before["first"] + len(finished)
+    assert ended(pipelines, "first") > before["first"] + len(finished)
 
 
 WAITS = """
@@ -329,10 +245,7 @@ def test_a_server_stops_in_order_while_a_pipeline_runs_that_calls_another(tmp_pa
     settings = replace(echo_settings(tmp_path), exit_timeout=3)
     assert settings.model_repository is not None
     for name in ("outer", "inner"):
-        directory = settings.model_repository / name
-        (directory / "1").mkdir(parents=True)
-        (directory / "1" / "model.py").write_text(WAITS)
-        (directory / "config.pbtxt").write_text(config_of(directory / "1" / "model.py", {}))
+        write(settings.model_repository / name, WAITS, {})
     with TritonServer(settings, Lines()) as running:
         streams = [Stream(running, "outer", calls="inner") for _ in range(4)]
         for stream in streams:

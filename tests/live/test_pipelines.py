@@ -5,16 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-import queue
-import shutil
 import wave
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import anthropic
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -26,96 +22,25 @@ from tritonclient.utils import InferenceServerException
 from tests.helpers.openai_server import RunningApi
 from tests.helpers.openai_server import serving as openai_serving
 from tests.helpers.published import AGENTS, npm_install
-from tests.helpers.server_settings import DEMO, ROOT
+from tests.helpers.server_settings import DEMO
 from tests.helpers.tensor_values import DTYPES, expected, same, values
-from tests.helpers.tiers import FULL
+from tests.helpers.tiers import FULL, budget
 from tests.helpers.waiting import in_pieces, until
-from tests.helpers.watched import RecentLines, watched
 from tests.live import typed_models
-from tests.live.conftest import echo_settings
+from tests.live.pipelines import EXAMPLES, LONG, Lines, Stream, live_requests, texts
 from tests.live.test_agents import CODEX
 from tests.live.test_agents import run as run_agent
-from trtllm_bls.configure.new import config_of
 from trtllm_bls.openai.openai_command import read_parameters
-from trtllm_bls.operate.logs import LogLine
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.pipeline.testing import Double, LoadedModel, load, serving
-from trtllm_bls.settings.command_options import Override
 from trtllm_bls.settings.model_config import served_pipelines
 from trtllm_bls.text.tokenizer import load_tokenizer
 
-EXAMPLES = ROOT / "examples"
-# Their tests are slow, or another file's. Each with a language model takes 4 s of CPU to load.
-SLOW_EXAMPLES = ("best_of_n", "cosy", "vision")
 LOADED = pytest.mark.skipif(
     not FULL, reason="loads no such example; set TRTLLM_BLS_FULL=1 to run it"
 )
 TOLD = ": answer left tasks behind: 1; their calls of models are ended"
-LONG = "the quick brown fox jumps over the lazy dog and runs into the woods again " * 8
-# Streams what a decoupled model of the same server streams; ``once`` asks for one response.
-CALLER = """
-import asyncio
-
-from trtllm_bls.pipeline import StreamingModel, Tensor
-
-class TritonPythonModel(StreamingModel):
-    inputs = (Tensor("what", "STRING", required=True), Tensor("once", "INT32"))
-    outputs = (Tensor("said", "STRING"),)
-
-    async def answer(self, request, response):
-        if request.text("what") == "left behind":
-            words = {"text_input": [["the fox runs " * 50]], "max_tokens": int32(200)}
-            self.task = asyncio.ensure_future(read(request, words | {"stream": [[True]]}))
-            await asyncio.sleep(0)  # in which the task begins its call
-            return
-        inputs = {"text_input": [["the fox runs"]], "max_tokens": int32(20), "stream": [[True]]}
-        if "once" in request:
-            await request.infer(request.text("what"), inputs)
-        async for part in request.stream(request.text("what"), inputs, ["text_output"]):
-            if part["text_output"][0]:
-                await response.send({"said": part["text_output"]})
-
-async def read(request, inputs):
-    async for part in request.stream("tensorrt_llm_bls", inputs):
-        pass
-
-def int32(value):
-    import numpy
-    return numpy.array([[value]], numpy.int32)
-"""
-
-
-@pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    server = echo_settings(tmp_path_factory.mktemp("pipelines"))
-    # Codex's first prompt is long, and said back whole.
-    room = Override("tensorrt_llm", "max_sequence_tokens", "100000")
-    server = replace(server, overrides=(*server.overrides, room))
-    assert server.model_repository is not None
-    for model in EXAMPLES.iterdir():
-        if (model / "config.pbtxt").is_file() and (FULL or model.name not in SLOW_EXAMPLES):
-            shutil.copytree(model, server.model_repository / model.name)
-    caller = server.model_repository / "caller"
-    (caller / "1").mkdir(parents=True)
-    (caller / "1" / "model.py").write_text(CALLER)
-    (caller / "config.pbtxt").write_text(config_of(caller / "1" / "model.py", {}))
-    typed_models.write(server.model_repository)
-    agent = server.model_repository / "agent" / "config.pbtxt"
-    agent.write_text(agent.read_text().replace('string_value: "True"', 'string_value: "false"'))
-    with watched(server, "pipelines", recent=Lines()) as running:
-        yield running
-
-
-class Lines(RecentLines):
-    """Keeps the server's log."""
-
-    texts: ClassVar[list[str]] = []
-
-    def log(self, line: LogLine) -> None:
-        """Keep the text, too."""
-        super().log(line)
-        self.texts.append(line.text)
 
 
 @pytest.fixture(scope="module")
@@ -127,49 +52,6 @@ def typed(pipelines: TritonServer) -> Iterator[LoadedModel]:
     loaded = load(repository / "typed" / "1" / "model.py")
     with serving(loaded, models={"mirror": mirror}) as model:
         yield model
-
-
-class Stream:
-    """One request to a decoupled model, its responses as they come."""
-
-    def __init__(self, server: TritonServer, model: str, **inputs: Any) -> None:
-        self.client = grpcclient.InferenceServerClient(server.grpc_url)
-        self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.client.start_stream(lambda result, error: self.arrived.put((result, error)))
-        tensors = []
-        for name, value in inputs.items():
-            text = isinstance(value, (str, bytes))
-            data = value.encode() if isinstance(value, str) else value
-            array = np.array([data], np.object_ if text else np.int32)
-            tensors.append(grpcclient.InferInput(name, [1], "BYTES" if text else "INT32"))
-            tensors[-1].set_data_from_numpy(array)
-        self.client.async_stream_infer(model, tensors, enable_empty_final_response=True)
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            result, error = self.arrived.get(timeout=60)
-            if error is not None:
-                self.client.stop_stream()  # a server does not end while a stream is open
-                raise error
-            if result.get_response().outputs:
-                yield result
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                self.client.stop_stream()
-                return
-
-    def leave(self) -> None:
-        self.client.stop_stream(cancel_requests=True)
-
-
-def texts(result: Any, name: str) -> list[str]:
-    array = result.as_numpy(name)
-    return [] if array is None else [each.decode() for each in array]
-
-
-def live_requests(server: TritonServer) -> float:
-    lines = httpx.get(server.metrics_url).text.splitlines()
-    found = [line for line in lines if line.startswith("echo_live_requests")]
-    return float(found[0].rpartition(" ")[2])
 
 
 def test_sound_comes_while_codes_are_still_made(pipelines: TritonServer, tmp_path: Path) -> None:
@@ -312,7 +194,10 @@ def api(pipelines: TritonServer) -> Iterator[RunningApi]:
     assert repository is not None
     given = {"engine_url": pipelines.grpc_url, "tokenizer_dir": str(DEMO / "target")}
     parameters = read_parameters(repository, given)
-    names = {"model_names": ("demo",), "pipelines": served_pipelines(repository)}
+    examples = tuple(
+        each for each in served_pipelines(repository) if (EXAMPLES / each.name).is_dir()
+    )
+    names = {"model_names": ("demo",), "pipelines": examples}
     digest = hashlib.sha256(b"key").digest()
     backend = Deployment(parameters, model_name="demo")
     with openai_serving(backend.engine, backend, keys=(digest,), **names) as running:
@@ -406,7 +291,7 @@ def test_a_client_who_leaves_ends_the_pipeline(api: RunningApi, pipelines: Trito
     until(lambda: live_requests(pipelines) == 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=budget(60, 150), deadline=None)
 @given(value=values(), dtype=st.sampled_from(DTYPES))
 @example(value=b"RIFFab\0\0", dtype="STRING")
 @example(value=np.bytes_(b"RIFFab\0\0"), dtype="STRING")
