@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
@@ -137,7 +138,13 @@ class Page:
         self.browser.switch_to.active_element.send_keys(*keys)
 
     def until(self, condition: Callable[[], Any]) -> None:
-        WebDriverWait(self.browser, 60, 0.05).until(lambda _: condition())
+        """Wait for a condition. If it does not come, the message tells what the page shows."""
+        try:
+            WebDriverWait(self.browser, 60, 0.05).until(lambda _: condition())
+        except TimeoutException as error:
+            shown = self.script("return document.body.innerText")
+            complaints = self.complaints()
+            raise AssertionError(f"waited 60 s in vain; {complaints}; shown: {shown}") from error
 
     def notes_texts(self, button: Any) -> None:
         """Keep each text that the button gets: some stay for two seconds, between two looks."""
