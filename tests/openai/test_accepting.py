@@ -75,15 +75,15 @@ async def test_a_worker_takes_less_than_its_share_at_once(others: int, left: lis
     """So all workers are about even while they accept; who is alone takes all."""
     with callers(CALLERS) as listening:
         acceptor = acceptor_of(listening, OwnTurns(True, others))
-        waiting: list[int] = []
-        while len(waiting) < len(left):
-            before = backlog(listening)
+        waiting = [CALLERS]
+        while waiting[-1] > left[-1]:
             await asyncio.sleep(0)
-            if backlog(listening) < before:
-                waiting.append(backlog(listening))
+            now = backlog(listening)
+            if now < waiting[-1]:
+                waiting.append(now)
         acceptor.close()
         await acceptor.wait_closed()
-    assert waiting == left
+    assert waiting == [CALLERS, *left]
 
 
 async def test_a_worker_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
