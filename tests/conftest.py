@@ -10,9 +10,11 @@ import asyncio
 import atexit
 import functools
 import gc
+import importlib
 import inspect
 import logging
 import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -40,8 +42,10 @@ with suppress(ImportError):
 if TYPE_CHECKING:
     from trtllm_bls.operate.tritonserver import TritonServer
 
-# A coroutine that waits longer fails where it waits. pytest-timeout shows the event loop alone.
+# A coroutine that waits longer fails where it waits. pytest-timeout, which ends a test so many
+# seconds later, shows the event loop alone.
 ASYNC_TEST_S = 240
+_LATER_S = 60
 _MAX_ID = 60  # characters of a parameter in a test's name
 _TIME_OF_LONG_ONES = 0.5  # the part of a run that servers and browsers of several tests take
 # Every process that a test starts inherits it, whatever becomes of the processes between them.
@@ -169,7 +173,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Mark what needs a server ``live``, and put all tests in the order in which they start."""
     for item in items:
         if inspect.iscoroutinefunction(getattr(item, "obj", None)):
-            item.obj = _with_a_limit(item.obj)  # type: ignore[attr-defined]
+            own = item.get_closest_marker("timeout")
+            seconds = own.args[0] - _LATER_S if own else ASYNC_TEST_S
+            item.obj = _with_a_limit(item.obj, seconds)  # type: ignore[attr-defined]
         if isinstance(item, pytest.Function) and _is_live(item):
             item.add_marker(pytest.mark.live)
             if group := _shared_server(item):
@@ -268,10 +274,10 @@ def _shared_server(item: pytest.Function) -> str:
     return item.path.stem if own else ""
 
 
-def _with_a_limit(test: Any) -> Any:
+def _with_a_limit(test: Any, seconds: float) -> Any:
     @functools.wraps(test)
     async def limited(**fixtures: Any) -> None:
-        await asyncio.wait_for(test(**fixtures), ASYNC_TEST_S)
+        await asyncio.wait_for(test(**fixtures), seconds)
 
     return limited
 
@@ -287,9 +293,11 @@ def _check_servers(item: pytest.Item, failed: bool = False) -> None:
 
 
 def _servers() -> Any:
-    """Return the module that watches servers once a fixture has opened one. It needs the package,
-    which the conformance suite does without."""
-    return sys.modules.get("tests.helpers.watched")
+    """Return the module that watches servers once a server may have been opened. It needs the
+    package, which the conformance suite does without."""
+    if "trtllm_bls.operate.tritonserver" not in sys.modules:
+        return None
+    return importlib.import_module("tests.helpers.watched")
 
 
 def _fixtures(item: pytest.Item) -> frozenset[str]:
@@ -338,18 +346,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Fail a test whose child processes outlive it, and end them."""
-    result = yield
-    left = children.end_leftovers(item.stash[_CHILDREN_BEFORE])
+    try:
+        result = yield
+    finally:
+        left = children.end_leftovers(item.stash[_CHILDREN_BEFORE])
     assert not left, f"these processes outlived the test and are killed now: {left}"
     return result
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Show with a failed test what its programs wrote."""
     report: Any = yield
     if report.failed:
         report.sections += children.reports()
+        error = call.excinfo.value if call.excinfo else None
+        if isinstance(error, (subprocess.CalledProcessError, subprocess.TimeoutExpired)):
+            report.sections += [("its output", str(error.output)), ("errors", str(error.stderr))]
         if watched := _servers():
             report.sections += watched.logs(_fixtures(item))
     return report

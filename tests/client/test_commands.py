@@ -326,6 +326,11 @@ async def test_a_compressed_request_is_small(tmp_path: Path) -> None:
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=asyncio.subprocess.DEVNULL,
             )
-            assert await client.wait() == 0
+            try:
+                assert await asyncio.wait_for(client.wait(), 120) == 0
+            finally:
+                if client.returncode is None:
+                    client.kill()
+                    await client.wait()
             between.close()
     assert sent["gzip"] < 10_000 < 80_000 < sent["none"]

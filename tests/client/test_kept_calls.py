@@ -23,6 +23,12 @@ from trtllm_bls.errors import EngineError
 from trtllm_bls.types import EngineRequest
 
 
+@pytest.fixture(autouse=True)
+def long_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call ends between two requests, however long a test is in coming to the second one."""
+    monkeypatch.setattr("trtllm_bls.engines.triton_model.IDLE_SECONDS", 600)
+
+
 def named(request_id: str) -> EngineRequest:
     return replace(ASK, request_id=request_id)
 
@@ -124,11 +130,10 @@ async def test_a_call_is_ended_politely(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: float
 ) -> None:
     """After many replies, beside enough others, or idle for long; a cancel would leak requests."""
-    monkeypatch.setattr("trtllm_bls.engines.triton_model.IDLE_SECONDS", 600)
     monkeypatch.setattr(f"trtllm_bls.engines.triton_model.{limit}", value)
     async with reaching(Say((3,)), Say((4,), final=True)) as (engine, triton):
         await read(engine, named("a"))
-        await eventually(lambda: triton.closed, 10)
+        await eventually(lambda: triton.closed)
         await read(engine, named("b"))
         assert called(triton) == [["a"], ["b"]]
         assert not triton.cancelled.is_set()

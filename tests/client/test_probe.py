@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 import os
 import subprocess
 import threading
@@ -19,8 +20,10 @@ import psutil
 import pytest
 
 from tests.helpers.fake_grpc_server import Abort, Fail, FakeGrpcServer, Hold, Step, Until, text
+from tests.helpers.threaded_server import serving_in_a_thread
 from tests.helpers.waiting import eventually, run_async
 from trtllm_bls.errors import ConnectionFailed
+from trtllm_bls.operate import watch as watch_module
 from trtllm_bls.operate.health import Probe, ServerProcesses, look
 from trtllm_bls.operate.serve import processes
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -52,9 +55,11 @@ LOST = Fail("UNAVAILABLE: trtllm://gpu:50051: it is not healthy: NOT_OK")
 def test_what_became_of_a_canary(script: list[Step], outcome: str) -> None:
     """A refusal for want of room is no failure: load alone makes no server unready."""
 
+    timeout = 1.0 if isinstance(script[0], Hold) else SECONDS
+
     async def ask() -> str:
         async with FakeGrpcServer(script) as server, Probe(server.url) as probe:
-            return (await probe.canary(timeout=1.0)).outcome
+            return (await probe.canary(timeout)).outcome
 
     assert run_async(ask()) == outcome
 
@@ -76,19 +81,46 @@ async def test_models_that_are_not_ready_are_named() -> None:
 def test_one_look_tells_whether_a_token_comes_out() -> None:
     """From anywhere: all that is needed is the gRPC port."""
 
-    async def ask(*script: Step) -> tuple[str, ...]:
+    async def ask(*script: Step, timeout: float = SECONDS) -> tuple[str, ...]:
         async with FakeGrpcServer(script) as server:
-            return (await look(server.url, ("a",), 1.0, canary=True)).reasons
+            return (await look(server.url, ("a",), timeout, canary=True)).reasons
 
     assert run_async(ask(TOKEN)) == ()
     assert run_async(ask(BUSY)) == ()  # else Kubernetes would restart a server for its load
     assert run_async(ask(Fail("INTERNAL: no")))[0] == "a request for one token fails: no"
-    assert "no complete answer within 1 s" in run_async(ask(Hold()))[0]
+    assert "no complete answer within 1 s" in run_async(ask(Hold(), timeout=1.0))[0]
 
 
 # --- the watch ------------------------------------------------------------------------------
 
-QUICK = Pace(look_s=0.01, canary_s=0.02, answer_s=0.1, unload_s=0.2)
+# A canary is sent after every pause, also while a clock of the test's stands still.
+QUICK = Pace(look_s=0.02, canary_s=0.02, answer_s=SECONDS, unload_s=0.2)
+IMPATIENT = replace(QUICK, answer_s=0.1)  # where no answer is to come
+
+
+class Clock:
+    """The time of every watch, which the test alone moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._signs: tuple[float, ...] = ()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def move(self, seconds: float, *signs: float) -> None:
+        """Move on, unless one of the ``signs`` of the watch's work is as at the last move."""
+        if not self._signs or all(map(operator.gt, signs, self._signs)):
+            self._signs = signs
+            self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of this test's watches; statuses tell its time, too."""
+    clock = Clock()
+    monkeypatch.setattr(watch_module, "time", clock)
+    return clock
 
 
 def watch(
@@ -120,7 +152,9 @@ def watch(
     return Watch(cast(TritonServer, server), warn, pace, http)
 
 
-async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path) -> None:
+async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(
+    tmp_path: Path, clock: Clock
+) -> None:
     """Readiness goes and comes back; nothing is ended for a stall that passes."""
     stalled = asyncio.Event()
     steps: list[Step] = [TOKEN]
@@ -129,6 +163,9 @@ async def test_a_stalled_engine_is_noticed_and_so_is_its_recovery(tmp_path: Path
         await eventually(lambda: len(server.asked) > 1)
         assert watching.verdict.ready
         steps[:] = [Until(stalled), TOKEN]
+        canaries = len(server.asked)
+        await eventually(lambda: len(server.asked) > canaries)
+        clock.now += 1.1
         await eventually(lambda: not watching.verdict.ready)
         assert "no response has left for" in watching.verdict.reasons[0]
         steps[:] = [TOKEN]
@@ -177,35 +214,40 @@ class Metrics(BaseHTTPRequestHandler):
         pass
 
 
-async def test_an_engine_that_makes_steps_is_not_stuck(tmp_path: Path) -> None:
+async def test_an_engine_that_makes_steps_is_not_stuck(tmp_path: Path, clock: Clock) -> None:
     """Nothing leaves while every place has an answer in one piece; a standstill is still seen."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics:
-        threading.Thread(target=metrics.serve_forever, daemon=True).start()
+    Metrics.asked, Metrics.most = 0, math.inf
+    with serving_in_a_thread(ThreadingHTTPServer(("127.0.0.1", 0), Metrics)) as metrics:
         async with FakeGrpcServer([Hold()]) as server:
-            now = time.monotonic()
-            busy = ProcessStatus(os.getpid(), now, now + SECONDS, responses=0, running=256)
+            now = clock.now
+            busy = ProcessStatus(os.getpid(), now, now + 10**6, responses=0, running=256)
             StatusDirectory(tmp_path).write(busy)
             url = f"http://127.0.0.1:{metrics.server_port}/metrics"
-            watching = watch(server.url, tmp_path, 1.5, failed := [], metrics_url=url)
-            begun = time.monotonic()
-            seen: set[bool] = set()
+            watching = watch(
+                server.url, tmp_path, 1.5, failed := [], metrics_url=url, pace=IMPATIENT
+            )
 
-            def later() -> bool:
-                seen.add(watching.verdict.ready)
-                return time.monotonic() > begun + 4.5  # a server without steps has failed
+            def has_progress() -> bool:
+                assert (watching.verdict.ready, failed) == (True, [])
+                return watching._observed.progress_at == clock.now
 
-            await eventually(later)
-            assert (seen, failed) == ({True}, [])
+            for _ in range(4):  # a server without steps has failed after the third
+                clock.now += 1.4
+                await eventually(has_progress)
+
+            def has_failed() -> bool:
+                clock.move(0.5, watching.looked_at)
+                return bool(failed)
+
             Metrics.most = Metrics.asked
-            await eventually(lambda: failed)
+            await eventually(has_failed)
             assert "no response has left for" in failed[0]
             await asyncio.to_thread(watching.close)
-        metrics.shutdown()
 
 
 @pytest.mark.parametrize("moving", ["responses", "tokens", "steps"])
 async def test_traffic_of_the_openai_api_does_not_hide_a_stuck_tensorrt_llm_bls(
-    tmp_path: Path, moving: str
+    tmp_path: Path, clock: Clock, moving: str
 ) -> None:
     """Its own canary waits, while the engine works for the other door and has an empty queue."""
     files, failed, moved = StatusDirectory(tmp_path), list[str](), 0
@@ -214,30 +256,29 @@ async def test_traffic_of_the_openai_api_does_not_hide_a_stuck_tensorrt_llm_bls(
     Metrics.more = row.format("scheduled", 2) + row.format("waiting", 0)
     with (
         subprocess.Popen(["sleep", "60"]) as worker,
-        ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics,
+        serving_in_a_thread(ThreadingHTTPServer(("127.0.0.1", 0), Metrics)) as metrics,
     ):
-        threading.Thread(target=metrics.serve_forever, daemon=True).start()
 
         def progress() -> bool:
             nonlocal moved
             moved += 1
-            now = time.monotonic()
+            now = clock.now
             files.write(ProcessStatus(os.getpid(), now, now, 0, running=1))
             other = ProcessStatus(worker.pid, now, now, 0, running=2)
             counts = {} if moving == "steps" else {moving: moved}
             files.write(replace(other, **counts))
+            clock.move(0.3, watching.looked_at, len(server.asked), Metrics.asked)
             return bool(failed)
 
         try:
             async with FakeGrpcServer([Hold()]) as server:
                 url = f"http://127.0.0.1:{metrics.server_port}/metrics"
-                watching = watch(server.url, tmp_path, 1.0, failed, metrics_url=url)
+                watching = watch(server.url, tmp_path, 1.0, failed, metrics_url=url, pace=IMPATIENT)
                 await eventually(progress)
                 await asyncio.to_thread(watching.close)
         finally:
             Metrics.more = ""
             worker.kill()
-            metrics.shutdown()
     assert "no response has left for" in failed[0]
 
 
@@ -256,7 +297,7 @@ class Door:
 
 
 async def test_an_http_program_that_answers_nothing_ends_readiness_and_is_replaced(
-    tmp_path: Path,
+    tmp_path: Path, clock: Clock
 ) -> None:
     """Requests to Triton do not hide it; the server goes on."""
     door = Door(is_well=True)
@@ -264,9 +305,20 @@ async def test_an_http_program_that_answers_nothing_ends_readiness_and_is_replac
         watching = watch(server.url, tmp_path, 0.5, failed := [], http=door)
         await eventually(lambda: len(server.asked) > 1 and watching.verdict.ready)
         door.is_well = False
+
         silence = "the HTTP program has answered nothing for"
-        await eventually(lambda: silence in "; ".join(watching.verdict.reasons))
-        await eventually(lambda: door.replaced)
+
+        def is_silent() -> bool:
+            clock.move(0.2, watching.looked_at, len(server.asked))  # Triton answers meanwhile
+            return silence in "; ".join(watching.verdict.reasons)
+
+        await eventually(is_silent)
+
+        def has_another() -> bool:
+            clock.move(0.2, watching.looked_at, len(server.asked))
+            return bool(door.replaced)
+
+        await eventually(has_another)
         door.is_well = True
         await eventually(lambda: watching.verdict.ready)
         await asyncio.to_thread(watching.close)
@@ -274,7 +326,7 @@ async def test_an_http_program_that_answers_nothing_ends_readiness_and_is_replac
     assert door.replaced[0].startswith("has answered nothing for")
 
 
-async def test_responses_of_an_http_program_need_no_probe(tmp_path: Path) -> None:
+async def test_responses_of_an_http_program_need_no_probe(tmp_path: Path, clock: Clock) -> None:
     """A program that is busy may answer a probe late."""
     files, door, moved = StatusDirectory(tmp_path), Door(is_well=False), 0
     with subprocess.Popen(["sleep", "60"]) as worker:
@@ -282,17 +334,17 @@ async def test_responses_of_an_http_program_need_no_probe(tmp_path: Path) -> Non
         def progress() -> bool:
             nonlocal moved
             moved += 1
-            now = time.monotonic()
+            now = clock.now
             files.write(ProcessStatus(worker.pid, now, now, responses=moved, running=1))
+            clock.move(0.2, watching.looked_at, len(server.asked))
             return now > enough
 
         try:
             async with FakeGrpcServer([TOKEN]) as server:
-                enough = time.monotonic() + 2.0  # four times the limit
+                enough = clock.now + 2.0  # four times the limit
                 watching = watch(server.url, tmp_path, 0.5, [], http=door)
                 await eventually(progress)
-                # On a busy machine Triton's answers may be late, too.
-                assert "the HTTP program" not in "; ".join(watching.verdict.reasons)
+                assert watching.verdict.reasons == ()
                 await asyncio.to_thread(watching.close)
         finally:
             worker.kill()
@@ -307,15 +359,13 @@ async def test_a_proxy_does_not_come_between_serve_and_its_server(
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     Metrics.asked, Metrics.most = 0, math.inf
-    with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics:
-        threading.Thread(target=metrics.serve_forever, daemon=True).start()
+    with serving_in_a_thread(ThreadingHTTPServer(("127.0.0.1", 0), Metrics)) as metrics:
         async with FakeGrpcServer([Hold()]) as server:
             url = f"http://127.0.0.1:{metrics.server_port}/metrics"
             watching = watch(server.url, tmp_path, SECONDS, failed := [], metrics_url=url)
             await eventually(lambda: server.asked and Metrics.asked)
             await asyncio.to_thread(watching.close)
         assert failed == []
-        metrics.shutdown()
 
 
 async def test_an_engine_elsewhere_that_is_lost_ends_readiness_alone(tmp_path: Path) -> None:
@@ -391,8 +441,7 @@ async def test_requests_of_all_processes_are_added_up(tmp_path: Path) -> None:
     out = {"a": "it is full", "b": "it is dead"}
     Metrics.asked, Metrics.more = 0, ""
     async with FakeGrpcServer([TOKEN]) as server:
-        with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as metrics:
-            threading.Thread(target=metrics.serve_forever, daemon=True).start()
+        with serving_in_a_thread(ThreadingHTTPServer(("127.0.0.1", 0), Metrics)) as metrics:
             url = f"http://127.0.0.1:{metrics.server_port}/metrics"
             other = subprocess.Popen(["sleep", "60"])
             try:
@@ -414,7 +463,6 @@ async def test_requests_of_all_processes_are_added_up(tmp_path: Path) -> None:
                 other.kill()
                 other.wait()
                 Metrics.more = ""
-                metrics.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -463,22 +511,33 @@ async def test_failed_canaries_end_readiness_until_one_is_answered(tmp_path: Pat
     assert failed == []
 
 
-async def test_no_canary_is_sent_while_others_get_answers(tmp_path: Path) -> None:
+class CountsTurns(FakeGrpcServer):
+    """A server that counts how often a watch has asked for its models before it sent a canary."""
+
+    turns = 0
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        self.turns += request.name == "tensorrt_llm_bls"
+        return await super().ModelReady(request, context)
+
+
+async def test_no_canary_is_sent_while_others_get_answers(tmp_path: Path, clock: Clock) -> None:
     """It would only take a slot of the engine's batch."""
-    files, pace, moved = StatusDirectory(tmp_path), Pace(look_s=0.01, canary_s=0.3), 0
+    files, pace, moved = StatusDirectory(tmp_path), Pace(look_s=0.01, canary_s=0.05), 0
 
     def progress() -> bool:
         nonlocal moved
         moved += 1
-        now = time.monotonic()
+        now = clock.now
         files.write(ProcessStatus(os.getpid(), now, now, moved, 1))
-        return now > enough
+        clock.move(0.015, watching.looked_at)
+        return now > enough and server.turns > 8
 
-    async with FakeGrpcServer([TOKEN]) as server:
-        enough = time.monotonic() + 2.4  # time for eight canaries
+    async with CountsTurns([TOKEN]) as server:
+        enough = clock.now + 8 * pace.canary_s  # time for eight canaries
         watching = watch(server.url, tmp_path, SECONDS, failed := [], pace=pace)
         await eventually(progress)
-        assert len(server.asked) <= 3
+        assert server.asked == []
         await asyncio.to_thread(watching.close)
     assert failed == []
 
@@ -510,7 +569,9 @@ async def test_a_dead_process_fails_a_server_unless_it_is_stopping(
 
 
 @pytest.mark.parametrize("moving", ["responses", "tokens"])
-async def test_load_alone_does_not_make_a_server_unready(tmp_path: Path, moving: str) -> None:
+async def test_load_alone_does_not_make_a_server_unready(
+    tmp_path: Path, clock: Clock, moving: str
+) -> None:
     """No canary gets through, but others get tokens, or their answers in one piece grow; when they
     no longer do, it has failed."""
     files, failed = StatusDirectory(tmp_path), list[str]()
@@ -519,21 +580,26 @@ async def test_load_alone_does_not_make_a_server_unready(tmp_path: Path, moving:
     def progress() -> None:
         nonlocal moved
         moved += 1
-        now = time.monotonic()
+        now = clock.now
         status = ProcessStatus(os.getpid(), now, now, responses=0, running=256)
         files.write(replace(status, **{moving: moved}))
 
     async with FakeGrpcServer([BUSY]) as server:
         watching = watch(server.url, tmp_path, stall_s=1.0, failed=failed)
-        enough = time.monotonic() + 2.0  # twice the limit: without progress it would fail
+        enough = clock.now + 2.5  # more than twice the limit: without progress it would fail
 
         def kept_ready() -> bool:
             progress()
-            assert watching.verdict.ready
-            return time.monotonic() > enough and len(server.asked) >= 5
+            clock.move(0.3, watching.looked_at)
+            assert (watching.verdict.ready, failed) == (True, [])
+            return clock.now > enough and len(server.asked) >= 5
+
+        def has_failed() -> bool:
+            clock.move(0.3, watching.looked_at)
+            return bool(failed)
 
         await eventually(kept_ready)
-        await eventually(lambda: bool(failed))
+        await eventually(has_failed)
         assert "no response has left for" in failed[0]
         await asyncio.to_thread(watching.close)
 
@@ -562,7 +628,7 @@ async def test_a_canary_that_failed_is_sent_again_however_many_others_get_answer
 
 
 async def test_a_server_without_file_descriptors_has_failed_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """It accepts no connection; a moment without any is no failure."""
     line, failed = "the process of tritonserver has used its 9 file descriptors", list[str]()
@@ -575,10 +641,14 @@ async def test_a_server_without_file_descriptors_has_failed_after_a_while(
         await eventually(lambda: watching.verdict.ready)
         assert failed == []
         found = (line,)
-        await eventually(lambda: failed)
+
+        def has_failed() -> bool:
+            clock.move(0.3, watching.looked_at, len(server.asked))  # canaries are answered
+            return bool(failed)
+
+        await eventually(has_failed)
         await asyncio.to_thread(watching.close)
-    (told,) = failed
-    assert line in told  # a busy machine may have a second reason
+    assert failed == [line]
 
 
 async def test_a_server_of_other_models_alone_is_never_without_progress(tmp_path: Path) -> None:

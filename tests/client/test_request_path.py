@@ -78,14 +78,14 @@ def engine_server() -> Iterator[tuple[str, Callable[[bool], object]]]:
     async def start() -> Triton:
         return await Triton(*steps, may_end, Say((), final=True)).__aenter__()
 
-    server = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    server = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     try:
         yield (
             server.url,
             lambda held: loop.call_soon_threadsafe(may_end.clear if held else may_end.set),
         )
     finally:
-        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result()
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
         join(thread)
         loop.close()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from doubles.guided import GuidedAnswers
-from doubles.scripted import Script, ScriptedEngine
+from doubles.scripted import Fault, Script, ScriptedEngine
 from doubles.scripted_tokens import table
 from doubles.trtllm_service import Behaviour, EchoEngine, ScriptedService
 from tests.helpers.fake_engine_server import run
@@ -215,12 +215,15 @@ def test_the_played_service_keeps_to_a_guide() -> None:
 
 # --- leaving --------------------------------------------------------------------------------
 
+# An answer that stands still is not over before somebody ends it.
+SILENT = Fault(error=None, after_tokens=2)
+
 
 @pytest.mark.parametrize("silent", [False, True])
 async def test_leaving_aborts_first_and_does_not_wait(silent: bool) -> None:
     """Also from a server whose aborted streams never end; nothing runs on."""
-    script = Script(step_seconds=0.002)
-    async with reaching(LONG, script, silent_abort=silent) as (engine, service):
+    async with reaching(LONG, silent_abort=silent) as (engine, service):
+        service.engine.fault = SILENT
         streams = [engine.generate(replace(ASK, max_tokens=800)) for _ in range(6)]
         for stream in streams:
             await stream.wait()
@@ -252,7 +255,8 @@ class SlowToBegin(ScriptedService):
 
 async def test_a_request_that_an_abort_did_not_find_is_aborted_again() -> None:
     """It has begun when its call is cancelled, and would run to its end."""
-    service = SlowToBegin(ScriptedEngine(LONG, Script(step_seconds=0.02)), Behaviour(eos_id=EOS))
+    service = SlowToBegin(ScriptedEngine(LONG), Behaviour(eos_id=EOS))
+    service.engine.fault = Fault(error=None)  # one with an answer is not aborted twice
     url = f"127.0.0.1:{await service.start()}"
     engine = TrtllmServiceEngine(url, eos_id=EOS)
     await engine.capacity()
@@ -275,7 +279,8 @@ class SlowToAbort(ScriptedService):
 
 async def test_a_call_is_not_cancelled_before_a_slow_server_has_aborted_it() -> None:
     """Otherwise half of the requests would run on."""
-    service = SlowToAbort(ScriptedEngine(LONG, Script(step_seconds=0.1)), Behaviour(eos_id=EOS))
+    service = SlowToAbort(ScriptedEngine(LONG), Behaviour(eos_id=EOS))
+    service.engine.fault = SILENT
     url = f"127.0.0.1:{await service.start()}"
     engine = TrtllmServiceEngine(url, eos_id=EOS)
     await engine.capacity()
@@ -284,7 +289,7 @@ async def test_a_call_is_not_cancelled_before_a_slow_server_has_aborted_it() -> 
         await stream.wait()
         await stream.aclose()
     await eventually(lambda: len(service.aborted) == 4)
-    await eventually(lambda: service.live == 0, 5)
+    await eventually(lambda: service.live == 0)
     await engine.close()
     await service.stop()
 
@@ -296,8 +301,9 @@ async def test_an_end_that_the_server_does_not_know_ends_its_work(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: the time that a server has to end by itself is for those that know of the end."""
-    monkeypatch.setattr("trtllm_bls.engines.trtllm_service.service_engine._LINGER_SECONDS", 60)
-    async with reaching(LONG, Script(step_seconds=0.002)) as (engine, service):
+    monkeypatch.setattr("trtllm_bls.engines.trtllm_service.service_engine._LINGER_SECONDS", 600)
+    async with reaching(LONG) as (engine, service):
+        service.engine.fault = Fault(error=None, after_tokens=9)  # after that end
         chunks = await read(engine, replace(ASK, max_tokens=800, **more))
         assert chunks[-1].final
         await eventually(lambda: service.live == 0)
@@ -345,7 +351,8 @@ async def test_a_request_that_an_abort_ended_is_not_aborted_again() -> None:
 
 
 async def test_closing_aborts_what_runs() -> None:
-    async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
+    async with playing(LONG) as (service, url):
+        service.engine.fault = SILENT
         engine = TrtllmServiceEngine(url)
         await engine.capacity()
         stream = engine.generate(replace(ASK, max_tokens=800))
@@ -357,7 +364,8 @@ async def test_closing_aborts_what_runs() -> None:
 
 async def test_a_call_that_is_cancelled_alone_leaks_half_of_the_time() -> None:
     """Of the played server, as of the real one: what aborting first is for."""
-    async with playing(LONG, Script(step_seconds=0.002)) as (service, url):
+    async with playing(LONG) as (service, url):
+        service.engine.fault = SILENT
         connection = GrpcChannel(url)
         packed, _ = service_request(replace(ASK, max_tokens=800), "id", EOS, EngineCapacity())
         message = messages.GenerateRequest.FromString(packed)
@@ -384,6 +392,7 @@ async def test_two_services_stand_in_for_each_other(resume: bool) -> None:
         parts = [TrtllmServiceEngine(each, eos_id=EOS) for each in (url, other)]
         engine = ReplicatedEngine(parts, resume=resume)
         await engine.capacity()
+        one.engine.fault = SILENT  # else its answer may be over before it goes down
         stream = engine.generate(replace(ASK, max_tokens=60))
         await stream.wait()
         first = stream.take()

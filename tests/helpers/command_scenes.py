@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 import grpc
@@ -29,6 +28,7 @@ from tests.helpers.fake_grpc_server import (
     text,
     tokens,
 )
+from tests.helpers.threaded_server import serving_in_a_thread
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "assets" / "demo"
@@ -189,10 +189,9 @@ def scenes(files: Path) -> dict[str, Scene]:
 @contextmanager
 def an_http_server() -> Iterator[str]:
     """The address of the standard library's, which knows nothing of gRPC."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+    silent = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    with serving_in_a_thread(silent) as server:
         yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 async def play(scene: Scene) -> Outcome:
@@ -209,10 +208,15 @@ async def play(scene: Scene) -> Outcome:
             )
             assert process.stdout is not None
             first = b""
-            if scene.interrupted:
-                first = await _within("the first line", process.stdout.readline())
-                process.send_signal(signal.SIGINT)
-            out, err = await _within("the end", process.communicate(scene.stdin.encode()))
+            try:
+                if scene.interrupted:
+                    first = await _within("the first line", process.stdout.readline())
+                    process.send_signal(signal.SIGINT)
+                out, err = await _within("the end", process.communicate(scene.stdin.encode()))
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
             if scene.interrupted or (scene.redirected == DISK_FULL and server.asked):
                 await _within("the cancellation", server.cancelled.wait())
             inputs = [inputs_of(request) for request in server.asked]

@@ -15,7 +15,7 @@ import uvicorn
 import uvicorn.server
 
 from tests.helpers.scripted_text import tokenizer
-from tests.helpers.waiting import join
+from tests.helpers.waiting import join, until
 from trtllm_bls.engines.base import Engine
 from trtllm_bls.engines.routing import RoutingEngine
 from trtllm_bls.errors import ShuttingDown
@@ -120,6 +120,8 @@ def serving(
     thread.start()
     host, port = listening.getsockname()[:2]
     try:
+        until(lambda: server.started or not thread.is_alive())
+        assert server.started, "uvicorn did not start"
         yield RunningApi(host, port, engine, server.handle_exit)
     finally:
         server.should_exit = True

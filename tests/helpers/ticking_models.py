@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
+from tests.helpers.waiting import STREAM_S
+
 SHARED_MEMORY = Path("/dev/shm")
 
 CONFIG = """
@@ -77,7 +79,9 @@ def stream(grpc_url: str, count: int) -> Iterator[Callable[[], str | None]]:
     """Ask the ticker; yields a function that gives its next word, ``None`` after the last."""
     answers: queue.Queue[Any] = queue.Queue()
     with grpcclient.InferenceServerClient(grpc_url) as client:
-        client.start_stream(lambda result, error: answers.put(error or result))
+        client.start_stream(
+            lambda result, error: answers.put(error or result), stream_timeout=STREAM_S
+        )
         wanted = grpcclient.InferInput("count", [1], "INT32")
         wanted.set_data_from_numpy(np.array([count], np.int32))
         client.async_stream_infer("ticker", [wanted], enable_empty_final_response=True)
@@ -86,13 +90,18 @@ def stream(grpc_url: str, count: int) -> Iterator[Callable[[], str | None]]:
 
         def following() -> str | None:
             nonlocal ended
-            answer = answers.get(timeout=30)
+            try:
+                answer = answers.get(timeout=30)
+            except queue.Empty:
+                raise AssertionError("waited 30 s for a word of the ticker") from None
             if isinstance(answer, Exception):
                 raise answer
             said = answer.as_numpy("said")
             ended = said is None
             return None if ended else str(said[0].decode())
 
-        yield following
-        # Cancelling what has ended can leak the request in the server, which then never drains.
-        client.stop_stream(cancel_requests=not ended)
+        try:
+            yield following
+        finally:
+            # Cancelling what has ended can leak the request in the server, which then never drains.
+            client.stop_stream(cancel_requests=not ended)

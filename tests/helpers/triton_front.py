@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from tests.helpers.waiting import join
+from tests.helpers.waiting import join, until
 from trtllm_bls.http.generate import TritonHttp
 from trtllm_bls.http.keys import key_of
 from trtllm_bls.http.limits import ConnectionLimits
@@ -59,6 +59,8 @@ def in_front_of(grpc_url: str, http_url: str) -> Iterator[Front]:
         thread = threading.Thread(target=running.run, args=(listening,), daemon=True)
         thread.start()
         try:
+            until(lambda: running.started or not thread.is_alive())
+            assert running.started, "uvicorn did not start"
             yield front
         finally:
             running.should_exit = True

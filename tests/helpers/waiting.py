@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import psutil
 
+L = TypeVar("L", int, float)
 T = TypeVar("T")
+STREAM_S = 120  # of a stream of Triton's client, whose end that client waits for without a limit
 _BETWEEN_LOOKS_S = 0.01  # leaves the processor to those who are waited for
 
 
@@ -37,6 +40,28 @@ def in_pieces(ask: Callable[[], Sequence[T]], more_than: int) -> Sequence[T]:
     Tokens that wait for the sender share a response, so a busy machine may send fewer of them.
     """
     return until(lambda: found if len(found := ask()) > more_than else ())
+
+
+def with_room(attempt: Callable[[L], T | None], *rooms: L) -> T:
+    """What the first attempt gives that had enough room: a time limit, or a length of an answer.
+
+    ``attempt`` returns ``None`` where the machine was too slow for its room, and raises where what
+    the test claims is not so. The usual room comes first, and each further one is ten times larger.
+    """
+    for room in rooms:
+        found = attempt(room)
+        if found is not None:
+            return found
+    raise AssertionError(f"the machine was too slow for each of {rooms}")
+
+
+async def with_room_async(attempt: Callable[[L], Awaitable[T | None]], *rooms: L) -> T:
+    """``with_room`` for coroutines."""
+    for room in rooms:
+        found = await attempt(room)
+        if found is not None:
+            return found
+    raise AssertionError(f"the machine was too slow for each of {rooms}")
 
 
 async def eventually(condition: Callable[[], T | Awaitable[T]], seconds: float = 60) -> T:
@@ -70,6 +95,26 @@ def join(waited_for: Joinable, seconds: float = 60) -> None:
     """Return when a thread or process has ended; an assertion names it if that takes too long."""
     waited_for.join(seconds)
     assert not waited_for.is_alive(), f"waited {seconds} s for the end of {waited_for.name}"
+
+
+def in_time(readable: Iterable[Any], what: str, seconds: float = 60) -> None:
+    """Return when a pipe, or a process's descriptor, can be read. ``what``: for the message."""
+    found, _, _ = select.select([*readable], [], [], seconds)
+    assert found, f"waited {seconds} s for {what}"
+
+
+def exit_code(child: int, seconds: float = 60) -> int:
+    """Return the exit code of a forked process, which is killed if it does not end."""
+    descriptor = os.pidfd_open(child)
+    try:
+        in_time([descriptor], f"the end of the forked process {child}", seconds)
+    except AssertionError:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        raise
+    finally:
+        os.close(descriptor)
+        _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
 def until_ended(processes: Iterable[psutil.Process], seconds: float = 60) -> None:

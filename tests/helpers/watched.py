@@ -8,6 +8,7 @@ tests are errors that name the test in which it ended.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,12 @@ from trtllm_bls.settings.command_options import ServeSettings
 _LAST_LINES = 300  # the stacks of a process have more than a hundred
 _ENDING_S = 1.0  # from a client's error to the end of the process
 _NOTICED_S = 20.0  # from the end of tritonserver to the end of its guard
+
+
+def end_of(server: TritonServer) -> bool:
+    """What its ``wait`` gives; an assertion fails if the server does not end."""
+    until(lambda: not server.running, tells=lambda: "the server runs on")
+    return server.wait()
 
 
 class ServerEnded(AssertionError):
@@ -134,7 +141,11 @@ def check(test: str, fixtures: Collection[str], failed: bool = False) -> None:
 
 
 def logs(fixtures: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield a title and the last lines of each server of these fixtures."""
+    """Yield a title and the last lines of each server of these fixtures, and of a test's own."""
     for entry in _watched:
         if not entry.fixtures.isdisjoint(fixtures):
             yield f"log of {entry.name}", "\n".join(entry.recent.lines)
+    shared = {id(entry.server) for entry in _watched}
+    for server in gc.get_objects():
+        if type(server) is TritonServer and id(server) not in shared:
+            yield "log of a server of the test", "\n".join(server._book.tail(_LAST_LINES))

@@ -9,7 +9,6 @@ The transport ``trtllm`` is a server without an engine, before a TrtllmService t
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ from doubles.scripted import Fault, Script
 from doubles.trtllm_service import Behaviour, EchoEngine
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT, free_ports
+from tests.helpers.threaded_server import serving_in_a_thread
 from tests.helpers.ticking_models import TICKER, write_model
-from tests.helpers.waiting import join
 from tests.helpers.watched import watched
-from tests.live.pipelines import Lines, with_pipelines
+from tests.live.pipelines import LOAD_S, Lines, with_pipelines
 from trtllm_bls.errors import EngineError
 from trtllm_bls.operate.preparation import SENDING_THREADS
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -74,7 +73,8 @@ def echo(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 @pytest.fixture(scope="session")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """The pipelines of all tests here, on one server: to start another one takes 3 s of CPU."""
-    settings = with_pipelines(echo_settings(tmp_path_factory.mktemp("pipelines")))
+    scratch = tmp_path_factory.mktemp("pipelines")
+    settings = with_pipelines(echo_settings(scratch, ready_timeout=LOAD_S))
     with watched(settings, "pipelines", recent=Lines()) as running:
         yield running
 
@@ -157,12 +157,5 @@ def metrics_of(service: Any) -> Iterator[str]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    http = HTTPServer(("127.0.0.1", 0), Metrics)
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving_in_a_thread(HTTPServer(("127.0.0.1", 0), Metrics)) as http:
         yield f"http://127.0.0.1:{http.server_port}/metrics"
-    finally:
-        http.shutdown()
-        join(thread)
-        http.server_close()

@@ -137,7 +137,7 @@ def prometheus(directory: Path, addresses: dict[str, str]) -> Iterator[Prometheu
         yield running
     finally:
         process.kill()
-        process.wait()
+        process.wait(60)
 
 
 # --- load -----------------------------------------------------------------------------------
@@ -207,11 +207,11 @@ def short_of_cpu(worker: psutil.Process) -> Iterator[None]:
     (core, *_) = sorted(os.sched_getaffinity(0))
     words = ["taskset", "-c", str(core), sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(words) as hog:
-        for thread in worker.threads():
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(thread.id, {core})
-                os.sched_setscheduler(thread.id, os.SCHED_IDLE, os.sched_param(0))
         try:
+            for thread in worker.threads():
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, {core})
+                    os.sched_setscheduler(thread.id, os.SCHED_IDLE, os.sched_param(0))
             yield
         finally:
             hog.kill()

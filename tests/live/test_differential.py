@@ -18,6 +18,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from tests.helpers.server_requests import ask_all, generate, generate_stream
+from tests.helpers.waiting import STREAM_S
 from trtllm_bls.client import Result
 from trtllm_bls.errors import TrtllmBlsError, to_wire
 
@@ -170,7 +171,9 @@ def test_a_client_that_knows_only_upstreams_tensors_works_unchanged(echo: Triton
         inputs.append(tensor)
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with triton.InferenceServerClient(echo.grpc_url) as client:
-        client.start_stream(callback=lambda result, error: answers.put((result, error)))
+        client.start_stream(
+            lambda result, error: answers.put((result, error)), stream_timeout=STREAM_S
+        )
         client.async_stream_infer("tensorrt_llm_bls", inputs, request_id="1")
         client.stop_stream()  # waits for the stream's end
     text = b""

@@ -15,12 +15,12 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from tests.helpers.server_settings import free_ports
 from tests.helpers.small_tokenizers import directory
+from tests.helpers.threaded_server import serving_in_a_thread
 from tests.helpers.waiting import until
 from tests.models.configured import BUILD, PLAIN, Demo, make_engine
 from tests.models.doctored import container, findings, only
@@ -282,8 +282,8 @@ def test_a_port_that_another_program_took_is_no_fault_of_a_model(
         def handle(self) -> None:
             self.request.sendall(answer(self.request.recv(2**16)))
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as other:
-        Thread(target=other.serve_forever, args=[0.05], daemon=True).start()
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers)
+    with serving_in_a_thread(server) as other:
 
         def choose_a_taken_one_first(settings: ServeSettings) -> Ports:
             ports = choose(settings)
@@ -294,7 +294,6 @@ def test_a_port_that_another_program_took_is_no_fault_of_a_model(
 
         monkeypatch.setattr("trtllm_bls.operate.judge.choose", choose_a_taken_one_first)
         verdict = judge(repository, subject.configs, checks.find_server(None), seconds=60)
-        other.shutdown()
     assert len(chosen) == 2
     assert verdict == ServerJudgement()
 

@@ -17,13 +17,14 @@ from tests.helpers.openai_server import RunningApi
 from tests.helpers.openai_server import serving as openai_serving
 from tests.helpers.server_settings import DEMO
 from tests.helpers.tiers import sample
-from tests.live.pipelines import Stream
+from tests.live.pipelines import TIME_LIMIT, Stream
 from trtllm_bls.openai.openai_command import read_parameters
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.deployment import Deployment
 from trtllm_bls.settings.model_config import served_pipelines
 from trtllm_bls.wire.call_context import RUN_SECRET
 
+pytestmark = TIME_LIMIT
 COUNT = 50
 
 

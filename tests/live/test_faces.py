@@ -163,18 +163,20 @@ def test_documents_are_ordered_by_their_relevance(api: RunningApi) -> None:
     """In Cohere's form, as vLLM answers it."""
     asked = {"model": "search", "query": "a fox", "documents": [TEXTS[1], {"text": TEXTS[0]}]}
     headers = {"authorization": "Bearer key"}
-    answer = httpx.post(f"{api.url}/v1/rerank", json=asked, headers=headers).json()
+    answer = httpx.post(f"{api.url}/v1/rerank", json=asked, headers=headers, timeout=60).json()
     assert [result["index"] for result in answer["results"]] == [1, 0]
     assert answer["results"][0]["document"] == {"text": TEXTS[0]}
     assert answer["results"][0]["relevance_score"] > answer["results"][1]["relevance_score"]
     assert answer["model"] == "search" and answer["id"].startswith("rerank-")
     short = {**asked, "top_n": 1, "return_documents": False}
-    answer = httpx.post(f"{api.url}/v1/rerank", json=short, headers=headers).json()
+    answer = httpx.post(f"{api.url}/v1/rerank", json=short, headers=headers, timeout=60).json()
     (result,) = answer["results"]
     assert result["index"] == 1 and "document" not in result
-    refused = httpx.post(f"{api.url}/v1/rerank", json={**asked, "documents": []}, headers=headers)
+    refused = httpx.post(
+        f"{api.url}/v1/rerank", json={**asked, "documents": []}, headers=headers, timeout=60
+    )
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "documents"
-    assert httpx.post(f"{api.url}/v1/rerank", json=asked).status_code == 401
+    assert httpx.post(f"{api.url}/v1/rerank", json=asked, timeout=60).status_code == 401
 
 
 def test_an_image_reaches_its_pipeline_over_each_api(
@@ -220,6 +222,6 @@ def test_an_image_reaches_its_pipeline_over_each_api(
 def test_packed_vectors_are_little_endian_floats(api: RunningApi) -> None:
     asked = {"model": "search", "input": "fox", "encoding_format": "base64"}
     headers = {"authorization": "Bearer key"}
-    answer = httpx.post(f"{api.url}/v1/embeddings", json=asked, headers=headers).json()
+    answer = httpx.post(f"{api.url}/v1/embeddings", json=asked, headers=headers, timeout=60).json()
     vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
     assert vector.shape == (256,) and np.isclose(np.linalg.norm(vector), 1)

@@ -25,6 +25,7 @@ from tritonclient.grpc.service_pb2 import ModelInferResponse
 from tritonclient.utils import np_to_triton_dtype
 
 from tests.helpers.server_requests import ask
+from tests.helpers.waiting import STREAM_S
 
 if TYPE_CHECKING:
     from trtllm_bls.operate.tritonserver import TritonServer
@@ -100,7 +101,7 @@ def streamed(url: str, model: str) -> list[str]:
             came.put(failure)
 
     client = grpcclient.InferenceServerClient(url)
-    client.start_stream(callback=callback)
+    client.start_stream(callback, stream_timeout=STREAM_S)
     outputs = [grpcclient.InferRequestedOutput("text_output")]
     inputs = tensors(sent_by_llama_index(PROMPT, TOKENS))
     client.async_stream_infer(model, inputs, outputs=outputs, request_id="4711")

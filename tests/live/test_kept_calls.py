@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.waiting import run_async
+from tests.helpers.watched import end_of
 from tests.live.conftest import echo_settings
 from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.operate.tritonserver import TritonServer
@@ -30,7 +31,7 @@ def test_an_engines_server_ends_in_order_while_callers_keep_calls(tmp_path: Path
         await engine.capacity()
         await asyncio.gather(*(one(number) for number in range(4)))
         server.request_stop()
-        forced = await asyncio.to_thread(server.wait)
+        forced = await asyncio.to_thread(end_of, server)
         await engine.close()
         return forced
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from tests.helpers.server_settings import ROOT, free_ports
 from tests.helpers.ticking_models import BROKEN, TICKER, left_over, stream, write_model
 from tests.helpers.waiting import run_async
+from tests.helpers.watched import end_of
 from trtllm_bls.errors import SetupError
 from trtllm_bls.operate.serve import ask
 from trtllm_bls.operate.tritonserver import Listener, ServerFailed, TritonServer
@@ -124,7 +125,7 @@ def test_a_killed_server_is_an_error_with_its_last_words(repository: Path) -> No
     assert server.process
     server.process.kill()
     with pytest.raises(ServerFailed, match=r"ended by itself \(SIGKILL") as failed:
-        server.wait()
+        end_of(server)
     assert failed.value.log_lines
     assert left_over(prefix) == []
     server.stop()

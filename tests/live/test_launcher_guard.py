@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.waiting import until
+from tests.helpers.waiting import in_time, until
 from trtllm_bls.operate import guard
 from trtllm_bls.operate.preparation import Scratch
 from trtllm_bls.operate.supervisor import describe_exit
@@ -33,6 +33,7 @@ def guarded(
     assert process.stdin and process.stdout
     process.stdin.write(json.dumps(order) + "\n")
     process.stdin.flush()
+    in_time([process.stdout], "the guard's first line")
     assert process.stdout.readline() == "up\n"
     return process
 
@@ -122,8 +123,10 @@ def test_processes_of_a_dead_launcher_end_with_the_server(tmp_path: Path) -> Non
     script = "trap '' TERM; echo up; while :; do sleep 0.01; done"
     pipe = subprocess.PIPE
     with subprocess.Popen(["sh", "-c", script], env=environment, stdout=pipe) as other:
-        assert other.stdout and other.stdout.readline() == b"up\n"
         try:
+            assert other.stdout
+            in_time([other.stdout], "the other's first line")
+            assert other.stdout.readline() == b"up\n"
             process = guarded(tmp_path, DRAINS, drain=0.5)
             begun = time.monotonic()
             assert end_of(process) == (0, "drained\n")

@@ -156,21 +156,33 @@ def test_calls_and_schemas_are_enforced_by_the_engine(api: openai.OpenAI) -> Non
     jsonschema.validate(json.loads(answer.choices[0].message.content or ""), COLOUR)
 
 
-def cancelled(url: str) -> float:
-    """Requests that ended because their client left, of all workers."""
+def ends(url: str, outcome: str = "") -> float:
+    """Requests that have ended so, or in any way, of all workers."""
     with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    found = [line for line in lines if 'outcome="cancelled"' in line and "requests_total" in line]
+    found = [
+        line
+        for line in lines
+        if line.startswith("trtllm_bls_requests_total{") and f'outcome="{outcome}' in line
+    ]
     return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
 def test_a_client_that_leaves_ends_its_request(served: Served, api: openai.OpenAI) -> None:
     """In the middle of a stream; the next request is answered."""
-    before = cancelled(served.url)
-    asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 400}
-    with api.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}) as stream:
-        next(iter(stream))
-    until(lambda: cancelled(served.url) > before, seconds=60)
+    asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 2000}
+    more = {"stream": True, "extra_body": {"ignore_eos": True}}
+
+    def is_cancelled() -> bool:
+        """Return false where the whole answer had come before this client left."""
+        before = ends(served.url)
+        before_cancelled = ends(served.url, "cancelled")
+        with api.completions.create(**asked, **more) as stream:
+            next(iter(stream))
+        until(lambda: ends(served.url) > before)
+        return ends(served.url, "cancelled") > before_cancelled
+
+    until(is_cancelled)
     assert api.completions.create(model="demo", prompt="Once", max_tokens=4).choices
 
 

@@ -27,7 +27,16 @@ from tests.helpers.tensor_values import DTYPES, expected, same, values
 from tests.helpers.tiers import FULL, budget
 from tests.helpers.waiting import in_pieces, until
 from tests.live import typed_models
-from tests.live.pipelines import EXAMPLES, LONG, Lines, Stream, live_requests, texts
+from tests.live.pipelines import (
+    ENDLESS,
+    EXAMPLES,
+    LONG,
+    TIME_LIMIT,
+    Lines,
+    Stream,
+    live_requests,
+    texts,
+)
 from tests.live.test_agents import CODEX
 from tests.live.test_agents import run as run_agent
 from trtllm_bls.openai.openai_command import read_parameters
@@ -37,6 +46,7 @@ from trtllm_bls.pipeline.testing import Double, LoadedModel, load, serving
 from trtllm_bls.settings.model_config import served_pipelines
 from trtllm_bls.text.tokenizer import load_tokenizer
 
+pytestmark = TIME_LIMIT
 LOADED = pytest.mark.skipif(
     not FULL, reason="loads no such example; set TRTLLM_BLS_FULL=1 to run it"
 )
@@ -84,7 +94,8 @@ def test_sound_comes_while_codes_are_still_made(pipelines: TritonServer, tmp_pat
 
 
 def test_a_caller_who_leaves_frees_the_engine(pipelines: TritonServer) -> None:
-    stream = Stream(pipelines, "speech", text=LONG * 4, max_codes=1000)
+    until(lambda: live_requests(pipelines) == 0)
+    stream = Stream(pipelines, "speech", text=ENDLESS, max_codes=30_000)
     next(iter(stream))
     assert live_requests(pipelines) == 1
     stream.leave()
@@ -219,13 +230,20 @@ def test_a_pipeline_answers_the_openai_package(api: RunningApi, pipelines: Trito
     assert whole.choices[0].finish_reason == "stop" and said.annotations
     assert len(said.annotations) == 2
     assert whole.usage and whole.usage.prompt_tokens > 20 and whole.usage.completion_tokens > 20
-    chunks = list(
-        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    )
-    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-    assert "".join(delta.content or "" for delta in deltas) == said.content
-    assert len([delta for delta in deltas if delta.content]) > 2
-    assert chunks[-1].usage == whole.usage
+
+    def pieces() -> list[str]:
+        """Return the texts of a stream, which ends as the whole answer did."""
+        chunks = list(
+            client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        found = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+        assert "".join(found) == said.content
+        assert chunks[-1].usage == whole.usage
+        return [text for text in found if text]
+
+    in_pieces(pieces, 2)
     short = client.chat.completions.create(**asked, max_tokens=3)
     assert short.choices[0].finish_reason == "length"
     response = client.responses.create(model="retrieval", input=QUESTION)
@@ -284,7 +302,8 @@ def test_the_guard_refuses_and_errors_are_a_models(
 
 def test_a_client_who_leaves_ends_the_pipeline(api: RunningApi, pipelines: TritonServer) -> None:
     client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="key", max_retries=0)
-    long: Any = [{"role": "user", "content": LONG * 4}]
+    long: Any = [{"role": "user", "content": ENDLESS}]
+    until(lambda: live_requests(pipelines) == 0)
     with client.chat.completions.create(model="retrieval", messages=long, stream=True) as stream:
         next(iter(stream))
         assert live_requests(pipelines) == 1

@@ -20,6 +20,7 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.children import Child
 from tests.helpers.ports import unused_ports
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.server_settings import DEMO, ROOT
@@ -61,14 +62,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any
             "TOKENIZER_DIR": str(MODEL),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            [os.environ["RAY"], "-c", DRIVER, str(port)], stdin=pipe, stdout=pipe, env=environment
-        )
-        stack.callback(process.communicate)
-        assert process.stdout
-        assert any(b"ready" in line for line in process.stdout)
+        words = [os.environ["RAY"], "-c", DRIVER, str(port)]
+        options = {"stdin": subprocess.PIPE, "env": environment}
+        process = stack.enter_context(Child(words, name="Ray", **options))
+        process.output.wait_for("ready")
         yield f"http://127.0.0.1:{port}", service
+        assert process.process.stdin
+        process.process.stdin.close()
+        process.end()
 
 
 def test_the_example_is_short() -> None:
@@ -91,7 +92,7 @@ def test_it_answers_refuses_and_tells_its_health(running: tuple[str, Any]) -> No
     assert (chat.choices[0].message.content or "").strip() == "one two"
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(**asked | {"model": "other"})
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
     client.close()
 
 

@@ -107,7 +107,7 @@ def test_a_server_that_stays_without_descriptors_is_started_again(repository: Pa
         assert running.end()[0] == 0
     finally:
         running.process.kill()
-        running.process.wait()
+        running.process.wait(60)
 
 
 @pytest.mark.slow  # failed sends themselves: tests/unit/test_python_backend_sends.py

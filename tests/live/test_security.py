@@ -277,7 +277,7 @@ def test_serve_speaks_https_alone_and_is_found_again_after_a_restart(
         assert running.end()[0] == 0
     finally:
         running.process.kill()
-        running.process.wait()
+        running.process.wait(60)
 
 
 def chat(url: str, files: Files) -> None:

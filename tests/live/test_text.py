@@ -97,7 +97,8 @@ async def test_64_streams_run_side_by_side(echo: TritonServer) -> None:
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(echo.grpc_url))
         streams = [await stack.enter_async_context(client.stream(**request)) for _ in range(64)]
-        async with asyncio.timeout(15):  # after 20 s the first would be ended, and let another in
+        # After 120 s (``engine_stall_seconds``) the first would be ended, and let another in.
+        async with asyncio.timeout(60):
             firsts = await asyncio.gather(*(anext(aiter(stream)) for stream in streams))
     assert all(WORLD.startswith(first.text) and first.text for first in firsts)
 

@@ -492,13 +492,22 @@ def test_when_the_caller_leaves_the_model_stops(
         found = [line for line in lines if part in line and not line.startswith("#")]
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
-    left = figure('reason="caller_left"')
     body = json.dumps(
         {**ASK, "max_tokens": 3000, "end_id": -1, "stream": kind == "generate_stream"}
     ).encode()
-    with socket.create_connection(("127.0.0.1", ports[1]), timeout=60) as connection:
-        head = f"POST {BLS}/{kind} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
-        until(lambda: figure("trtllm_bls_num_requests_running") >= 1)
-    until(lambda: figure('reason="caller_left"') >= left + 1)
+    head = f"POST {BLS}/{kind} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ends = "trtllm_bls_requests_total"
+
+    def is_stopped() -> bool:
+        """Return false where the whole answer had come before this caller left."""
+        until(lambda: not figure("trtllm_bls_num_requests_running"))
+        left = figure('reason="caller_left"')
+        before = figure(ends)
+        with socket.create_connection(("127.0.0.1", ports[1]), timeout=60) as connection:
+            connection.sendall(head.encode() + body)
+            until(lambda: figure("trtllm_bls_num_requests_running") or figure(ends) > before)
+        until(lambda: figure(ends) > before)
+        return figure('reason="caller_left"') > left
+
+    until(is_stopped)

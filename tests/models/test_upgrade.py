@@ -25,6 +25,7 @@ from tritonclient.grpc import model_config_pb2
 from tests.helpers.model_configurations import check_wires, parsed
 from tests.helpers.server_settings import DEMO, ROOT
 from tests.helpers.tiers import sample
+from tests.helpers.waiting import exit_code
 from tests.models.configured import BUILD, PLAIN, error_of, make_engine
 from tests.models.doctored import findings
 from trtllm_bls import __version__
@@ -306,8 +307,7 @@ def test_a_file_whose_owner_cannot_be_kept_leaves_all_as_it_was() -> None:
                 except SettingsError as error:
                     os._exit(7 if "run upgrade as the files' owner" in str(error) else 8)
             os._exit(9)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 7
+        assert exit_code(child) == 7
         assert files(place) == {**before, str(place / "theirs"): b"new"}
 
 

@@ -532,7 +532,7 @@ def test_a_full_server_is_overloaded(speak: Any) -> None:
     model = speak("Done.", backend=backend)
     engine.fault = Fault()
     turn = [{"role": "user", "content": "x"}]
-    with closing(HTTPConnection(model.api.host, model.api.port)) as held:
+    with closing(HTTPConnection(model.api.host, model.api.port, timeout=60)) as held:
         asked = json.dumps({"model": MODEL, "input": "x"})
         held.request("POST", "/v1/responses", asked, {"content-type": "application/json"})
         until(lambda: engine.requests)

@@ -179,7 +179,7 @@ def test_a_conversation_goes_on_through_interruptions_and_errors(
     child.sendline("/help")
     child.expect("interrupts an answer")
     child.leave()
-    assert child.process.wait() == 0
+    assert child.process.wait(60) == 0
     assert triton.cancels == 1
 
 

@@ -81,7 +81,7 @@ class Tmux:
 
     def shows(self, words: str) -> None:
         """Wait until the words are on the screen."""
-        until(lambda: words in self.screen() or None)
+        until(lambda: words in self.screen(), tells=self.screen)
 
     def end(self) -> None:
         self.do("kill-server")

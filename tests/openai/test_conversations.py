@@ -542,7 +542,8 @@ def test_browsers_may_read_the_headers_that_clients_read(speak: Any) -> None:
     """A page's client retries and reports by them."""
     model = speak(allowed_origins=("https://page",))
     sent = {"Origin": "https://page", "content-type": "application/json"}
-    with closing(http.client.HTTPConnection(model.api.host, model.api.port)) as connection:
+    address = (model.api.host, model.api.port)
+    with closing(http.client.HTTPConnection(*address, timeout=60)) as connection:
         connection.request("POST", "/v1/messages", "{}", sent)
         exposed = connection.getresponse().headers["access-control-expose-headers"]
     assert set(exposed.split(", ")) >= {"x-request-id", "request-id", "retry-after"}

@@ -55,8 +55,8 @@ def test_the_document_has_every_route_with_a_sentence() -> None:
     size = tokenizer().vocab_size
     engine = ScriptedEngine(hashed(size, first=10), Script(vocab_size=size))
     with serving(engine) as api:
-        paths = httpx.get(f"{api.url}/openapi.json").json()["paths"]
-        routes = httpx.get(f"{api.url}/v1").json()["data"]
+        paths = httpx.get(f"{api.url}/openapi.json", timeout=60).json()["paths"]
+        routes = httpx.get(f"{api.url}/v1", timeout=60).json()["data"]
     declared = set()
     for path, operations in paths.items():
         for method, operation in operations.items():
@@ -86,11 +86,11 @@ def test_each_operation_with_a_body_has_an_example_that_works() -> None:
     size = tokenizer().vocab_size
     engine = ScriptedEngine(hashed(size, first=10), Script(vocab_size=size))
     with serving(engine) as api:
-        paths = httpx.get(f"{api.url}/openapi.json").json()["paths"]
+        paths = httpx.get(f"{api.url}/openapi.json", timeout=60).json()["paths"]
         for path, operations in paths.items():
             if "requestBody" in operations.get("post", {}) and path not in BY_PIPELINES:
                 example = operations["post"]["requestBody"]["content"]["application/json"]
-                answer = httpx.post(f"{api.url}{path}", json=example["example"])
+                answer = httpx.post(f"{api.url}{path}", json=example["example"], timeout=60)
                 assert answer.status_code == 200, (path, answer.text)
 
 
@@ -109,9 +109,9 @@ def test_the_pages_need_no_network_and_no_script() -> None:
     """`/docs` has each operation and field; `/` comes packed where the browser takes that."""
     size = tokenizer().vocab_size
     with serving(ScriptedEngine(hashed(size, first=10), Script(vocab_size=size))) as api:
-        docs = httpx.get(f"{api.url}/docs").text
-        page = httpx.get(f"{api.url}/", headers={"accept-encoding": "gzip"})
-        plain = httpx.get(f"{api.url}/", headers={"accept-encoding": "identity"})
+        docs = httpx.get(f"{api.url}/docs", timeout=60).text
+        page = httpx.get(f"{api.url}/", headers={"accept-encoding": "gzip"}, timeout=60)
+        plain = httpx.get(f"{api.url}/", headers={"accept-encoding": "identity"}, timeout=60)
     assert "POST /v1/chat/completions" in docs and "<code>temperature</code>" in docs
     assert "<script" not in docs and "http" not in docs
     assert page.headers["content-encoding"] == "gzip"

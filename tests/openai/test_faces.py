@@ -64,7 +64,7 @@ def client(api: RunningApi) -> Iterator[openai.OpenAI]:
 
 def test_the_only_pipeline_with_a_face_is_the_default(api: RunningApi) -> None:
     """As the language model is for chats."""
-    answer = httpx.post(f"{api.url}/v1/embeddings", json={"input": "abc"}).json()
+    answer = httpx.post(f"{api.url}/v1/embeddings", json={"input": "abc"}, timeout=60).json()
     assert answer["model"] == "all" and answer["data"][0]["embedding"] == [3.0, 1.0]
     assert answer["usage"] == {"prompt_tokens": 0, "total_tokens": 0}
 
@@ -94,13 +94,13 @@ def test_a_sound_that_breaks_off_is_no_success(client: openai.OpenAI, api: Runni
         client.audio.speech.create(model="all", input="raises", voice="anna")
     for text in ("hello raises", "hello nan"):
         with pytest.raises(httpx.RemoteProtocolError):
-            httpx.post(f"{api.url}/v1/audio/speech", json={"input": text})
+            httpx.post(f"{api.url}/v1/audio/speech", json={"input": text}, timeout=60)
 
 
 def test_a_caller_who_leaves_ends_the_sound(api: RunningApi) -> None:
     """The pipeline's ``testing`` fails at the end of the module if it still runs."""
     asked = {"input": "hello waits"}
-    with httpx.stream("POST", f"{api.url}/v1/audio/speech", json=asked) as response:
+    with httpx.stream("POST", f"{api.url}/v1/audio/speech", json=asked, timeout=60) as response:
         next(response.iter_bytes())
 
 
@@ -116,9 +116,11 @@ def test_a_voice_may_be_an_object(client: openai.OpenAI) -> None:
 
 def test_documents_have_a_score_each(api: RunningApi) -> None:
     asked: dict[str, Any] = {"query": "q", "documents": ["a", "ccc", "bb"]}
-    answer = httpx.post(f"{api.url}/v1/rerank", json=asked).json()
+    answer = httpx.post(f"{api.url}/v1/rerank", json=asked, timeout=60).json()
     assert [result["index"] for result in answer["results"]] == [1, 2, 0]
-    wrong = httpx.post(f"{api.url}/v1/rerank", json={**asked, "documents": ["a", "fewer"]})
+    wrong = httpx.post(
+        f"{api.url}/v1/rerank", json={**asked, "documents": ["a", "fewer"]}, timeout=60
+    )
     assert wrong.status_code in (500, 502)
     assert "rerank gave an array of shape [1] for 2 documents" in wrong.json()["error"]["message"]
 
@@ -143,11 +145,11 @@ def test_counts_of_faces_are_checked_before_work(
     api: RunningApi, path: str, body: dict[str, Any], param: str
 ) -> None:
     """And other wrong values, each by the caller's name."""
-    answer = httpx.post(f"{api.url}/v1/{path}", json=body)
+    answer = httpx.post(f"{api.url}/v1/{path}", json=body, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(param)
 
 
 def test_the_faces_are_in_the_document(api: RunningApi) -> None:
-    paths = httpx.get(f"{api.url}/openapi.json").json()["paths"]
+    paths = httpx.get(f"{api.url}/openapi.json", timeout=60).json()["paths"]
     assert {"/v1/embeddings", "/v1/audio/speech", "/v1/rerank"} <= paths.keys()

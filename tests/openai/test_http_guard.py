@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import http.client
 import json
+import select
 import socket
 import subprocess
 import threading
@@ -23,11 +25,11 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from doubles.scripted import ScriptedEngine
+from doubles.scripted import Fault, ScriptedEngine
 from tests.helpers.http2_offers import CLIENTS, post_twice
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
-from tests.helpers.waiting import until
+from tests.helpers.waiting import join, until, with_room
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls.http import limits as guard
 from trtllm_bls.http.limits import (
@@ -72,8 +74,22 @@ def read(raw: socket.socket) -> Answer:
     fields = headers.decode().lower()
     length = int(fields.partition("content-length: ")[2].partition("\r\n")[0])
     while len(body) < length:
-        body += raw.recv(65536)
+        part = raw.recv(65536)
+        assert part, body
+        body += part
     return Answer(int(headers.split()[1]), json.loads(body).get("error", {}), fields, body)
+
+
+def is_answered(raw: socket.socket) -> bool:
+    """True as soon as a response begins, and false where the connection ends without any."""
+    with suppress(ConnectionError):
+        return bool(raw.recv(1, socket.MSG_PEEK))
+    return False
+
+
+def status(raw: socket.socket) -> int | None:
+    """That of one response; ``None`` where the connection ends without any."""
+    return read(raw).status if is_answered(raw) else None
 
 
 def ask(
@@ -194,8 +210,7 @@ def test_requests_that_wait_for_others_are_parsed_later(connect: Connect) -> Non
         with suppress(ConnectionError):
             while part := raw.recv(65536):
                 received += part
-        sending.join(30)
-        assert not sending.is_alive()
+        join(sending)
     assert received.count(b"HTTP/1.1 200 OK") == LIMITS.requests
     assert widest < 200 and asked < LIMITS.requests + 200
 
@@ -509,29 +524,50 @@ def test_brackets_in_text_are_no_lists(connect: Connect) -> None:
 
 def test_headers_have_a_time(connect: Connect) -> None:
     """A client that sent some is told so, one that sent none is cut off; also after a request."""
-    api, _ = connect(limits=ConnectionLimits(header_s=0.2))
-    with connected(api) as silent, connected(api) as slow, connected(api) as second:
-        second.sendall(head(len(BODY)) + BODY)
-        assert read(second).status == 200
-        for raw in (slow, second):
-            raw.sendall(b"POST")
-            assert read(raw).status == 408
-        assert silent.recv(1) == b""
+
+    def attempt(header_s: float) -> bool | None:
+        api, _ = connect(limits=ConnectionLimits(header_s=header_s))
+        with connected(api) as silent, connected(api) as slow, connected(api) as second:
+            with suppress(ConnectionError):
+                slow.sendall(b"POST")
+                second.sendall(head(len(BODY)) + BODY)
+            if (whole := status(second)) is None:
+                return None
+            assert whole == 200
+            second.sendall(b"POST")
+            assert status(second) == 408
+            if (begun := status(slow)) is None:
+                return None
+            assert begun == 408
+            assert silent.recv(1) == b""
+            return True
+
+    with_room(attempt, 0.2, 2.0, 20.0)
 
 
 def test_blank_lines_do_not_hold_a_connection(connect: Connect) -> None:
     """After a request they are allowed before the next, which has to follow."""
-    api, _ = connect(limits=ConnectionLimits(header_s=0.2))
-    with connected(api) as raw:
-        raw.sendall(head(len(BODY)) + BODY)
-        assert read(raw).status == 200
-        raw.sendall(b"\r\n")
-        assert read(raw).status == 408
+
+    def attempt(header_s: float) -> bool | None:
+        api, _ = connect(limits=ConnectionLimits(header_s=header_s))
+        with connected(api) as raw:
+            with suppress(ConnectionError):
+                raw.sendall(head(len(BODY)) + BODY)
+            if (first := status(raw)) is None:
+                return None
+            assert first == 200
+            raw.sendall(b"\r\n")
+            assert status(raw) == 408
+            return True
+
+    with_room(attempt, 0.2, 2.0, 20.0)
 
 
 def test_what_is_no_http_after_a_request_does_not_get_into_its_answer(connect: Connect) -> None:
     """The connection ends in the middle of the stream, with nothing of ours in it."""
-    api, _ = connect(saying(SAYS, step_seconds=0.05))
+    engine = saying(SAYS)
+    engine.fault = Fault(after_tokens=3)  # the stream has no end
+    api, _ = connect(engine)
     body = BODY[:-1] + b', "stream": true}'
     with connected(api) as raw:
         raw.sendall(head(len(body)) + body)
@@ -552,11 +588,24 @@ def test_what_is_no_http_before_an_answer_is_not_told_in_its_place(connect: Conn
 
 def test_an_answer_goes_on_though_the_next_request_is_slow(connect: Connect) -> None:
     """Only what has been asked in full counts."""
-    api, _ = connect(saying(SAYS, step_seconds=0.05), limits=ConnectionLimits(header_s=0.1))
-    with connected(api) as raw:
-        raw.sendall(head(len(BODY)) + BODY + b"\r\n")
-        answer = read(raw)
-    assert json.loads(answer.body)["choices"][0]["text"] == SAYS
+
+    def attempt(header_s: float) -> str | None:
+        step_seconds = max(0.05, header_s / 6)  # the answer takes 17 of them
+        engine = saying(SAYS, step_seconds=step_seconds)
+        api, _ = connect(engine, limits=ConnectionLimits(header_s=header_s))
+        with connected(api) as raw:
+            with suppress(ConnectionError):
+                raw.sendall(head(len(BODY)) + BODY)
+                # With the first the second would have no time of its own.
+                until(lambda: engine.requests or select.select([raw], [], [], 0)[0])
+                raw.sendall(b"\r\n")
+            if not is_answered(raw):
+                return None
+            with http.client.HTTPResponse(raw) as answer:  # a refusal may be behind it by now
+                answer.begin()
+                return str(json.load(answer)["choices"][0]["text"])
+
+    assert with_room(attempt, 0.1, 1.0, 10.0) == SAYS
 
 
 def test_bodies_have_a_time(connect: Connect) -> None:
@@ -610,18 +659,28 @@ def test_slow_clients_do_not_keep_others_out(
 ) -> None:
     """While they hold all connections a new client is refused at once, and then served."""
     monkeypatch.setattr(guard, "DISCARD_S", 0.2)
-    api, client = connect(limits=ConnectionLimits(connections=20, header_s=1))
-    with ExitStack() as stack:
-        slow = [stack.enter_context(connected(api)) for _ in range(20)]
-        for raw in slow:
-            raw.sendall(b"P")
-        late = stack.enter_context(connected(api))
-        answer = read(late)
-        assert answer.status == 503 and "retry-after: 1" in answer.headers
-        late.sendall(head(len(BODY)) + BODY)  # is not answered by a reset
-        assert read(slow[0]).status == 408
-        slow.pop().close()
-        until(lambda: answers(client))
+
+    def attempt(header_s: float) -> bool | None:
+        api, client = connect(limits=ConnectionLimits(connections=20, header_s=header_s))
+        with ExitStack() as stack:
+            slow = [stack.enter_context(connected(api)) for _ in range(20)]
+            for raw in slow:
+                with suppress(ConnectionError):
+                    raw.sendall(b"P")
+            late = stack.enter_context(connected(api))
+            if not is_answered(late):
+                return None  # it was let in, as one before it had lost its place by then
+            answer = read(late)
+            assert answer.status == 503 and "retry-after: 1" in answer.headers
+            late.sendall(head(len(BODY)) + BODY)  # is not answered by a reset
+            if (begun := status(slow[0])) is None:
+                return None
+            assert begun == 408
+            slow.pop().close()
+            until(lambda: answers(client))
+            return True
+
+    with_room(attempt, 1.0, 10.0, 30.0)
 
 
 def answers(client: openai.OpenAI) -> bool:

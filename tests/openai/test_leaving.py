@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from doubles.scripted_tokens import hashed
 from tests.helpers.openai_server import MODEL, RunningApi, ScriptedBackend, serving
 from tests.helpers.scripted_pairs import hashed_pair
 from tests.helpers.scripted_text import PROMPT, saying, tokenizer
+from tests.helpers.threaded_server import serving_in_a_thread
 from tests.helpers.virtual_time import skipping_waits
 from tests.helpers.waiting import join, until
 from tests.openai.conftest import SAYS, Connect
@@ -323,6 +325,7 @@ def test_a_drain_hands_speculating_streams_over_and_refuses_what_is_new(tmp_path
     round of a stream that speculates."""
     engines = hashed_pair(rate=0.8, vocab_size=tokenizer().vocab_size, step_seconds=0.005)
     engine = engines.speculative(num_draft_tokens=3)
+    quick = engines.target.script
     files = StatusDirectory(tmp_path)
     question = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
     with ExitStack() as stack:
@@ -332,12 +335,15 @@ def test_a_drain_hands_speculating_streams_over_and_refuses_what_is_new(tmp_path
         )
         extra = {"ignore_eos": True}
         expected = client.completions.create(**question, extra_body=extra).choices[0].text
+        # Slow until all is handed over, so that the stream is not over before.
+        engines.target.script = replace(quick, step_seconds=0.2)
         stream = client.completions.create(**question, stream=True, extra_body=extra)
         text = next(stream).choices[0].text
         assert [status.handed_over for status in files.read()] == [False]
         files.ask_to_drain(float("inf"))
         until(lambda: files.handed_over)
         (status,) = files.read()
+        engines.target.script = quick
         asked = len(engines.target.requests)
         with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
             client.completions.create(**question)
@@ -360,7 +366,9 @@ def test_a_drain_ends_what_lasts_too_long_with_an_error(tmp_path: Path) -> None:
         StatusDirectory(tmp_path).ask_to_drain(0.0)
         read = b""
         while not read.endswith(b"0\r\n\r\n"):
-            read += streamed.recv(65536)
+            part = streamed.recv(65536)
+            assert part, read
+            read += part
         assert b"the server shuts down" in read.rpartition(b"data: {")[2]
         assert whole.recv(65536).startswith(b"HTTP/1.1 503")
         until(lambda: engine.live == 0)
@@ -433,14 +441,10 @@ def test_metrics_have_tritons_own(connect: Connect) -> None:
         def log_message(self, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Triton) as triton:
+    with serving_in_a_thread(ThreadingHTTPServer(("127.0.0.1", 0), Triton)) as triton:
         url = f"http://127.0.0.1:{triton.server_port}/metrics"
         api, _ = connect(triton_metrics=url)
-        serving = threading.Thread(target=triton.serve_forever, daemon=True)
-        serving.start()
         text = get(api, "/metrics")[1]
-        triton.shutdown()
-        join(serving)
     assert 'nv_energy{gpu="0"} 7' in text and "total 9" not in text
     assert {family.name for family in text_string_to_metric_families(text)} >= {"nv_energy"}
     status, text = get(api, "/metrics")
@@ -480,7 +484,8 @@ def test_what_is_refused_unread_is_counted_and_logged(
             refused()
         until(lambda reason=reason: requests_over(api, outcome="refused", reason=reason) == 1)
         named = f"id={caught.value.response.headers['x-request-id']}{api_field} outcome=refused"
-        assert f"{named} reason={reason}" in caplog.text
+        line = f"{named} reason={reason}"
+        until(lambda line=line: line in caplog.text)  # it is written behind the metric
     assert requests_over(api, outcome="refused") == len(refusals)
 
 

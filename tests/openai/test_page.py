@@ -24,6 +24,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from doubles.scripted import Script, ScriptedEngine
 from doubles.speaking import SpeakingEngine
 from tests.helpers.openai_server import MODEL
+from tests.helpers.ports import unused_ports
 from tests.helpers.published import AXE, npm_install
 from tests.helpers.scripted_text import drafted, saying, tokenizer
 from tests.helpers.tiers import budget, pairs
@@ -37,6 +38,7 @@ BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None
 # The browser without windows, tabs and menus: the same pages for a quarter less CPU time.
 SHELL = shutil.which("chromium-headless-shell")
 DRIVER = shutil.which("chromedriver") or "/usr/bin/chromedriver"
+DRIVER_LOG = "DRIVER_LOG"  # a variable of the driver, for who looks for its log
 BROWSER_S = 110  # for a page or a script; Selenium itself waits for 120 s
 MISSING = "no Chromium or driver: `apt-get install chromium chromium-driver` runs it"
 PAGE = Path(__file__).parents[2] / "trtllm_bls" / "openai"
@@ -67,11 +69,34 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     for flag in (*FLAGS, f"user-data-dir={tmp_path_factory.mktemp('chromium')}"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    # A port of Selenium's own choice may be taken before the driver has it.
+    log = str(tmp_path_factory.mktemp("driver") / "log")
+    service = webdriver.ChromeService(
+        DRIVER,
+        port=unused_ports(1)[0],
+        service_args=["--verbose", f"--log-path={log}"],
+        env={**os.environ, DRIVER_LOG: log},
+    )
+    driver = webdriver.Chrome(options, service)
     driver.set_script_timeout(BROWSER_S)
     driver.set_page_load_timeout(BROWSER_S)
     yield driver
     driver.quit()
+
+
+def load(browser: webdriver.Chrome, url: str) -> None:
+    """Load a page. If the browser hangs, the message has the server's answer and the driver's log.
+
+    Twice in some 3,000 loads on a busy machine a page had not loaded after 110 s.
+    """
+    try:
+        browser.get(url)
+    except TimeoutException as error:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            told = f"its server gives {answer.status}, {len(answer.read())} bytes"
+        log = Path(browser.service.env[DRIVER_LOG]).read_text(errors="replace")
+        lines = "\n".join(line[:300] for line in log.splitlines()[-200:])
+        raise AssertionError(f"{url} did not load in {BROWSER_S} s; {told}; {lines}") from error
 
 
 class Page:
@@ -85,7 +110,7 @@ class Page:
             browser.get("about:blank")
             origin = {"origin": url, "storageTypes": "all"}
             browser.execute_cdp_cmd("Storage.clearDataForOrigin", origin)
-        browser.get(f"{url}/")
+        load(browser, f"{url}/")
 
     def find(self, selector: str) -> Any:
         return self.browser.find_element(By.CSS_SELECTOR, selector)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from selenium import webdriver
-from selenium.common.exceptions import TimeoutException, WebDriverException
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -162,7 +162,7 @@ class Scene:
         """Every text is where it belongs, once the page has heard of the change."""
         try:
             self.page.until(lambda: not self.missing())
-        except TimeoutException:
+        except AssertionError:
             assert self.missing() == []
 
     def shown(self) -> dict[str, list[str]]:

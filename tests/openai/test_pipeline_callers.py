@@ -207,6 +207,6 @@ def test_a_language_model_is_asked_as_before(api: RunningApi) -> None:
     """It samples as OpenAI's do, and fields that it does not know have no effect."""
     body = {"model": "scripted", "messages": ASKED, "metadata": [1], "top_docs": 3}
     headers = {"Authorization": "Bearer key"}
-    answer = httpx.post(f"{api.url}/v1/chat/completions", json=body, headers=headers)
+    answer = httpx.post(f"{api.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200
     assert api.engine.requests[-1].sampling.temperature == 1.0

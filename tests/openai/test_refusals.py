@@ -406,12 +406,11 @@ def test_a_stream_that_fails_ends_with_the_error(connect: Connect) -> None:
 
 def test_a_full_server_says_when_to_come_again(connect: Connect) -> None:
     """429, with the time that its admission expects."""
-    engine = saying("x" * 500, step_seconds=0.01)
+    engine = saying(SAYS)
+    engine.fault = Fault(after_tokens=1)  # no stream has an end
     backend = ScriptedBackend(engine, admission=Admission(1, 0, None))
     api, client = connect(engine, backend=backend)
-    with client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=100, stream=True
-    ) as stream:
+    with client.completions.create(model=MODEL, prompt=PROMPT, stream=True) as stream:
         next(iter(stream))
         status, error, headers = ask(api, COMPLETIONS, completion())
         assert (status, error["code"]) == (429, "overloaded")
@@ -421,12 +420,13 @@ def test_a_full_server_says_when_to_come_again(connect: Connect) -> None:
 
 def test_one_key_leaves_places_for_others(connect: Connect) -> None:
     """It may run as many requests as fit while nobody else asks; then half of them."""
-    engine = saying("x" * 500, step_seconds=0.02)
+    engine = saying(SAYS)
+    engine.fault = Fault(after_tokens=1)  # no stream has an end
     backend = ScriptedBackend(engine, admission=Admission(4, 0, None))
     keys = tuple(sha256(key).digest() for key in (b"first", b"second"))
     _, client = connect(engine, backend=backend, keys=keys, key="first")
     others = {"Authorization": "Bearer second"}
-    options: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "stream": True}
+    options: Any = {"model": MODEL, "prompt": PROMPT, "stream": True}
     with ExitStack() as stack:
         own = [stack.enter_context(client.completions.create(**options)) for _ in range(4)]
         for stream in own:

@@ -19,7 +19,7 @@ from doubles.speaking import SpeakingEngine
 from tests.helpers.openai_server import ScriptedBackend, serving
 from tests.helpers.packages import import_or_skip
 from tests.helpers.scripted_text import tokenizer_with_tools
-from tests.helpers.waiting import run_async, until
+from tests.helpers.waiting import eventually, join, run_async, until
 from tests.openai.test_agents import Speaking, events
 from trtllm_bls.openai import sockets
 
@@ -64,7 +64,7 @@ def rest(socket: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     ends = ("error", "response.completed", "response.failed", "response.incomplete")
     while not found or found[-1]["type"] not in ends:
-        found.append(json.loads(socket.recv(timeout=30)))
+        found.append(json.loads(socket.recv(timeout=60)))
     return found
 
 
@@ -144,7 +144,7 @@ def test_what_is_no_request_is_told_and_the_connection_lives_on(speak: Speak) ->
         assert create(socket)[-1]["type"] == "response.completed"
         socket.send("x" * 5000)
         with pytest.raises(exceptions.ConnectionClosedError, match="1009"):
-            socket.recv(timeout=10)
+            socket.recv(timeout=60)
 
 
 def test_keys_and_foreign_pages_are_checked_before_a_connection(speak: Speak) -> None:
@@ -202,7 +202,7 @@ def test_an_hour_ends_a_connection(speak: Speak, monkeypatch: pytest.MonkeyPatch
         (told,) = rest(socket)
         assert told["error"]["code"] == "websocket_connection_limit_reached"
         with pytest.raises(exceptions.ConnectionClosedOK):
-            socket.recv(timeout=10)
+            socket.recv(timeout=60)
 
 
 LONG = "word " * 400
@@ -210,6 +210,23 @@ LONG = "word " * 400
 
 def slow() -> Script:
     return Script(vocab_size=tokenizer_with_tools().vocab_size, step_seconds=0.01)
+
+
+def hold_after_a_token(engine: SpeakingEngine) -> threading.Event:
+    """Let its answers end only when the event that is returned is set."""
+    release = threading.Event()
+    step = engine._step
+    steps = 0
+
+    async def step_after_release(due: float, num_rows: int) -> float:
+        nonlocal steps
+        steps += 1
+        if steps > 1:
+            await eventually(release.is_set)
+        return await step(due, num_rows)
+
+    engine._step = step_after_release  # type: ignore[method-assign]
+    return release
 
 
 def test_leaving_frees_the_engine(speak: Speak) -> None:
@@ -223,14 +240,18 @@ def test_leaving_frees_the_engine(speak: Speak) -> None:
 
 def test_one_request_waits_for_the_one_that_runs(speak: Speak) -> None:
     model = speak("word " * 30, slow())
+    release = hold_after_a_token(model.engine)
     with dial(model) as socket:
         asked = json.dumps({"type": "response.create", "input": "Hi"})
         socket.send(asked)
-        found = [json.loads(socket.recv(timeout=30)) for _ in range(3)]
+        found = [json.loads(socket.recv(timeout=60)) for _ in range(3)]
         socket.send(asked)
         socket.send(asked)
+        while found[-1]["type"] != "error":
+            found.append(json.loads(socket.recv(timeout=60)))
+        release.set()
         while sum(event["type"] == "response.completed" for event in found) < 2:
-            found.append(json.loads(socket.recv(timeout=30)))
+            found.append(json.loads(socket.recv(timeout=60)))
         assert [event["status"] for event in found if event["type"] == "error"] == [429]
 
 
@@ -247,10 +268,9 @@ def test_a_shutdown_waits_for_the_response_that_runs() -> None:
         api.call(15, None)
         assert rest(socket)[-1]["type"] == "response.completed"
         with pytest.raises(exceptions.ConnectionClosedError, match="1012"):
-            socket.recv(timeout=10)
+            socket.recv(timeout=60)
         leaving.start()
-        leaving.join(timeout=30)
-        assert not leaving.is_alive()
+        join(leaving)
 
 
 # --- frames ---------------------------------------------------------------------------------------
@@ -268,14 +288,16 @@ REQUEST = json.dumps({"type": "response.create", "input": "Hi", "store": False})
 
 def raw_socket(model: Speaking) -> socket.socket:
     """A WebSocket whose frames the test writes itself."""
-    raw = socket.create_connection((model.api.host, model.api.port), timeout=30)
+    raw = socket.create_connection((model.api.host, model.api.port), timeout=60)
     lines = ("GET /v1/responses HTTP/1.1", "host: localhost", "upgrade: websocket")
     lines += ("connection: upgrade", "sec-websocket-version: 13")
     lines += ("sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==", "", "")
     raw.sendall("\r\n".join(lines).encode())
     head = b""
     while b"\r\n\r\n" not in head:
-        head += raw.recv(1)
+        part = raw.recv(1)
+        assert part, head
+        head += part
     assert head.startswith(b"HTTP/1.1 101")
     return raw
 
@@ -295,8 +317,7 @@ def until_closed(raw: socket.socket, flood: bytes) -> bytes:
         if POLICY_VIOLATION in received:
             break
     raw.close()
-    sending.join(30)
-    assert not sending.is_alive()
+    join(sending)
     return received
 
 

@@ -270,7 +270,7 @@ def test_an_answer_that_failed_or_was_left_is_stored(speak: Speak) -> None:
     )
     assert kept.output[0].content[0].text.startswith("one")
     model.engine.fault = Fault(after_tokens=2)  # it stalls
-    with closing(HTTPConnection(model.api.host, model.api.port)) as connection:
+    with closing(HTTPConnection(model.api.host, model.api.port, timeout=60)) as connection:
         sent = json.dumps({"input": "Hi", "stream": True})
         connection.request("POST", "/v1/responses", sent, {"content-type": "application/json"})
         answer = connection.getresponse()

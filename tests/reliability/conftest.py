@@ -31,7 +31,7 @@ def on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> Any:
 
     async def outcome() -> tuple[Any, BaseException | None]:
         try:
-            return await work, None
+            return await asyncio.wait_for(work, 230), None
         except BaseException as error:
             return None, error
 

@@ -60,7 +60,10 @@ class FaultyEngine(wire.FakeGrpcServer):
                 self.changed.clear()
                 await self.changed.wait()
 
-        await asyncio.wait_for(wait(), seconds)
+        try:
+            await asyncio.wait_for(wait(), seconds)
+        except asyncio.TimeoutError:
+            raise AssertionError(f"waited {seconds} s in vain; seen: {self.seen}") from None
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:
         row = replace(ENGINE, name=request.name)

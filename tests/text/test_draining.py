@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from contextlib import aclosing, closing, suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from click.testing import CliRunner
 
 from tests.helpers.request_servers import ONE, number, opened
 from tests.helpers.scripted_pairs import engine_request, hashed_pair, ids, read
-from tests.helpers.waiting import join, until
+from tests.helpers.waiting import join, until, with_room
 from trtllm_bls.cli import main
 from trtllm_bls.errors import EngineUnavailable, SettingsError, ShuttingDown
 from trtllm_bls.openai.exchange import RunningRequests
@@ -261,15 +262,26 @@ def test_the_command_waits_until_nothing_runs(tmp_path: Path) -> None:
     triton, engine = FakeTriton(), StubbornEngine()
     engine.handed_over = True
     running = triton.ask(ONE, "number", id="running")
+    words = ["drain", "--dir", str(tmp_path), "--timeout", str(SECONDS)]
+
+    def attempt(deadline_s: float) -> bool | None:
+        """``None`` if the request had not ended as late as the command waits."""
+        begin = time.monotonic()
+        told = CliRunner().invoke(main, [*words, "--deadline", str(deadline_s), "--wait"])
+        assert told.exit_code == 0
+        if "handed over, requests running: 0" in told.output:
+            return True
+        assert "handed over, requests running: 1" in told.output
+        assert time.monotonic() > begin + deadline_s + 2
+        return None
+
     with opened(triton, never_ends) as server:
         lifecycle = Lifecycle(server, engine, str(tmp_path))
         server.accept([running])
         running.wait(responses=1)
-        words = ["drain", "--dir", str(tmp_path)]
         told = CliRunner().invoke(main, words)
         assert (told.exit_code, "handed over, requests running: 1" in told.output) == (0, True)
-        told = CliRunner().invoke(main, [*words, "--deadline", "0.1", "--wait"])
-        assert (told.exit_code, "handed over, requests running: 0" in told.output) == (0, True)
+        with_room(attempt, 0.1, 1.0, 10.0)
         lifecycle.close()
 
 

@@ -16,13 +16,13 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from tests.helpers.ports import unused_ports
 from tests.helpers.server_settings import DEMO
 from tests.helpers.waiting import until
 from trtllm_bls.bundled import REPOSITORY
 from trtllm_bls.errors import SettingsError
 from trtllm_bls.operate import http_process
 from trtllm_bls.operate.http_process import HttpProcess, check
-from trtllm_bls.operate.ports import listen
 from trtllm_bls.operate.supervisor import ProcessStopped
 from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.orchestrator.status import ProcessStatus, StatusDirectory, start_of
@@ -31,11 +31,7 @@ from trtllm_bls.settings.command_options import ServeSettings
 
 def server_beside(tmp_path: Path, **more: Any) -> Any:
     """A server whose engine is elsewhere, and cannot be reached."""
-    with (
-        listen("127.0.0.1", 0, "--openai-port") as held,
-        listen("127.0.0.1", 0, "--http-port") as front,
-    ):
-        port, front_port = held.getsockname()[1], front.getsockname()[1]
+    port, front_port = unused_ports(2)
     failures: list[str] = []
     return SimpleNamespace(
         settings=ServeSettings(
@@ -178,11 +174,7 @@ def test_a_worker_whose_event_loop_is_stuck_is_killed_alone(
 
 def test_an_api_is_not_waited_for_when_the_server_has_died(tmp_path: Path) -> None:
     """``serve`` then tells of the server at once, rather than of an API that found no engine."""
-    with (
-        listen("127.0.0.1", 0, "--openai-port") as held,
-        listen("127.0.0.1", 0, "--http-port") as front,
-    ):
-        port, front_port = held.getsockname()[1], front.getsockname()[1]
+    port, front_port = unused_ports(2)
     server = SimpleNamespace(
         settings=ServeSettings(openai_port=port, http_port=front_port),
         host="127.0.0.1",

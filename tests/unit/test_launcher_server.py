@@ -33,6 +33,7 @@ from tests.helpers.served import Served, good
 from tests.helpers.server_settings import DEMO, free_ports
 from tests.helpers.tiers import pairs
 from tests.helpers.waiting import until, until_ended
+from tests.helpers.watched import end_of
 from trtllm_bls.cli import main
 from trtllm_bls.operate.health import ServerProcesses
 from trtllm_bls.operate.logs import LogBook
@@ -141,7 +142,7 @@ def test_a_death_by_a_lock_is_told_with_its_usual_cause(tmp_path: Path, reposito
         with pytest.raises(
             ServerFailed, match=r"itself \(SIGABRT; boost's lock_exception, as when"
         ):
-            server.wait()
+            end_of(server)
 
 
 def test_an_orphan_of_the_server_is_not_the_server(
@@ -158,7 +159,7 @@ def test_an_orphan_of_the_server_is_not_the_server(
         until(lambda: server.process is None)
         server.fail("the process of tritonserver is dead")
         with pytest.raises(ServerFailed, match=r"itself \(SIGKILL, perhaps out of memory"):
-            server.wait()
+            end_of(server)
 
 
 def test_any_other_death_is_not_tried_again(tmp_path: Path, repository: Path) -> None:
@@ -285,7 +286,7 @@ def test_a_model_that_does_not_unload_is_no_request_that_was_cut_off(
         server.request_stop()
     server.end_unloading()
     cut_off = bool(in_flight) or requests == 2
-    assert server.wait() is cut_off
+    assert end_of(server) is cut_off
     assert any("did not unload in time" in line for line in told.warnings) is not cut_off
     server.stop()
 
@@ -299,7 +300,7 @@ def test_a_crash_at_the_end_is_told_as_one(tmp_path: Path, repository: Path) -> 
     server = TritonServer(free_ports(server=root, model_repository=repository), told)
     server.start()
     server.request_stop()
-    assert server.wait() is False
+    assert end_of(server) is False
     assert told.warnings == ["all requests had ended; tritonserver crashed as it ended (SIGABRT)"]
     server.stop()
 
@@ -326,6 +327,15 @@ def reasons(served: Served) -> list[str]:
     except urllib.error.HTTPError as refused:
         with refused:
             return list(json.load(refused)["reasons"])
+
+
+# Waits for a file that the test makes.
+WAIT_FOR = """
+def wait_for(name):
+    file = Path(__file__).with_name(name)
+    while not file.exists():
+        time.sleep(0.01)
+"""
 
 
 FLOODS = """
@@ -385,12 +395,14 @@ def dropped_lines(health: str) -> int:
 
 def test_the_first_signal_drains(tmp_path: Path, repository: Path) -> None:
     """Balancers are told at once; the exit code says that nothing was cut off."""
-    handler = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os._exit(0)))"
-    root = installation(tmp_path / "triton", f"stub = start_stub()\n{handler}\nserve()")
-    with serving(root, repository) as served:
+    handler = "signal.signal(signal.SIGTERM, lambda *_: (wait_for('may end'), os._exit(0)))"
+    program = f"{WAIT_FOR}\nstub = start_stub()\n{handler}\nserve()"
+    root = installation(tmp_path / "triton", program)
+    with serving(root, repository, "--exit-timeout", "40") as served:
         served.process.send_signal(signal.SIGTERM)
-        served.wait_for_line("stopping: running requests have 20 s")
+        served.wait_for_line("stopping: running requests have 40 s")
         assert until(lambda: "the server is draining" in reasons(served))
+        (root / "bin" / "may end").touch()
         assert served.end()[0] == 0
 
 
@@ -505,14 +517,16 @@ def test_a_server_that_has_died_meanwhile_did_not_fail_for_its_silence(
     assert str(failed.value) == told
 
 
-# Takes a moment for its start, and another for its end.
-SLOW = """
+# Takes a moment for its start, and another for its end, as soon as the test allows them.
+SLOW = f"""{WAIT_FOR}
 def end(*_):
+    wait_for("may end")
     time.sleep(3)
     os._exit(0)
 
 signal.signal(signal.SIGTERM, end)
 stub = start_stub()
+wait_for("may start")
 time.sleep(3)
 serve()
 """
@@ -536,17 +550,26 @@ def test_no_process_outlives_its_parent_whatever_was_killed_and_when(
     """Each is killed at each moment; then ``serve`` is told to end, if it still runs."""
     root = installation(tmp_path / "triton", SLOW)
     words = ["serve", "--server", str(root), "--model-repository", str(repository)]
-    words += [*serve_ports(), "--openai-port", "0", "--exit-timeout", "10"]
+    words += [*serve_ports(), "--openai-port", "0"]
+    words += ["--exit-timeout", "40" if moment == "drains" else "10"]
+    binaries = root / "bin"
+    if moment != "starts":
+        (binaries / "may start").touch()
     with Child([sys.executable, "-m", "trtllm_bls.cli", *words], "serve") as served:
         own = psutil.Process(served.pid)
         if moment != "starts":
             served.output.next()  # It has an address.
         if moment == "drains":
             served.process.terminate()
+            served.errors.wait_for("stopping")
+        if moment == "starts" and victim == "tritonserver":
+            until((binaries / "starts").exists)  # not the one that only names its libraries
         place = VICTIMS[victim]
         process = until(lambda: next(with_words(family(own), place), None))
         seen = family(own)
         process.kill()
+        for name in ("may start", "may end"):
+            (binaries / name).touch()
         until_ended([process])
         if own.is_running() and own.status() != psutil.STATUS_ZOMBIE:
             seen += family(own)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers.packages import needs
 from tests.helpers.ports import ANY_PORTS
-from tests.helpers.waiting import join, until
+from tests.helpers.waiting import exit_code, join, until
 from trtllm_bls.orchestrator.output import (
     QueuedStream,
     checked_output,
@@ -134,8 +134,7 @@ def test_a_forked_process_writes_with_a_thread_of_its_own(pipe: Pipe) -> None:
         stream.write("from the child\n")
         is_written = stream.drain(SECONDS)
         os._exit(0 if is_written and os.read(reading, 99) == b"from the child\n" else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert exit_code(child) == 0
     assert pipe.read_until(stream) == "p" * 99_999
 
 

@@ -289,7 +289,7 @@ def test_inputs_outlive_the_request() -> None:
     may_read = threading.Event()
 
     async def handle(call: Call) -> None:
-        await asyncio.to_thread(may_read.wait, SECONDS)
+        assert await asyncio.to_thread(may_read.wait, SECONDS)
         call.send({"number": call.arrays["number"]}, final=True)
 
     triton = FakeTriton()

@@ -83,7 +83,7 @@ def test_a_call_is_ready_once_everything_has_been_sent() -> None:
         call.send(number(1))
         call.send(number(2))
         waiting = [asyncio.create_task(call.ready()) for _ in range(3)]
-        await asyncio.to_thread(gate.begun.wait, SECONDS)
+        assert await asyncio.to_thread(gate.begun.wait, SECONDS)
         waiting[0].cancel()
         await asyncio.wait({waiting[0]})
         seen.append([len(ask.responses), *(task.done() for task in waiting)])
@@ -266,7 +266,7 @@ def test_a_caller_who_leaves_during_a_send_is_no_shutdown() -> None:
         finally:
             ask.on_send = gate
             call.send(number(1))
-            await asyncio.to_thread(gate.begun.wait, SECONDS)
+            assert await asyncio.to_thread(gate.begun.wait, SECONDS)
 
     with opened(triton, handle) as server:
         server.accept([ask])

@@ -120,29 +120,34 @@ def test_no_process_is_ended_by_its_number_alone() -> None:
 # These few start one themselves, each as often as the number says.
 RAW_CHILDREN = {
     "client/test_probe.py": (5, "sleeps, which write nothing"),
+    "client/test_commands.py": (1, "writes nothing, and is killed"),
     "helpers/children.py": (1, "`Child` itself"),
+    "helpers/command_scenes.py": (1, "read by communicate, which has a limit, and killed"),
     "helpers/fake_tritonserver.py": (1, "code of a fake server, which its own parent watches"),
     "helpers/processes.py": (1, "writes into a log file, and is killed with its group"),
     "live/test_alerts.py": (2, "Prometheus writes into a log file; a hog writes nothing"),
     "live/test_clients.py": (1, "read by communicate, which has a limit"),
     "live/test_dynamo.py": (1, "writes into a log file"),
     "live/test_launcher_guard.py": (3, "the control pipe is the claim; communicate has a limit"),
-    "live/test_ray.py": (1, "writes into a log file"),
     "live/test_routers.py": (1, "writes into a log file"),
     "live/test_smg.py": (1, "writes into a log file"),
+    "models/test_fast_encoder.py": (1, "in a program, a fork that ends at once"),
+    "models/test_upgrade.py": (1, "a fork, for `exit_code`"),
     "openai/test_chat_command.py": (1, "talks with a terminal, by pexpect, which has a limit"),
-    "text/test_draining.py": (1, "`true`, whose process id is the claim"),
+    "text/test_draining.py": (2, "`true`, whose process id is the claim"),
     "unit/test_health.py": (2, "code of another process, which starts stubs"),
     "unit/test_launcher_server.py": (1, "a pipe that nobody reads is the claim"),
+    "unit/test_output.py": (1, "a fork, for `exit_code`"),
     "unit/test_watched_servers.py": (2, "children that outlive a test are the claim"),
 }
 
 
 def test_a_program_of_a_test_is_a_child_that_says_how_it_ended() -> None:
     """A raw ``Popen`` may fill its pipe, be waited for without end, and outlive its test."""
+    start = re.compile(r"\b(?:Popen|create_subprocess_\w+|posix_spawn|os\.fork)\(")
     counts = {}
     for file, text in sources().items():
-        if count := len(re.findall(r"\bPopen\(", text)):
+        if count := len(start.findall(text)):
             counts[file] = count
     assert counts == {file: count for file, (count, _) in RAW_CHILDREN.items()}
 
@@ -165,17 +170,23 @@ def test_a_server_that_tests_share_is_watched() -> None:
     assert [*shared_and_unwatched()] == []
 
 
-def test_no_test_waits_for_a_thread_without_a_limit() -> None:
-    """``waiting.join`` says what it waited for."""
-    endless = re.compile(r"\w\.join\(\)")
-    generated = "helpers/ticking_models.py"  # code of models, which no test waits for
-    found = [file for file, text in sources().items() if file != generated and endless.search(text)]
+def test_no_test_waits_for_a_thread_without_a_word() -> None:
+    """``waiting.join`` says what it waited for in vain; a plain join goes on in silence."""
+    found = []
+    for file, tree in trees().items():
+        for call in calls(tree, re.compile(r"[\w.]+\.join")):
+            (*limit,) = *call.args, *(keyword.value for keyword in call.keywords)
+            if not limit or isinstance(limit[0], (ast.Constant, ast.BinOp)):
+                found.append(f"{file}:{call.lineno} {ast.unparse(call)}")
     assert found == []
 
 
-# A program that runs to its end, a page that is read, a connection that is made.
+# A program that runs to its end, a page that is read, a connection that is made. To leave a stream
+# of Triton's client waits for its end.
 PARTNERS = re.compile(
     r"subprocess\.(?:run|call|check_call|check_output)|.*\burlopen|socket\.create_connection"
+    r"|httpx\.(?:get|post|put|delete|request|stream|Client|AsyncClient)|.*\bHTTPS?Connection"
+    r"|.*\bstart_stream"
 )
 
 
@@ -185,9 +196,40 @@ def test_no_program_or_connection_of_a_test_is_waited_for_without_a_limit() -> N
     for file, tree in trees().items():
         for call in calls(tree, PARTNERS):
             names = {keyword.arg for keyword in call.keywords}
-            if "timeout" not in names:
+            if names.isdisjoint({"timeout", "stream_timeout", None}):
                 endless.append(f"{file}:{call.lineno}")
     assert endless == []
+
+
+def test_a_reader_of_a_socket_ends_with_it() -> None:
+    """What is added to without a look is empty for ever once the other side has closed."""
+    blind = re.compile(r"\+= [\w.]+\.recv\(")
+    assert [file for file, text in sources().items() if blind.search(text)] == []
+
+
+def test_a_forked_process_is_waited_for_with_a_limit() -> None:
+    """A lock that another thread had at the fork is never free in it: ``waiting.exit_code``."""
+    endless = re.compile(r"\bos\.waitpid\(")
+    found = {file for file, text in sources().items() if endless.search(text)}
+    # `exit_code` itself; `true`; and a program, which has a limit as a whole.
+    assert found == {"helpers/waiting.py", "text/test_draining.py", "models/test_fast_encoder.py"}
+
+
+def events_without_a_look() -> Iterator[str]:
+    """Yield the waits for an event in another thread whose outcome nobody looks at.
+
+    The argument of ``Ask.wait``, which fails by itself, is a count.
+    """
+    ignored = re.compile(r"to_thread\((?!ask\.)[\w.]+\.wait, ")
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and ignored.search(ast.unparse(node)):
+                yield f"{file}:{node.lineno}"
+
+
+def test_a_wait_for_an_event_that_does_not_come_fails() -> None:
+    """``Event.wait`` returns, and a test would go on."""
+    assert [*events_without_a_look()] == []
 
 
 # Programs, and loops with limits of their own.
@@ -348,6 +390,8 @@ SOUND = {
         "virtual time, which only the test moves"
     ),
     "reliability/bystanders.py::attack": "a program for people, which no test runs",
+    "text/test_draining.py::attempt": "a lower bound of a wait",
+    "text/test_draining.py::test_the_command_waits_until_nothing_runs": "a lower bound of a wait",
     "unit/test_clients_run.py::test_what_has_no_time_left_is_told_and_fails_nothing": (
         "passes the clock on"
     ),

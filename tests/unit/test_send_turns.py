@@ -59,7 +59,7 @@ def test_turns_come_in_the_order_of_asking_and_none_is_lost() -> None:
         asks[0].on_send = gate
         for ask in asks:
             Call(triton, ask, senders, decoupled=True).send(number(0), final=True)
-        await asyncio.to_thread(gate.begun.wait, SECONDS)
+        assert await asyncio.to_thread(gate.begun.wait, SECONDS)
         assert not senders.take_reports()
 
         async def turn(number: int, call: Call) -> None:
@@ -71,7 +71,8 @@ def test_turns_come_in_the_order_of_asking_and_none_is_lost() -> None:
         for task in tasks[::3]:
             task.cancel()
         gate.open.set()
-        await asyncio.wait(tasks, timeout=SECONDS)
+        _, late = await asyncio.wait(tasks, timeout=SECONDS)
+        assert not late
         await senders.close()
         return order
 
@@ -98,7 +99,7 @@ def test_first_responses_are_sent_before_others() -> None:
         blocking = triton.ask(ONE, "number")
         blocking.on_send = gate
         Call(triton, blocking, senders, decoupled=True).finish()
-        await asyncio.to_thread(gate.begun.wait, SECONDS)
+        assert await asyncio.to_thread(gate.begun.wait, SECONDS)
         for each in (*begun, call("first")):
             each.finish()
         gate.open.set()
@@ -148,7 +149,7 @@ async def test_a_call_is_ready_for_what_would_leave_soon() -> None:
     begun.send(number(0))
     await eventually(lambda: is_ready(begun))
     sending.send(number(0))
-    await asyncio.to_thread(gate.begun.wait, SECONDS)
+    assert await asyncio.to_thread(gate.begun.wait, SECONDS)
     assert is_ready(begun) and not is_ready(sending)
     with pytest.raises(StopIteration):  # it does not suspend
         begun.ready().send(None)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import watched as servers
 from tests.helpers.children import Child
 from tests.helpers.fake_tritonserver import installation
 from tests.helpers.server_settings import ROOT, free_ports
@@ -18,8 +19,12 @@ from tests.helpers.watched import ServerEnded, check, logs, watched
 TALKS = "print('the last words', flush=True)\nserve()"
 
 
-def test_the_first_test_that_meets_a_dead_server_says_how_it_ended(tmp_path: Path) -> None:
+def test_the_first_test_that_meets_a_dead_server_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its signal and last lines; the next tests have a new server at the same address."""
+    for name in ("_ENDING_S", "_NOTICED_S"):  # the end comes for sure, however late
+        monkeypatch.setattr(servers, name, 60.0)
     write_model(tmp_path / "models", "m", TICKER)
     settings = free_ports(
         server=installation(tmp_path / "triton", TALKS), model_repository=tmp_path / "models"

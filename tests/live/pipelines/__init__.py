@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 
 import httpx
 import numpy as np
+import pytest
 import tritonclient.grpc as grpcclient
 
 from tests.helpers.server_settings import ROOT
 from tests.helpers.tiers import FULL
+from tests.helpers.waiting import STREAM_S
 from tests.helpers.watched import RecentLines
 from tests.live import typed_models
 from trtllm_bls.configure.new import config_of
@@ -38,6 +40,11 @@ OWN: dict[str, tuple[str, dict[str, str]]] = {
 }
 TWO_PROCESSES = "instance_group [{ count: 2, kind: KIND_CPU }]"
 LONG = "the quick brown fox jumps over the lazy dog and runs into the woods again " * 8
+# The engine says it back for longer than a test waits: what ends sooner was ended.
+ENDLESS = LONG * 120
+# The first test waits until all models are loaded, one after the other on a busy machine.
+LOAD_S = 900
+TIME_LIMIT = pytest.mark.timeout(LOAD_S + 300)
 
 
 def with_pipelines(server: ServeSettings) -> ServeSettings:
@@ -84,7 +91,10 @@ class Stream:
     def __init__(self, server: TritonServer, model: str, **inputs: Any) -> None:
         self.client = grpcclient.InferenceServerClient(server.grpc_url)
         self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.client.start_stream(lambda result, error: self.arrived.put((result, error)))
+        self.model = model
+        self.client.start_stream(
+            lambda result, error: self.arrived.put((result, error)), stream_timeout=STREAM_S
+        )
         tensors = []
         for name, value in inputs.items():
             text = isinstance(value, (str, bytes))
@@ -96,7 +106,11 @@ class Stream:
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            result, error = self.arrived.get(timeout=60)
+            try:
+                result, error = self.arrived.get(timeout=60)
+            except queue.Empty:
+                self.leave()
+                raise AssertionError(f"waited 60 s for a response of {self.model}") from None
             if error is not None:
                 self.client.stop_stream()  # a server does not end while a stream is open
                 raise error
@@ -116,6 +130,6 @@ def texts(result: Any, name: str) -> list[str]:
 
 
 def live_requests(server: TritonServer) -> float:
-    lines = httpx.get(server.metrics_url).text.splitlines()
+    lines = httpx.get(server.metrics_url, timeout=60).text.splitlines()
     found = [line for line in lines if line.startswith("echo_live_requests")]
     return float(found[0].rpartition(" ")[2])
