@@ -371,11 +371,29 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Remove what tests shared, and fail the run if a process of a test is left."""
     directories.remove_shared_directories()
-    left = children.end_marked(MARK)
-    for command in left:
-        print(f"error: this process outlived the tests and is killed now: {command}")
-    if left:
+    warnings = [f"warning: {remark}" for remark in children.remarks]
+    errors = []
+    for command in children.end_marked(MARK):
+        errors.append(f"error: this process outlived the tests and is killed now: {command}")
+    if hasattr(session.config, "workeroutput"):
+        # What a worker prints is not shown, and its exit status is not the run's.
+        session.config.workeroutput[_LAST_WORDS] = [*warnings, *errors]
+        return
+    words = [*_words_of_workers, *warnings, *errors]
+    for line in words:
+        print(line)
+    if any(line.startswith("error: ") for line in words):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+_LAST_WORDS = "last_words"
+_words_of_workers: list[str] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep what a worker of pytest-xdist says at its end."""
+    _words_of_workers.extend(getattr(node, "workeroutput", {}).get(_LAST_WORDS, ()))
 
 
 @pytest.fixture(autouse=True)

@@ -152,6 +152,7 @@ class Child:
 
 
 _children: list[Child] = []
+remarks: list[str] = []  # said at the end of a run: failures of others' programs that cost no test
 
 
 def forget_ended_children() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import tempfile
 import urllib.request
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from selenium import webdriver
 from selenium.common.exceptions import TimeoutException
@@ -23,6 +25,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.speaking import SpeakingEngine
+from tests.helpers import children
 from tests.helpers.openai_server import MODEL
 from tests.helpers.ports import unused_ports
 from tests.helpers.published import AXE, npm_install
@@ -38,8 +41,9 @@ BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None
 # The browser without windows, tabs and menus: the same pages for a quarter less CPU time.
 SHELL = shutil.which("chromium-headless-shell")
 DRIVER = shutil.which("chromedriver") or "/usr/bin/chromedriver"
-DRIVER_LOG = "DRIVER_LOG"  # a variable of the driver, for who looks for its log
-BROWSER_S = 110  # for a page or a script; Selenium itself waits for 120 s
+SCRATCH = "SCRATCH"
+BROWSER_S = 110  # for a script; Selenium itself waits for 120 s
+PAGE_S = 60
 MISSING = "no Chromium or driver: `apt-get install chromium chromium-driver` runs it"
 PAGE = Path(__file__).parents[2] / "trtllm_bls" / "openai"
 LIBRARIES = (PAGE / "marked.js", PAGE / "purify.js", PAGE / "temml.js")
@@ -53,56 +57,79 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+def browser() -> Iterator[webdriver.Chrome]:
     if BROWSER is None or not Path(DRIVER).exists():
         if os.environ.get("TRTLLM_BLS_BROWSER") == "1":
             pytest.fail(MISSING)
         pytest.skip(MISSING)
+    driver = new_browser()
+    yield driver
+    driver.quit()
+    shutil.rmtree(driver.service.env[SCRATCH])
+
+
+def new_browser() -> webdriver.Chrome:
+    """Start a browser. Its driver's variable ``SCRATCH`` names a directory with their files."""
+    scratch = Path(tempfile.mkdtemp(prefix="chromium-"))
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     if SHELL is not None:
         # chromedriver waits for a first page, which the shell does not open by itself.
-        begins = tmp_path_factory.mktemp("shell") / "chromium"
+        begins = scratch / "chromium"
         begins.write_text(f'#!/bin/sh\nexec {SHELL} "$@" about:blank\n', encoding="utf-8")
         begins.chmod(0o755)
         options.binary_location = str(begins)
-    for flag in (*FLAGS, f"user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+    for flag in (*FLAGS, f"user-data-dir={scratch / 'data'}"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    # A port of Selenium's own choice may be taken before the driver has it.
-    log = str(tmp_path_factory.mktemp("driver") / "log")
     service = webdriver.ChromeService(
         DRIVER,
-        port=unused_ports(1)[0],
-        service_args=["--verbose", f"--log-path={log}"],
-        env={**os.environ, DRIVER_LOG: log},
+        port=unused_ports(1)[0],  # one of Selenium's choice may be taken before the driver has it
+        service_args=["--verbose", f"--log-path={scratch / 'driver.log'}"],
+        env={**os.environ, SCRATCH: str(scratch)},
     )
     driver = webdriver.Chrome(options, service)
     driver.set_script_timeout(BROWSER_S)
-    driver.set_page_load_timeout(BROWSER_S)
-    yield driver
-    driver.quit()
+    driver.set_page_load_timeout(PAGE_S)
+    return driver
 
 
-def load(browser: webdriver.Chrome, url: str) -> None:
-    """Load a page. If the browser hangs, the message has the server's answer and the driver's log.
+def load(browser: webdriver.Chrome, url: str, before: Callable[[], None] = lambda: None) -> None:
+    """Load a page, in a new browser if this one hangs and the server does not.
 
-    Twice in some 3,000 loads on a busy machine a page had not loaded after 110 s.
+    Twice in some 3,000 loads beside other tests the driver waited in vain for Chromium.
+    ``before``: what the browser needs to know before the page.
     """
+    before()
     try:
         browser.get(url)
-    except TimeoutException as error:
+    except TimeoutException:
         with urllib.request.urlopen(url, timeout=60) as answer:
-            told = f"its server gives {answer.status}, {len(answer.read())} bytes"
-        log = Path(browser.service.env[DRIVER_LOG]).read_text(errors="replace")
-        lines = "\n".join(line[:300] for line in log.splitlines()[-200:])
-        raise AssertionError(f"{url} did not load in {BROWSER_S} s; {told}; {lines}") from error
+            page = f"{answer.status}, {len(answer.read())} bytes"
+        log = Path(browser.service.env[SCRATCH], "driver.log")
+        remark = f"Chromium hangs at {url}, which gives {page}; see {log}; a new one goes on"
+        children.remarks.append(remark)
+        for process in psutil.Process(browser.service.process.pid).children(recursive=True):
+            process.kill()
+        browser.service.process.kill()
+        browser.service.process.wait(60)
+        with children.kept():  # it is the browser of further tests, too
+            vars(browser).update(vars(new_browser()))
+        before()
+        browser.get(url)
 
 
 class Page:
     """What a user does and sees."""
 
-    def __init__(self, browser: webdriver.Chrome, url: str, is_first: bool = True) -> None:
+    def __init__(
+        self,
+        browser: webdriver.Chrome,
+        url: str,
+        is_first: bool = True,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open it; ``before``: as for ``load``."""
         self.browser = browser
         browser.get_log("browser")  # of the page before
         if is_first:
@@ -110,7 +137,7 @@ class Page:
             browser.get("about:blank")
             origin = {"origin": url, "storageTypes": "all"}
             browser.execute_cdp_cmd("Storage.clearDataForOrigin", origin)
-        load(browser, f"{url}/")
+        load(browser, f"{url}/", before)
 
     def find(self, selector: str) -> Any:
         return self.browser.find_element(By.CSS_SELECTOR, selector)

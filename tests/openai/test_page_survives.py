@@ -543,21 +543,24 @@ def words(prompt: str) -> str:
 
 
 def opened(browser: webdriver.Chrome, url: str, files: Path, *scripts: str) -> Iterator[Scene]:
-    tab = browser.current_window_handle
-    added = []
-    for script in scripts:
-        source = {"source": script}
-        added.append(browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", source))
-    quota = {"origin": url, "quotaSize": QUOTA}
-    browser.execute_cdp_cmd("Storage.overrideQuotaForOrigin", quota)
+    added: dict[str, list[dict[str, str]]] = {}  # what names the scripts of a tab
+
+    def add() -> None:
+        name = "Page.addScriptToEvaluateOnNewDocument"
+        sources = [{"source": script} for script in scripts]
+        tab = browser.current_window_handle
+        added[tab] = [browser.execute_cdp_cmd(name, source) for source in sources]
+        quota = {"origin": url, "quotaSize": QUOTA}
+        browser.execute_cdp_cmd("Storage.overrideQuotaForOrigin", quota)
+
     try:
-        page = Page(browser, url)
+        page = Page(browser, url, before=add)
         page.starts()
         yield Scene(page, url, files)
     finally:
-        if browser.current_window_handle == tab:  # else the scripts went with their tab
-            for identifier in added:
-                browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", identifier)
+        # Those of another tab went with it.
+        for identifier in added.get(browser.current_window_handle, ()):
+            browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", identifier)
         if browser.execute_script(LEAVES):
             full = browser.current_window_handle
             browser.switch_to.new_window("tab")

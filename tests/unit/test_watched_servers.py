@@ -111,7 +111,8 @@ async def test_waits():
 """
 
 
-def test_a_run_names_what_its_tests_leave_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+def test_a_run_names_what_its_tests_leave_behind(tmp_path: Path, workers: tuple[str, ...]) -> None:
     """Children of one test, and whatever else is there at the end; the coroutine that waits."""
     tests = tmp_path / "tests"  # below the root, as ours
     tests.mkdir()
@@ -120,7 +121,7 @@ def test_a_run_names_what_its_tests_leave_behind(tmp_path: Path) -> None:
         "import tests.conftest as own\nfrom tests.conftest import *\nown.ASYNC_TEST_S = 0.1\n"
     )
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    words += ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), str(tests)]
+    words += [*workers, "-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), str(tests)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
