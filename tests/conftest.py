@@ -67,7 +67,8 @@ LONE = frozenset(
         "client/test_probe.py",
     )
 )
-# Fixtures of the session that start a server: tests that share one run in the same worker.
+# Fixtures of the session, or of a folder, that start a server: tests that share one run in the same
+# worker.
 SHARED_SERVERS = ("server", "echo", "parts", "deployment", "pipelines")
 
 
@@ -267,7 +268,7 @@ def _shared_server(item: pytest.Function) -> str:
     parameters = getattr(item, "callspec", None)
     which = (parameters.params if parameters else {}).get
     for name in SHARED_SERVERS:
-        if name in found and found[name].scope == "session":
+        if name in found and found[name].scope in ("session", "package"):
             kind = which("transport") or which("engine_kind") or ""
             return "server" if kind == "embedded" else f"{name} {kind}".strip()
     own = any(made.scope == "module" for made in found.values())

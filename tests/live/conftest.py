@@ -26,10 +26,8 @@ from tests.helpers.server_settings import DEMO, ROOT, free_ports
 from tests.helpers.threaded_server import serving_in_a_thread
 from tests.helpers.ticking_models import TICKER, write_model
 from tests.helpers.watched import watched
-from tests.live.pipelines import LOAD_S, Lines, with_pipelines
 from trtllm_bls.errors import EngineError
 from trtllm_bls.operate.preparation import SENDING_THREADS
-from trtllm_bls.operate.tritonserver import TritonServer
 from trtllm_bls.settings.command_options import Override, ServeSettings
 from trtllm_bls.text.tokenizer import load_tokenizer
 
@@ -67,15 +65,6 @@ def echo(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         return
     settings = echo_settings(tmp_path_factory.mktemp("echo"), transport, ensemble=True)
     with watched(settings, "echo") as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """The pipelines of all tests here, on one server: to start another one takes 3 s of CPU."""
-    scratch = tmp_path_factory.mktemp("pipelines")
-    settings = with_pipelines(echo_settings(scratch, ready_timeout=LOAD_S))
-    with watched(settings, "pipelines", recent=Lines()) as running:
         yield running
 
 

@@ -160,7 +160,7 @@ def shared_and_unwatched() -> Iterator[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 decorators = " ".join(map(ast.unparse, node.decorator_list))
-                is_shared = "scope='module'" in decorators or "scope='session'" in decorators
+                is_shared = re.search("scope='(?:module|package|session)'", decorators)
                 if is_shared and re.search(r"\bTritonServer\(", ast.unparse(node)):
                     yield f"{file}::{node.name}"
 
