@@ -30,6 +30,7 @@ from trtllm_bls.configure.new import command as new
 from trtllm_bls.configure.new import config_of
 from trtllm_bls.errors import EngineError, EngineUnavailable, Overloaded, SettingsError
 from trtllm_bls.pipeline import InvalidRequest, Request, Response, StreamingModel, Tensor, connect
+from trtllm_bls.pipeline.other_models import OtherStream
 from trtllm_bls.pipeline.testing import Called, Double, LoadedModel, load, serving
 from trtllm_bls.settings.model_config import read_config, values_of
 from trtllm_bls.text.tokenizer import load_tokenizer
@@ -69,6 +70,45 @@ def test_a_request_is_counted_with_its_tokens_and_its_reason() -> None:
     assert len(lines) == 1
     for part in ("outcome=success", "reason=length", "prompt_tokens=1", "completion_tokens=2"):
         assert part in lines[0]
+
+
+class Twice(StreamingModel):
+    """Waits for two streams of another model at once."""
+
+    outputs = (Tensor("text", "STRING"),)
+
+    async def answer(self, request: Request, response: Response) -> None:
+        streams = [request.stream("slow", {}) for _ in range(2)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+
+
+async def nothing(inputs: object) -> object:
+    return await asyncio.Event().wait()
+
+
+def test_who_leaves_while_a_request_is_closed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit has ended it by then, and each of its streams is closed."""
+    closing, released = threading.Event(), threading.Event()
+    closed: list[OtherStream] = []
+
+    async def close(stream: OtherStream) -> None:
+        closing.set()
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+        await aclose(stream)
+        closed.append(stream)
+
+    aclose = OtherStream.aclose
+    monkeypatch.setattr(OtherStream, "aclose", close)
+    with serving(Twice, models={"slow": nothing}, request_timeout_seconds=0.05) as model:
+        ask = model.ask()
+        assert closing.wait(60)
+        ask.leave()
+        ask.wait()
+        released.set()
+        until(lambda: len(closed) == 2)
+    (line,) = [line for _, line in model.triton.lines if "request id=" in line]
+    assert "outcome=cancelled reason=deadline" in line
 
 
 class Short(StreamingModel):

@@ -534,10 +534,11 @@ class Request:
         if count:
             line = "%s: answer left tasks behind: %d; their calls of models are ended"
             log.warning(line, self.id, count)
-        for stream in list(self.streams):
-            await stream.aclose()
         for call in list(self._calls):
             call.cancel()
+        if self.streams:
+            # Tasks of their own end also if the caller leaves meanwhile, which cancels this one.
+            await asyncio.wait([asyncio.ensure_future(stream.aclose()) for stream in self.streams])
 
 
 class ChatRequest(Request):
@@ -985,19 +986,21 @@ class StreamingModel(ServedModel):
                 raise
             raise error from raised
         finally:
-            await request.close()
-            self.deployment.unfinished.discard(response)
-            stats = stats_of(
-                request.id,
-                error,
-                request.finish_reason,
-                prompt_tokens=request.prompt_tokens,
-                completion_tokens=request.tokens,
-                traceparent=request.traceparent,
-            )
-            response.add_to(stats, streamed=True)
-            self.deployment.reports.add(stats)
-            error = None  # its traceback refers to this frame, which would be a reference cycle
+            try:
+                await request.close()
+            finally:  # also if the caller leaves meanwhile, which cancels this task
+                self.deployment.unfinished.discard(response)
+                stats = stats_of(
+                    request.id,
+                    error,
+                    request.finish_reason,
+                    prompt_tokens=request.prompt_tokens,
+                    completion_tokens=request.tokens,
+                    traceparent=request.traceparent,
+                )
+                response.add_to(stats, streamed=True)
+                self.deployment.reports.add(stats)
+                error = None  # its traceback refers to this frame, which would be a reference cycle
 
     def _request(self, call: Call) -> Request:
         """Return the request of a chat, of a face, or for ``answer``."""
