@@ -43,10 +43,11 @@ def in_pieces(ask: Callable[[], Sequence[T]], more_than: int) -> Sequence[T]:
 
 
 def with_room(attempt: Callable[[L], T | None], *rooms: L) -> T:
-    """What the first attempt gives that had enough room: a time limit, or a length of an answer.
+    """Return the result of the first attempt that had enough room.
 
-    ``attempt`` returns ``None`` where the machine was too slow for its room, and raises where what
-    the test claims is not so. The usual room comes first, and each further one is ten times larger.
+    ``rooms``: time limits or lengths of an answer, the usual one first, each further one larger.
+    ``attempt`` returns ``None`` where the machine was too slow for its room, and raises where the
+    claim of the test is wrong.
     """
     for room in rooms:
         found = attempt(room)

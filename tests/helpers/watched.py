@@ -29,7 +29,7 @@ _NOTICED_S = 20.0  # from the end of tritonserver to the end of its guard
 
 
 def end_of(server: TritonServer) -> bool:
-    """What its ``wait`` gives; an assertion fails if the server does not end."""
+    """Wait for the end of a server, as its ``wait`` does; fail if it does not end in time."""
     until(lambda: not server.running, tells=lambda: "the server runs on")
     return server.wait()
 
