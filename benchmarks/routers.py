@@ -191,7 +191,7 @@ def cluster_of(
         more = ["--migration-limit", "3", "--router-mode", "kv", "--no-router-kv-events"]
         words = [options.dynamo, "-m", "dynamo.frontend", "--http-host", "127.0.0.1"]
         words += ["--http-port", str(front), *(more if tokens else [])]
-        fronts = [Process(words, scratch / "front.log", environment=environment)]
+        fronts = [Process(words, environment=environment)]
         ours = [options.dynamo, "-m", "trtllm_bls.cli", "dynamo", *tokens]
         where = [[] for _ in ports]
         states: list[Path | None] = [None] * REPLICAS
@@ -208,13 +208,12 @@ def cluster_of(
         words += ["--prometheus-port", str(metrics), "--worker-urls"]
         words += [f"http://{address}" for address in addresses]
         words += shlex.split(SMG) if target == "smg" else []
-        fronts = [Process(words, scratch / "front.log")]
+        fronts = [Process(words)]
         if target == "alone":
             fronts, where, url = [], where[:1], addresses[0]
     replicas = [
         Process(
             [*ours, "--tokenizer-dir", str(MODEL), "--engine", engine, *more_words],
-            scratch / f"replica{number}.log",
             states[number],
             environment,
         )

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.helpers.children import Child
 from tests.helpers.server_settings import ROOT
 
 NOTICE_S = 4  # more than a router's looks at /health are apart
@@ -20,24 +21,20 @@ class Process:
     """A command that can be killed with all its processes, and started again."""
 
     words: list[str]
-    log: Path
     status: Path | None = None  # by which it drains
     environment: dict[str, str] = field(default_factory=dict)
-    running: subprocess.Popen[bytes] = field(init=False)
+    child: Child = field(init=False)
 
     def start(self) -> None:
         environment = {**os.environ, **self.environment, "PYTHONPATH": str(ROOT)}
-        with self.log.open("ab") as log:
-            self.running = subprocess.Popen(
-                self.words, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+        self.child = Child(self.words, env=environment)
 
     def kill(self) -> None:
         """All of its processes at once: of a killed supervisor's, the workers would drain."""
-        if self.running.returncode is None:  # afterwards another process may have its id
+        if self.child.process.returncode is None:  # afterwards another process may have its id
             with suppress(ProcessLookupError):
-                os.killpg(self.running.pid, signal.SIGKILL)
-            self.running.wait(60)
+                os.killpg(self.child.pid, signal.SIGKILL)
+            self.child.end()
 
     def end(self) -> None:
         """As an orchestrator ends it: drained where it can be, then SIGTERM."""
@@ -45,5 +42,4 @@ class Process:
             drain = [sys.executable, "-m", "trtllm_bls.cli", "drain", "--dir", str(self.status)]
             words = [*drain, "--notice", str(NOTICE_S), "--wait"]
             subprocess.run(words, check=True, capture_output=True, cwd=ROOT, timeout=60)
-        self.running.terminate()
-        self.running.wait(60)
+        self.child.terminate()

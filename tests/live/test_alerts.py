@@ -28,6 +28,7 @@ import yaml
 
 from doubles.scripted import Fault, Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.children import Child
 from tests.helpers.ports import unused_ports
 from tests.helpers.scripted_services import service_in_a_thread
 from tests.helpers.served import Served, good
@@ -122,22 +123,18 @@ def prometheus(directory: Path, addresses: dict[str, str]) -> Iterator[Prometheu
     words = ["prometheus", f"--config.file={directory / 'prometheus.yaml'}"]
     words += [f"--storage.tsdb.path={directory / 'data'}"]
     words += [f"--web.listen-address=127.0.0.1:{port}"]
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log)
     running = Prometheus(f"http://127.0.0.1:{port}")
 
-    def is_ready() -> bool:
-        assert process.poll() is None, (directory / "log").read_text()
-        with suppress(OSError):
-            return running.firing() is not None
-        return False
+    with Child(words, name="Prometheus") as child:
 
-    try:
+        def is_ready() -> bool:
+            assert child.running, child.report()
+            with suppress(OSError):
+                return running.firing() is not None
+            return False
+
         until(is_ready)
         yield running
-    finally:
-        process.kill()
-        process.wait(60)
 
 
 # --- load -----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ and this package's requirements; ``TRTLLM_BLS_INSTALL_CLIENTS`` has the tests in
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 
 from doubles.scripted import Script, ScriptedEngine
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.children import Child
 from tests.helpers.ports import unused_ports
 from tests.helpers.published import pip_install
 from tests.helpers.scripted_services import service_in_a_thread
@@ -88,16 +88,12 @@ class Cluster:
         client = openai.OpenAI(base_url=self.url, api_key="any", max_retries=0)
         self.client = stack.enter_context(client)
 
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, *words: str) -> Child:
         environment = {**os.environ, **LOCAL, "PYTHONPATH": str(ROOT)}
         environment["DYN_FILE_KV"] = str(self._scratch / "discovery")
-        log = self._stack.enter_context((self._scratch / f"{len(words)}.log").open("ab"))
-        process = subprocess.Popen([self._python, *words], stdout=log, stderr=log, env=environment)
-        self._stack.callback(process.wait, 60)
-        self._stack.callback(process.kill)
-        return process
+        return self._stack.enter_context(Child([self._python, *words], env=environment))
 
-    def worker(self, *words: str) -> subprocess.Popen[bytes]:
+    def worker(self, *words: str) -> Child:
         where = ["--engine", f"trtllm://{self._engine}", "--tokenizer-dir", str(MODEL)]
         return self.start(*words, *where)
 
@@ -124,7 +120,7 @@ WORKERS = {"example": EXAMPLE, "command": COMMAND, "tokens": (*COMMAND, "--token
 @pytest.fixture(scope="module", params=WORKERS.values(), ids=WORKERS)
 def cluster(
     request: pytest.FixtureRequest, python: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Cluster, subprocess.Popen[bytes]]]:
+) -> Iterator[tuple[Cluster, Child]]:
     with ExitStack() as stack:
         found = Cluster(python, tmp_path_factory.mktemp("cluster"), stack)
         worker = found.worker(*request.param)
@@ -132,7 +128,7 @@ def cluster(
         yield found, worker
 
 
-Running = tuple[Cluster, "subprocess.Popen[bytes]"]
+Running = tuple[Cluster, Child]
 
 
 def test_text_and_finish_reasons_come_through(cluster: Running) -> None:
@@ -191,10 +187,10 @@ def test_a_worker_listens_on_this_machine_alone_and_ends_gracefully(cluster: Run
         model="target", prompt=prompt, max_tokens=2000, stream=True
     )
     text = next(iter(stream)).choices[0].text
-    worker.terminate()
+    worker.process.terminate()
     text += "".join(choice.text for part in stream for choice in part.choices)
     assert text == prompt
-    assert worker.wait(60) == 0
+    assert worker.end() == 0
 
 
 def test_begun_streams_go_on_at_another_worker(

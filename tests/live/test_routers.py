@@ -27,6 +27,7 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.children import Child
 from tests.helpers.ports import unused_ports
 from tests.helpers.processes import Process
 from tests.helpers.published import pip_install
@@ -102,7 +103,7 @@ def fleet(program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
             command += ["--tokenizer-dir", str(MODEL), "--engine", f"trtllm://{url}"]
             status = scratch / f"status{number}"
             command += ["--status-dir", str(status)]
-            process = Process(command, scratch / f"status{number}.log", status)
+            process = Process(command, status)
             workers.append(Worker(f"http://127.0.0.1:{port}", service, process))
             process.start()
             stack.callback(process.kill)
@@ -114,10 +115,7 @@ def fleet(program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
         command = [program, *words[:cut], *(worker.url for worker in workers), *rest]
         command += ["--host", "127.0.0.1", "--port", str(front)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
-        log = stack.enter_context((scratch / "smg.log").open("w"))
-        router = subprocess.Popen(command, stdout=log, stderr=log)
-        stack.callback(router.wait, 30)
-        stack.callback(router.kill)
+        stack.enter_context(Child(command, name="smg"))
         url = f"http://127.0.0.1:{front}"
         until(lambda: ready(url) == {worker.url for worker in workers})
         yield Fleet(url, workers)

@@ -21,6 +21,7 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers.children import Child
 from tests.helpers.ports import unused_ports
 from tests.helpers.published import pip_install
 from tests.helpers.scripted_services import service_in_a_thread
@@ -86,16 +87,10 @@ def smg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
         command = [bin_ / "smg", "launch", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-port", str(metrics), "--policy", "round_robin"]
         command += ["--disable-retries", "--worker-urls", f"grpc://{url}", "--model-path", MODEL]
-        with (directory / "log").open("w") as log:
-            process = subprocess.Popen([*map(str, command)], stdout=log, stderr=log)
-        try:
+        with Child(command, name="smg"):
             address = f"http://127.0.0.1:{port}/v1"
             until(lambda: "choices" in completed(address), seconds=90)
             yield address, service
-        finally:
-            print((directory / "log").read_text()[-2000:])
-            process.terminate()
-            process.wait(30)
 
 
 def got(url: str, body: dict[str, Any] | None = None) -> bytes:
