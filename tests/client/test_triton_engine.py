@@ -15,7 +15,7 @@ from tests.helpers.fake_engine_server import Triton
 from tests.helpers.waiting import eventually
 from trtllm_bls.configure.pbtxt import model_config
 from trtllm_bls.engines.base import RenewedCapacity
-from trtllm_bls.engines.own_port import is_own
+from trtllm_bls.engines.own_port import is_own, listening_processes
 from trtllm_bls.engines.triton_model import GrpcEngine
 from trtllm_bls.errors import EngineError, EngineUnavailable
 from trtllm_bls.types import EngineCapacity
@@ -66,10 +66,19 @@ def test_a_port_of_somebody_elses_server_is_known() -> None:
     """One that nobody listens at, or of another machine, is nobody's."""
     with foreign_port() as port:
         assert is_own(f"localhost:{port}") is False
-        assert is_own(f"elsewhere.example:{port}") is not False
-    assert is_own(f"localhost:{port}") is not False
+        assert is_own(f"elsewhere.example:{port}") is None
+    assert is_own(f"localhost:{port}") is None
     with socket.create_server(("127.0.0.1", 0)) as ours:
-        assert is_own(f"127.0.0.1:{ours.getsockname()[1]}") is not False
+        assert is_own(f"127.0.0.1:{ours.getsockname()[1]}") is True
+
+
+def test_a_child_with_the_socket_does_not_take_the_port() -> None:
+    """Each process that Triton starts has all of Triton's sockets for a moment."""
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        url = f"127.0.0.1:{ours.getsockname()[1]}"
+        with Child(["sleep", "60"], pass_fds=[ours.fileno()]) as child:
+            assert listening_processes(url) == {child.pid}
+            assert is_own(url) is True
 
 
 async def test_auto_does_not_speak_to_somebody_elses_server() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
+from contextlib import suppress
+from typing import Any
 
 from trtllm_bls.errors import EngineUnavailable
 from trtllm_bls.wire.grpc_client import GrpcChannel, GrpcError
@@ -15,7 +16,7 @@ _STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 def listening_processes(url: str) -> set[int]:
     """Return the processes that listen at ``url`` (host:port); none if it is another machine.
 
-    Processes of other users cannot be seen.
+    Processes of other users cannot be seen. Of several that have the same socket, one is returned.
     """
     host, _, port = url.rpartition(":")
     if host.strip("[]") not in ("localhost", "127.0.0.1", "::1") or not port.isdecimal():
@@ -24,11 +25,16 @@ def listening_processes(url: str) -> set[int]:
 
     processes = set()
     for connection in psutil.net_connections(kind="tcp"):
-        is_listening = connection.status == psutil.CONN_LISTEN
-        is_at_port = is_listening and tuple(connection.laddr)[1:] == (int(port),)
-        if is_at_port and connection.pid is not None:
+        if connection.pid is not None and _is_at(connection, int(port)):
             processes.add(connection.pid)
     return processes
+
+
+def _is_at(connection: Any, port: int) -> bool:
+    """Return true for a socket that listens at the port."""
+    import psutil
+
+    return bool(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port)
 
 
 def is_own(url: str) -> bool | None:
@@ -37,14 +43,19 @@ def is_own(url: str) -> bool | None:
     With host networking another Triton may own the default port. ``None``: nobody listens at the
     port, or its owner cannot be seen.
     """
-    listening = listening_processes(url)
-    if not listening:
+    if not listening_processes(url):
         return None
     import psutil
 
-    ancestry = {os.getpid()}
-    ancestry.update(process.pid for process in psutil.Process().parents())
-    return not listening.isdisjoint(ancestry)
+    # The process found above may be a child that Triton is just starting: until it runs its own
+    # program, it has all sockets of its parent.
+    port = int(url.rpartition(":")[2])
+    process = psutil.Process()
+    for relative in (process, *process.parents()):
+        with suppress(psutil.Error):  # another user's
+            if any(_is_at(each, port) for each in relative.net_connections(kind="tcp")):
+                return True
+    return False
 
 
 async def stream_thread_has_returned(url: str, tls: ssl.SSLContext | None = None) -> None:
