@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -198,20 +197,28 @@ async def load(served: Served) -> AsyncIterator[None]:
             await asyncio.wait(tasks)
 
 
+HOG = """
+import time
+
+while True:
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        pass
+    time.sleep(1.5)  # in which a scrape has its answer
+"""
+
+
 @contextmanager
 def short_of_cpu(worker: psutil.Process) -> Iterator[None]:
-    """Let another program take all of the worker's one core."""
+    """Let another program take the core of the worker's event loop, most of the time.
+
+    The thread that asks the loop for a turn keeps its share: without CPU it would not ask.
+    """
     (core, *_) = sorted(os.sched_getaffinity(0))
-    words = ["taskset", "-c", str(core), sys.executable, "-c", "while True: pass"]
-    with subprocess.Popen(words) as hog:
-        try:
-            for thread in worker.threads():
-                with suppress(ProcessLookupError):
-                    os.sched_setaffinity(thread.id, {core})
-                    os.sched_setscheduler(thread.id, os.SCHED_IDLE, os.sched_param(0))
-            yield
-        finally:
-            hog.kill()
+    with Child(["taskset", "-c", str(core), sys.executable, "-c", HOG], name="a hog"):
+        os.sched_setaffinity(worker.pid, {core})  # of its main thread
+        os.sched_setscheduler(worker.pid, os.SCHED_IDLE, os.sched_param(0))
+        yield
 
 
 # --- the test -------------------------------------------------------------------------------

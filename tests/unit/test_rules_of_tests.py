@@ -124,7 +124,6 @@ RAW_CHILDREN = {
     "helpers/children.py": (1, "`Child` itself"),
     "helpers/command_scenes.py": (1, "read by communicate, which has a limit, and killed"),
     "helpers/fake_tritonserver.py": (1, "code of a fake server, which its own parent watches"),
-    "live/test_alerts.py": (1, "a hog, which writes nothing"),
     "live/test_clients.py": (1, "read by communicate, which has a limit"),
     "live/test_launcher_guard.py": (3, "the control pipe is the claim; communicate has a limit"),
     "models/test_fast_encoder.py": (1, "in a program, a fork that ends at once"),
