@@ -41,5 +41,5 @@ class Process:
         if self.status is not None:
             drain = [sys.executable, "-m", "trtllm_bls.cli", "drain", "--dir", str(self.status)]
             words = [*drain, "--notice", str(NOTICE_S), "--wait"]
-            subprocess.run(words, check=True, capture_output=True, cwd=ROOT, timeout=60)
+            subprocess.run(words, check=True, capture_output=True, cwd=ROOT, timeout=240)
         self.child.terminate()

@@ -115,7 +115,7 @@ def test_no_request_is_reported_lost_where_none_ran(repository: Path) -> None:
     """Triton keeps a refused request of a client that broke off; nobody waits for its answer."""
     running = Served(repository, "--exit-timeout", "3")
     words = [sys.executable, "-c", RUDE, running.urls["gRPC"]]
-    refused = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    refused = subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
     assert "data-type" in refused.stdout, refused.stderr
     running.process.terminate()
     code, errors = running.end()

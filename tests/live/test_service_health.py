@@ -40,7 +40,7 @@ def told(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
 def looked(address: str) -> tuple[int, str]:
     """Exit code and output of ``trtllm-bls health``."""
     words = [sys.executable, "-m", "trtllm_bls.cli", "health", "--url", address, "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stdout
 
 

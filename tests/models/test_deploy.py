@@ -239,7 +239,7 @@ def test_an_engine_that_is_not_well_for_long_is_started_again() -> None:
 
                 def probed(words: list[str] = words) -> int:
                     order = [sys.executable, *words]
-                    return subprocess.run(order, capture_output=True, timeout=60).returncode
+                    return subprocess.run(order, capture_output=True, timeout=240).returncode
 
                 assert probed() == 0
                 service.behaviour = Behaviour(health="RuntimeError: dead")

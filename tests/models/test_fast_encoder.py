@@ -381,4 +381,4 @@ os._exit(tokenizer.encode_all(texts, False) != wanted)
 def test_it_works_in_forks_of_the_process_that_loaded_it() -> None:
     """As HTTP workers are, after a first encode; it has no threads, which would not survive."""
     command = [sys.executable, "-W", "ignore", "-c", FORKS, str(DEMO)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=240)

@@ -21,6 +21,7 @@ from doubles.scripted import Script, ScriptedEngine
 from doubles.scripted_tokens import hashed
 from tests.helpers.openai_server import MODEL, ScriptedBackend
 from tests.helpers.scripted_text import PROMPT, drafted, prompt_ids, saying, tokenizer
+from tests.helpers.waiting import with_room
 from tests.openai.conftest import SAYS, Connect
 from trtllm_bls import __version__
 from trtllm_bls.orchestrator.orchestrator import Defaults
@@ -157,15 +158,24 @@ def test_choices_are_numbered_by_prompt_and_n(connect: Connect) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_whose_time_is_up_was_cut(connect: Connect, stream: bool) -> None:
     """OpenAI has no word for it; ``length`` says that there would have been more."""
-    engine = saying(SAYS * 100, step_seconds=0.01)
-    backend = ScriptedBackend(engine, defaults=Defaults(timeout_s=0.3))
-    _, client = connect(engine, backend=backend)
+    engine = saying(SAYS * 1000, step_seconds=0.01)
     # With a stop string, the answer is read token by token.
-    asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1000, "stop": ["never"]}
-    if stream:
-        *_, last = client.completions.create(**asked, stream=True)
-    else:
-        last = client.completions.create(**asked)
+    asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10_000, "stop": ["never"]}
+
+    def attempt(limit_s: float) -> Any:
+        """The answer, or its last piece; ``None`` if no token came in time."""
+        backend = ScriptedBackend(engine, defaults=Defaults(timeout_s=limit_s))
+        _, client = connect(engine, backend=backend)
+        try:
+            if stream:
+                *_, last = client.completions.create(**asked, stream=True)
+                return last
+            return client.completions.create(**asked)
+        except openai.APIError as error:
+            assert "no token before the time limit" in str(error)
+            return None
+
+    last = with_room(attempt, 0.3, 3.0, 30.0)
     assert last.choices[0].finish_reason == "length"
 
 

@@ -40,7 +40,7 @@ class Tmux:
         """Run a tmux command and return its output."""
         command = ["tmux", "-S", self._socket, *words]
         done = subprocess.run(
-            command, input=input, capture_output=True, text=True, timeout=60, check=True
+            command, input=input, capture_output=True, text=True, timeout=240, check=True
         )
         return done.stdout
 

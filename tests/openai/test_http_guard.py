@@ -710,7 +710,7 @@ def test_curl_needs_the_header(connect: Connect) -> None:
 
     def curl(*words: str) -> Any:
         done = subprocess.run(
-            ["curl", "-s", *words, url, "-d", BODY.decode()], capture_output=True, timeout=60
+            ["curl", "-s", *words, url, "-d", BODY.decode()], capture_output=True, timeout=240
         )
         return json.loads(done.stdout)
 
@@ -861,7 +861,7 @@ def test_published_clients_pass_the_guard(connect: Connect) -> None:
     done = subprocess.run(
         ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", f"{api.url}/health/ready"],
         capture_output=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout == b"200"
 

@@ -91,7 +91,7 @@ def test_two_processes_have_the_same_sessions(tmp_path: Path) -> None:
     store.put("model", "key", "s", "0")
     command = [sys.executable, "-c", ADDS, str(directory)]
     for count in (1, 2):
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=240)
         assert store.get("model", "key", "s") == str(count)
     store.close()
     assert directory.stat().st_mode & 0o777 == 0o700

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 ENGINE_STACK_BYTES = 32 * 2**20  # for the thread that compiles in the engine's process
 _TRIAL_STACK_BYTES = 8 * 2**20
 _MEMORY_BYTES = 2 * 2**30  # limit of the child's address space, of which it needs a tenth
-_START_SECONDS = 10.0  # for the child to load the vocabulary, on a busy machine
-_CLOCK_FACTOR = 5  # on a busy machine, a second of CPU time takes longer than one by the clock
+# By the clock, on a busy machine: for the child to load the vocabulary, and for each second of CPU.
+_START_SECONDS = 60.0
+_CLOCK_FACTOR = 60
 # llguidance reads numbers as doubles: a larger integer may come out as another, and the smallest
 # one with 64 bits ends the process.
 _MAX_NUMBER = 2**53 - 1
