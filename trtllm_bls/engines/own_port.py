@@ -51,9 +51,10 @@ def is_own(url: str) -> bool | None:
     # program, it has all sockets of its parent.
     port = int(url.rpartition(":")[2])
     process = psutil.Process()
-    for relative in (process, *process.parents()):
+    for ancestor in (process, *process.parents()):
         with suppress(psutil.Error):  # another user's
-            if any(_is_at(each, port) for each in relative.net_connections(kind="tcp")):
+            connections = ancestor.net_connections(kind="tcp")
+            if any(_is_at(connection, port) for connection in connections):
                 return True
     return False
 
