@@ -212,15 +212,15 @@ while True:
 def short_of_cpu(worker: psutil.Process) -> Iterator[None]:
     """Let another program take the core of the worker's event loop, most of the time.
 
-    An idle loop has its few turns at once even so: it starves while it has requests. The thread
-    that asks it for a turn keeps its share; without CPU it would not ask.
+    Call it while requests run: a loop without requests needs so little CPU that it never waits.
+    The thread that measures the lag keeps its share, since without CPU it would measure nothing.
     """
     (core, *_) = sorted(os.sched_getaffinity(0))
     with Child(["taskset", "-c", str(core), sys.executable, "-c", HOG], name="a hog"):
         os.sched_setaffinity(worker.pid, {core})  # of its main thread
         os.sched_setscheduler(worker.pid, os.SCHED_IDLE, os.sched_param(0))
         share = Path(f"/proc/{worker.pid}/autogroup")
-        if share.exists():  # else Linux divides a core evenly between sessions
+        if share.exists():  # then Linux divides a core evenly between sessions
             share.write_text("19")
         yield
 

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 ENGINE_STACK_BYTES = 32 * 2**20  # for the thread that compiles in the engine's process
 _TRIAL_STACK_BYTES = 8 * 2**20
 _MEMORY_BYTES = 2 * 2**30  # limit of the child's address space, of which it needs a tenth
-# By the clock, on a busy machine: for the child to load the vocabulary, and for each second of CPU.
+# The longest wait by the clock: for the child to load the vocabulary, and for each second of CPU
+# that the guide may take. On a busy machine a child gets little CPU. A guide that is too dear ends
+# by its CPU time, so this limit is for a child that is stuck.
 _START_SECONDS = 60.0
 _CLOCK_FACTOR = 60
 # llguidance reads numbers as doubles: a larger integer may come out as another, and the smallest

@@ -47,8 +47,8 @@ def is_own(url: str) -> bool | None:
         return None
     import psutil
 
-    # The process found above may be a child that Triton is just starting: until it runs its own
-    # program, it has all sockets of its parent.
+    # Each socket is found with one process, which may be a child that Triton is just starting:
+    # until it runs its own program, it has all sockets of its parent. So ask the ancestors.
     port = int(url.rpartition(":")[2])
     process = psutil.Process()
     for ancestor in (process, *process.parents()):
