@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,6 +15,7 @@ import hypothesis.strategies as st
 import jsonschema
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from openai.types import Batch, Completion, FileObject, Image, Model, Moderation, VectorStore
@@ -22,11 +24,12 @@ from tests.helpers.embedded_steps import answers, checkpoint
 from tests.helpers.tiers import budget
 from tests.helpers.tools import ping_and_set_tree
 from tests.helpers.waiting import run_async
+from trtllm_bls.engines import grammars
 from trtllm_bls.engines.base import join_chunks
 from trtllm_bls.engines.embedded import EmbeddedEngine, guides
 from trtllm_bls.engines.embedded.guides import Guides
 from trtllm_bls.engines.routing import RoutingEngine
-from trtllm_bls.errors import InvalidRequest, Unsupported
+from trtllm_bls.errors import InvalidRequest, Overloaded, Unsupported
 from trtllm_bls.openai.chat import conversation_of
 from trtllm_bls.openai.content import ContentReader
 from trtllm_bls.openai.conversation import form_demand
@@ -530,6 +533,26 @@ def test_a_hostile_grammar_harms_only_its_sender(
         with pytest.raises(InvalidRequest, match=f"^guided_decoding_guide: .*{problem}"):
             answers(hostile_engine, guided(kind, guide))
     answers(hostile_engine, guided("json_schema", '{"type": "string"}', max_tokens=4))
+
+
+def test_a_compilation_that_does_not_end_is_no_fault_of_its_guide(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its process stands still: the process ends, the sender is told to try again, and can."""
+    idle = tmp_path / "idle"
+    idle.write_text("#!/bin/sh\nexec sleep 1000\n")
+    idle.chmod(0o755)
+    unseen = guided("json_schema", '{"const": "a guide that no other test has"}')
+    children = psutil.Process().children()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(idle))
+        patch.setattr(grammars, "_START_SECONDS", 0.1)
+        patch.setattr(grammars, "_CLOCK_FACTOR", 0.2)
+        with pytest.raises(Overloaded, match=r"did not end in 0.5 s; .*; try again in about 1 s$"):
+            answers(engine, unseen)
+    assert psutil.Process().children() == children
+    [[chunk, *_]] = answers(engine, unseen)
+    assert chunk.token_ids
 
 
 @pytest.fixture(scope="module")

@@ -56,12 +56,10 @@ def tried(
 ) -> str | None:
     """Return a grammar's problem; ``None`` if it compiles within ``seconds`` of CPU time.
 
-    Raises ``TimeoutError`` if the machine was too busy, so that another trial may end otherwise.
+    Raises ``TimeoutError`` if the machine was too busy for an answer; another trial may have one.
     """
     arguments = [str(tokenizer_file), str(vocab_size), str(seconds), kind]
     command = [sys.executable, "-m", "trtllm_bls.engines.grammars", *arguments]
-    limit = f"more than {seconds:g} s (parameter guide_compile_seconds)"
-    late = f"cannot be enforced: compiling it takes {limit}"
     by_clock = _START_SECONDS + _CLOCK_FACTOR * seconds
     try:
         trial = subprocess.run(
@@ -73,12 +71,14 @@ def tried(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise TimeoutError(late) from None
+        busy = f"compiling the guide did not end in {by_clock:g} s; this machine has too much to do"
+        raise TimeoutError(busy) from None
     if trial.stdout:
         problem: str | None = json.loads(trial.stdout)
         return problem
     if trial.returncode == -signal.SIGXCPU:
-        return late
+        limit = f"more than {seconds:g} s (parameter guide_compile_seconds)"
+        return f"cannot be enforced: compiling it takes {limit}"
     return "cannot be enforced: its rules are too many, nested or chained too deeply"
 
 

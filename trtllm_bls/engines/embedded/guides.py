@@ -145,7 +145,7 @@ class Guides:
             try:
                 matcher = tried(self._file, self._vocab_size, self._seconds, *grammar)
             except TimeoutError as error:
-                raise InvalidRequest(GUIDE_TEXT_INPUT, str(error)) from None
+                raise Overloaded.for_now(str(error), 1) from None
             if matcher is None:
                 try:
                     matcher = compiled(tokenizer, *grammar)
