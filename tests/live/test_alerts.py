@@ -198,30 +198,38 @@ async def load(served: Served) -> AsyncIterator[None]:
 
 
 HOG = """
+import os
 import time
 
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 while True:
-    end = time.monotonic() + 3
+    end = time.monotonic() + 0.6
     while time.monotonic() < end:
         pass
-    time.sleep(1.5)  # in which a scrape has its answer
+    time.sleep(0.3)  # in which a scrape has its answer
 """
+
+
+def may_take_a_core() -> bool:
+    """Return True if the programs of this user may run before all others."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except PermissionError:
+        return False
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    return True
 
 
 @contextmanager
 def short_of_cpu(worker: psutil.Process) -> Iterator[None]:
-    """Let another program take the core of the worker's event loop, most of the time.
+    """Let a real-time program take the core of the worker's event loop, two thirds of the time.
 
     Call it while requests run: a loop without requests needs so little CPU that it never waits.
-    The thread that measures the lag keeps its share, since without CPU it would measure nothing.
+    The thread that measures the lag may run on another core. Without CPU it would measure nothing.
     """
     (core, *_) = sorted(os.sched_getaffinity(0))
     with Child(["taskset", "-c", str(core), sys.executable, "-c", HOG], name="a hog"):
         os.sched_setaffinity(worker.pid, {core})  # of its main thread
-        os.sched_setscheduler(worker.pid, os.SCHED_IDLE, os.sched_param(0))
-        share = Path(f"/proc/{worker.pid}/autogroup")
-        if share.exists():  # then Linux divides a core evenly between sessions
-            share.write_text("19")
         yield
 
 
@@ -237,6 +245,8 @@ def alerts() -> dict[str, str]:
 @pytest.mark.timeout(900)
 async def test_each_alert_fires_where_its_cause_is(tmp_path: Path) -> None:
     """And before there is a cause, none but that there is no server."""
+    if not may_take_a_core():
+        pytest.skip("this user may not run a real-time program; root runs it")
     expected = set(alerts()) - NOT_HERE
     fired: set[str] = set()
     with ExitStack() as stack:

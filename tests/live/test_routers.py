@@ -27,6 +27,7 @@ import pytest
 
 from doubles.scripted import Script
 from doubles.trtllm_service import Behaviour, EchoEngine
+from tests.helpers import children
 from tests.helpers.children import Child
 from tests.helpers.ports import unused_ports
 from tests.helpers.processes import Process
@@ -68,6 +69,11 @@ class Worker:
     url: str
     service: Any
     process: Process
+
+    def start_again(self) -> None:
+        """Start it for this test and those behind it, like the rest of the fleet."""
+        with children.kept():
+            self.process.start()
 
 
 @dataclass
@@ -287,7 +293,7 @@ async def test_a_killed_worker_fails_begun_streams_alone(fleet: Fleet) -> None:
         assert answer.worker == killed.url
         assert answer.expected.startswith(answer.text)
     assert 0 < len(wrong(answers)) < AT_ONCE
-    killed.process.start()
+    killed.start_again()
     await eventually(lambda: ready(fleet.url) == {worker.url for worker in fleet.workers})
     asked_before = len(killed.service.requests)
     assert wrong(await Load(fleet, range(64)).run()) == []
@@ -301,7 +307,7 @@ async def test_a_rolling_restart_loses_nothing(fleet: Fleet) -> None:
     loading = asyncio.create_task(load.run())
     for worker in fleet.workers:
         await asyncio.to_thread(worker.process.end)
-        worker.process.start()
+        worker.start_again()
         await eventually(lambda: ready(fleet.url) == {each.url for each in fleet.workers})
     done = True
     answers = await loading

@@ -22,7 +22,7 @@ from tests.helpers.published import templates
 from tests.helpers.small_tokenizers import directory
 from trtllm_bls.errors import InvalidRequest
 from trtllm_bls.text.tokenizer import Tokenizer
-from trtllm_bls.text.turn_order import ANY_ORDER, TurnOrder
+from trtllm_bls.text.turn_order import TurnOrder
 
 TURN = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' and CALLS %}"
@@ -277,16 +277,16 @@ def test_published_templates_get_all_texts_of_agents(published: list[tuple[str, 
     as_it_is, fitted, refused, lost = 0, 0, [], []
     for name, template in published:
         tokenizer = tokenizer_of(template)
-        order = TurnOrder.of(tokenizer)
+        taken = TurnOrder.of(tokenizer).fitted(turns)
         try:
-            prompt = tokenizer.render_chat(order.fitted(turns))
+            prompt = tokenizer.render_chat(taken)
         except InvalidRequest:
             refused.append(name)
             continue
         if not all(turn["content"] in prompt for turn in turns):
             lost.append(name)
-        as_it_is += order == ANY_ORDER
-        fitted += order != ANY_ORDER
+        as_it_is += taken == turns
+        fitted += taken != turns
     print(f"{as_it_is} as it is, {fitted} in another form, refused by {refused}, lost by {lost}")
     # Judges of one text, not chats; firefunction's wants a variable of its own.
     assert refused == ["library/firefunction-v2:70b", "library/shieldgemma:27b"]

@@ -49,9 +49,9 @@ class Answer:
         pieces = [text[start:stop] for start, stop in pairwise(places)]
         for event in [e for piece in pieces for e in parser.feed(piece)] + parser.flush(end):
             if isinstance(event, Content):
-                self.content += event.text
+                self.content += event.separator + event.text
             elif isinstance(event, Reasoning):
-                self.reasoning += event.text
+                self.reasoning += event.separator + event.text
             elif isinstance(event, ToolCall):
                 self.calls.append([event.id, event.name, ""])
             else:
