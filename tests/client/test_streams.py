@@ -99,6 +99,7 @@ async def test_an_error_in_mid_stream_comes_after_the_text_before_it() -> None:
         ([Abort(STATUS.RESOURCE_EXHAUSTED, "a\nb")], EngineError, "RESOURCE_EXHAUSTED: a b"),
         ([Abort(STATUS.DEADLINE_EXCEEDED, "late")], EngineError, "DEADLINE_EXCEEDED: late"),
         ([text("Hi")], ConnectionFailed, ".* before the answer was complete"),
+        ([], ConnectionFailed, ".* before the answer was complete"),
     ],
 )
 async def test_an_error_instead_of_an_answer_keeps_its_kind(

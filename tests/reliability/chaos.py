@@ -20,9 +20,11 @@ from typing import Any
 from tests.reliability.faulty_engine import FAULTS, TARGET, Seen, Step
 from tests.reliability.world import TEXTS, World, world
 from trtllm_bls.errors import DeadlineExceeded, TrtllmBlsError
+from trtllm_bls.operate.tritonserver import ServerFailed
 
 TIME_LIMIT_MS = 2_000  # of each request; how long a silent engine is waited for
 STUCK_S = 60.0
+FORGIVEN_S = 1.0  # after a reset; until then a request may be sent into the void
 FAULTY = 0.3  # of the engine's requests
 RESET_EVERY = 400
 
@@ -47,6 +49,7 @@ class Chaos:
         self._random = random.Random(seed)
         self._faults: dict[str, set[str]] = {}  # by request
         self._reset_at = 0.0
+        self._lost = 0  # requests that the latest reset accounts for
         parts.engine.random = random.Random(seed)
         parts.engine.plan = self._plan
 
@@ -57,10 +60,16 @@ class Chaos:
             async with places:
                 if number % RESET_EVERY == RESET_EVERY - 1:
                     self._reset_at = time.monotonic()
+                    self._lost = 0
                     self._world.proxy.reset()
-                await self._one(number)
+                await self._one(number, 2 * at_once)
 
         await asyncio.gather(*(one(number) for number in range(requests)))
+        if not self._world.server.running:
+            try:
+                self._world.server.wait()
+            except ServerFailed as error:
+                self.tally.wrong.insert(0, str(error))
         engine = self._world.engine
         try:
             await engine.until(lambda: not engine.running)
@@ -76,7 +85,7 @@ class Chaos:
         self._faults.setdefault(caller, set()).add(fault if seen.model == TARGET else "")
         return FAULTS[fault](steps, self._random.randrange(len(steps)), self._random)
 
-    async def _one(self, number: int) -> None:
+    async def _one(self, number: int, most_lost: int) -> None:
         id, rng = f"chaos{number}", random.Random(self._random.random())
         prompt, text = rng.choice(list(TEXTS.items()))
         fields: dict[str, Any] = {"text_input": prompt, "max_tokens": 200}
@@ -95,8 +104,11 @@ class Chaos:
         faults = self._faults.pop(id, set())
         if outcome == "no end" and deadline_s == STUCK_S:
             self.tally.stuck.append(f"{id} {faults}")
-        reset = self._reset_at > began - 1  # one that has not noticed yet sends into the void
-        problem = _problem(outcome, said, (TEXTS[prompt], text), faults, reset)
+        is_lost = outcome.startswith("error") and not faults - {"", "slow"}
+        if is_lost and self._reset_at > began - FORGIVEN_S:
+            self._lost += 1
+            is_lost = self._lost > most_lost
+        problem = _problem(outcome, said, (TEXTS[prompt], text), is_lost)
         if problem:
             self.tally.wrong.append(f"{id} {fields} {faults}: {problem}: {said!r}, {outcome}")
 
@@ -121,10 +133,11 @@ class Chaos:
         return said, outcome
 
 
-def _problem(
-    outcome: str, said: str, texts: tuple[str, str], faults: set[str], reset: bool
-) -> str | None:
-    """Why an outcome is not what was promised; ``texts``: without and with the stop word."""
+def _problem(outcome: str, said: str, texts: tuple[str, str], is_lost: bool) -> str | None:
+    """Why an outcome is not what was promised.
+
+    ``texts``: without and with the stop word. ``is_lost``: it is an error that no fault explains.
+    """
     whole, text = texts
     if outcome in ("end_id", "stop"):
         return None if said == text else f"complete, but {text!r} is right"
@@ -132,8 +145,8 @@ def _problem(
         return f"no beginning of {whole!r}"
     if outcome in ("silent end", "length", "cancelled"):
         return "an ending that nothing accounts for"
-    if outcome.startswith("error") and not faults - {"", "slow"} and not reset:
-        return "an error without a fault of the engine"
+    if is_lost:
+        return "an error that neither a fault of the engine nor a reset explains"
     return None
 
 

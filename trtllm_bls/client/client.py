@@ -318,8 +318,10 @@ class Reader(Arrivals[Event]):
 
     async def _read(self) -> None:
         marks_final = False  # the server marks final responses
+        is_empty = True
         try:
             async for message in self._call:
+                is_empty = False
                 received_at = time.perf_counter()
                 if message.error_message:
                     self._answered = True
@@ -335,7 +337,7 @@ class Reader(Arrivals[Event]):
                 if (is_full or self._waiting_bytes > MOST_WAITING_BYTES) and not self._cancelled:
                     self._caught_up.clear()
                     await self._caught_up.wait()
-            if marks_final and not self._answered:
+            if (marks_final or is_empty) and not self._answered:
                 problem = "the server ended the stream before the answer was complete"
                 self.fail(ConnectionFailed(problem))
             self.end()
