@@ -24,6 +24,7 @@ from trtllm_bls.operate.tritonserver import ServerFailed
 
 TIME_LIMIT_MS = 2_000  # of each request; how long a silent engine is waited for
 STUCK_S = 60.0
+END_S = 10.0  # of a server that has failed, with its guard and its file of memory
 FORGIVEN_S = 1.0  # after a reset; until then a request may be sent into the void
 FAULTY = 0.3  # of the engine's requests
 RESET_EVERY = 400
@@ -31,11 +32,12 @@ RESET_EVERY = 400
 
 @dataclass
 class Tally:
-    """What came of all requests; ``wrong`` and ``stuck`` must stay empty."""
+    """The outcomes of all requests; ``wrong``, ``stuck`` and ``server_end`` must stay empty."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
+    server_end: str = ""  # how the server ended, if it did by itself
     left_running: int = 0
     longest_s: float = 0.0  # of one request
 
@@ -65,17 +67,27 @@ class Chaos:
                 await self._one(number, 2 * at_once)
 
         await asyncio.gather(*(one(number) for number in range(requests)))
-        if not self._world.server.running:
-            try:
-                self._world.server.wait()
-            except ServerFailed as error:
-                self.tally.wrong.insert(0, str(error))
+        self.tally.server_end = await self._server_end()
         engine = self._world.engine
         try:
             await engine.until(lambda: not engine.running)
         except asyncio.TimeoutError:
             self.tally.left_running = len(engine.running)
         return self.tally
+
+    async def _server_end(self) -> str:
+        """Tell how the server ended; "" if it runs. After failures one that is ending has time."""
+        server = self._world.server
+        deadline = time.monotonic() + END_S * bool(self.tally.wrong)
+        while server.running and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        if server.running:
+            return ""
+        try:
+            server.wait()
+        except ServerFailed as error:
+            return str(error)
+        return "the server was stopped"
 
     def _plan(self, seen: Seen, steps: list[Step]) -> list[Step]:
         if self._random.random() > FAULTY:
@@ -165,9 +177,10 @@ def main() -> None:
     print(f"{given.requests} requests:", dict(tally.outcomes.most_common()))
     print(f"stuck: {len(tally.stuck)}, wrong: {len(tally.wrong)}, ", end="")
     print(f"left running in the engine: {tally.left_running}; longest {tally.longest_s:.1f} s")
-    for line in [*tally.stuck, *tally.wrong][:20]:
+    problems = [*filter(None, [tally.server_end]), *tally.stuck, *tally.wrong]
+    for line in problems[:20]:
         print(line)
-    sys.exit(1 if tally.stuck or tally.wrong or tally.left_running else 0)
+    sys.exit(1 if problems or tally.left_running else 0)
 
 
 if __name__ == "__main__":
