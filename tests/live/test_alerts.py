@@ -245,10 +245,9 @@ def alerts() -> dict[str, str]:
 @pytest.mark.timeout(900)
 async def test_each_alert_fires_where_its_cause_is(tmp_path: Path) -> None:
     """And before there is a cause, none but that there is no server."""
-    if not may_take_a_core():
-        pytest.skip("this user may not run a real-time program; root runs it")
     expected = set(alerts()) - NOT_HERE
     fired: set[str] = set()
+    can_starve = may_take_a_core()
     with ExitStack() as stack:
         tokenizer = load_tokenizer(DEMO / "target")
         vocabulary = tokenizer.model_vocab_size
@@ -293,8 +292,9 @@ async def test_each_alert_fires_where_its_cause_is(tmp_path: Path) -> None:
                 seconds=240,
             )
             (worker,) = psutil.Process(served.pids["HTTP"]).children()
-            with short_of_cpu(worker):
-                await eventually(lambda: fire("TrtllmBlsEventLoopLag"), seconds=120)
+            if can_starve:
+                with short_of_cpu(worker):
+                    await eventually(lambda: fire("TrtllmBlsEventLoopLag"), seconds=120)
         for service, _ in engines:
             service.behaviour = replace(service.behaviour, health="NOT_OK")
         await eventually(lambda: fire("TrtllmBlsEngineOut", "TrtllmBlsNotReady"), seconds=120)
@@ -316,6 +316,9 @@ async def test_each_alert_fires_where_its_cause_is(tmp_path: Path) -> None:
         served.process.terminate()
         assert served.end()[0] == 0
         await eventually(lambda: fire("TrtllmBlsAbsent"), seconds=120)
+    if not can_starve:
+        assert fired | {"TrtllmBlsEventLoopLag"} == expected
+        pytest.skip("all but the lag's alert: this user may not run in real time; root runs it")
     assert fired == expected
 
 

@@ -24,7 +24,7 @@ from trtllm_bls.operate.tritonserver import ServerFailed
 
 TIME_LIMIT_MS = 2_000  # of each request; how long a silent engine is waited for
 STUCK_S = 60.0
-END_S = 10.0  # of a server that has failed, with its guard and its file of memory
+END_S = 10.0  # the longest wait for the end of a server that fails; it may write a core file
 FORGIVEN_S = 1.0  # after a reset; until then a request may be sent into the void
 FAULTY = 0.3  # of the engine's requests
 RESET_EVERY = 400
@@ -78,7 +78,9 @@ class Chaos:
     async def _server_end(self) -> str:
         """Tell how the server ended; "" if it runs. After failures one that is ending has time."""
         server = self._world.server
-        deadline = time.monotonic() + END_S * bool(self.tally.wrong)
+        deadline = time.monotonic()
+        if self.tally.wrong:
+            deadline += END_S
         while server.running and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
         if server.running:
